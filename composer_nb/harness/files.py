@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -49,6 +51,21 @@ def write_atomic(path: Path, data: bytes | str, *, sync: bool = False) -> None:
 def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
     """Replace the content of `path` with `value` as indented JSON. Numbers that are not finite become null."""
     write_atomic(path, to_json(value, indent=2) + "\n", sync=sync)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a record; None where there is none that can be read."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def point(link: Path, folder: Path) -> None:

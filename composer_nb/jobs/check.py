@@ -6,7 +6,8 @@ import ast
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import symtable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +27,15 @@ def check_parameters(source: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     notebook."""
     types = parameters_of(source)
     for name, value in values.items():
-        if name not in types:
-            raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, types)}")
-        check_type(source.name, name, value, types[name])
-    if values.get("overrides"):
-        from composer_nb.trainer.settings import Settings, override
-
-        override(Settings(), values["overrides"])
+        check_parameter(source.name, types, name, value)
     return dict(values)
 
 
-def check_type(where: str, name: str, value: Any, kind: type) -> None:
+def check_parameter(where: str, types: Mapping[str, type], name: str, value: Any) -> None:
     """Raise ValueError unless `value` is of the type wanted (an int will do for a float) and made of plain values."""
+    if name not in types:
+        raise ValueError(f"{where} has no parameter {name!r}; {nearest(name, types)}")
+    kind = types[name]
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: parameter {name}={value!r} must be of type {kind.__name__}")
@@ -45,6 +43,10 @@ def check_type(where: str, name: str, value: Any, kind: type) -> None:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: parameter {name} holds something that is not plain data: {error}") from None
+    if name == "overrides" and value:
+        from composer_nb.trainer.settings import Settings, override
+
+        override(Settings(), value)
 
 
 def nearest(name: str, names: Mapping[str, Any]) -> str:
@@ -74,9 +76,8 @@ def parameters_of(source: Path) -> dict[str, type]:
 
 def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
     """Raise ValueError, before the work, for an output whose variable no cell sets."""
-    if not outputs:
-        return
-    names = {name: None for cell in _read(source).cells if cell.cell_type == "code" for name in _sets(cell.source)}
+    cells = _read(source).cells if outputs else ()
+    names = {name: None for cell in cells if cell.cell_type == "code" for name in _sets(cell.source)}
     for name, expression in outputs.items():
         parts = expression.split(".")
         if not name.isidentifier() or not all(part.isidentifier() for part in parts):
@@ -85,32 +86,15 @@ def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:
             raise ValueError(f"{source.name}: output {name}: no cell sets {parts[0]!r}; {nearest(parts[0], names)}")
 
 
-def _sets(source: str) -> Iterator[str]:
-    """Yield the variables that a cell binds where later cells see them."""
+def _sets(source: str) -> list[str]:
+    """Return the variables that a cell binds where later cells see them."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     try:
-        waiting: list[ast.AST] = [parse(TransformerManager().transform_cell(source))]  # magics become calls
+        table = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")  # magics become calls
     except (SyntaxError, ValueError):
-        return  # a cell in another language
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-            continue  # what is bound inside stays there
-        waiting += [] if isinstance(node, ast.Lambda) else ast.iter_child_nodes(node)
-
-
-def outputs_cell(outputs: Mapping[str, str]) -> str:
-    """Return the source of the cell that is run last; empty without outputs."""
-    if not outputs:
-        return ""
-    words = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
-    return f"from composer_nb.jobs.directory import keep\n\nkeep({words})"
+        return []  # a cell in another language
+    return [name.get_name() for name in table.get_symbols() if name.is_assigned() or name.is_imported()]
 
 
 def _read(source: Path) -> NotebookNode:

@@ -6,7 +6,6 @@ process number has to be trusted.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from composer_nb.harness.files import point, write_atomic, write_json
+from composer_nb.harness.files import file_digest, point, read_json, write_atomic, write_json
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.jobs.check import notebook_digest
 
@@ -57,9 +56,9 @@ def attempts(folder: Path, node: str) -> list[Path]:
     return sorted((path for path in paths if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
-def locked(folder: Path) -> FileLock:
+def locked(folder: Path, timeout_s: float = 2.0) -> FileLock:  # who asks whether it is alive holds it for a moment
     """Take the run's lock, as a context manager. Raises ValueError where another process holds it."""
-    lock = FileLock(folder / "lock", timeout=2)  # to ask whether a run is alive is to hold its lock for a moment
+    lock = FileLock(folder / "lock", timeout=timeout_s)
     try:
         lock.acquire()
     except Timeout:
@@ -69,11 +68,9 @@ def locked(folder: Path) -> FileLock:
 
 def alive(folder: Path) -> bool:
     """Return whether a runner holds the run's lock."""
-    try:
-        with FileLock(folder / "lock", timeout=0):
-            return False
-    except Timeout:
-        return True
+    with suppress(ValueError), locked(folder, 0):
+        return False
+    return True
 
 
 def snapshot(notebook: Path, folder: Path) -> Path:
@@ -150,7 +147,7 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
         raise ValueError(f"{folder / 'job.json'} cannot be read: this run is lost; start a new one")
     running = alive(folder) if running is None else running
     summary = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
-    nodes = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for name in job["nodes"]:
         node = {"state": "pending", "attempt": 0, **summary["nodes"].get(name, {})}
         if node["state"] not in ENDED and (paths := attempts(folder, name)):  # the last attempt knows better
@@ -160,11 +157,10 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
                 state, record["error"] = "lost", "its runner was killed"
             node |= {key: record[key] for key in ("error", "seconds", "outputs", "key") if key in record}
             node |= {"state": state, "attempt": int(paths[-1].name)}
-        nodes[name] = node
-    for name, node in nodes.items():
         if node["state"] == "pending":
             waits = [need for need in job["nodes"][name]["needs"] if nodes[need]["state"] != "completed"]
             node["error"] = f"waits for {', '.join(waits)}" if waits else ""
+        nodes[name] = node
     state = summary["state"] if running or summary["state"] != "running" else "lost"
     return {**summary, "state": state, "alive": running, "dir": str(folder), "nodes": nodes}
 
@@ -194,23 +190,9 @@ def sweep(folder: Path) -> list[str]:
 # Records and the outputs of a notebook
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a record; None where there is none that can be read."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def now() -> str:
     """Return the time, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def keep(**values: Any) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from composer_nb.jobs.check import check_outputs, check_parameters, check_type, nearest, parameters_of
+from composer_nb.jobs.check import check_outputs, check_parameter, nearest, parameters_of
 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
@@ -88,21 +89,25 @@ class JobFile(pydantic.BaseModel):
     nodes: dict[str, NodeFile] = pydantic.Field(min_length=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Node:
     """One notebook to run, once for each point of a grid.
 
     Attributes:
         family: The name in the file, which the nodes of one grid share.
+        types: Types of the notebook's parameters.
         parameters: With references still in them.
+        dotted: Settings of the command line, on top of the `overrides` that the file or the grid gives.
         needs: Names of the nodes that must be completed before.
     """
 
     name: str
     family: str
     notebook: Path
-    parameters: Mapping[str, Any]
+    types: Mapping[str, type]
+    parameters: dict[str, Any]
     spec: NodeFile
+    dotted: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
 
@@ -115,11 +120,8 @@ class Job:
     parallel: int
     nodes: dict[str, Node]
 
-    def family(self, name: str) -> list[str]:
-        return [node.name for node in self.nodes.values() if node.family == name]
 
-
-class _Problems(dict[str, Exception]):
+class _Problems(list[str]):
     """What is wrong with a job file, gathered so that one reading shows all of it."""
 
     @contextmanager
@@ -128,57 +130,52 @@ class _Problems(dict[str, Exception]):
         try:
             yield
         except (ValueError, FileNotFoundError) as error:
-            self.setdefault(str(error), error)
+            if str(error) not in self:
+                self.append(str(error))
 
     def raise_all(self) -> None:
-        if len(self) == 1:
-            raise next(iter(self.values()))
         if self:
-            raise ValueError("\n".join([f"{len(self)} problems:", *self]))
+            raise ValueError("\n".join(self if len(self) == 1 else [f"{len(self)} problems:", *self]))
 
 
 def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
     """Read and check a job file; `settings` are those of `--set`.
 
     Each is `parameter=value`, for every node that takes it; `node:parameter=value`, for one; or a dotted setting
-    (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError or ValueError, with
-    a line for each problem: unknown names come with the nearest known one.
+    (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError without the file, and
+    ValueError with a line for each problem: unknown names come with the nearest known one.
     """
-    file, problems, drafts = _read(path), _Problems(), dict[str, _NodeDraft]()
-    for name, node_file in file.nodes.items():
+    file, problems, families, nodes = _read(path), _Problems(), dict[str, Node](), dict[str, Node]()
+    for name, spec in file.nodes.items():
         with problems.noted():
-            drafts[name] = _draft(path, name, node_file, file.parameters)
-    types = {name: kind for draft in drafts.values() for name, kind in draft.types.items()}
+            families[name] = _node(path, name, spec, file.parameters)
+    types = {name: kind for node in families.values() for name, kind in node.types.items()}
     for name in file.parameters:
         with problems.noted():
-            if name not in types and len(drafts) == len(file.nodes):
+            if name not in types and len(families) == len(file.nodes):
                 raise ValueError(f"no notebook of {file.name} has a parameter {name!r}; {nearest(name, types)}")
     for key, text in (settings or {}).items():
         with problems.noted():
-            _set(key, text, drafts)
-    families: dict[str, list[Node]] = {}
-    for name, draft in drafts.items():
+            _set(key, text, families)
+    for family in families.values():
         with problems.noted():
-            families[name] = list(_expand(path, name, draft))
-    nodes = {node.name: node for family in families.values() for node in family}
-    with problems.noted():
-        if len(nodes) < sum(map(len, families.values())):
-            raise ValueError(f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}")
+            for node in _expand(path, family):
+                if nodes.setdefault(node.name, node) is not node:
+                    raise ValueError(f"{path}: two nodes of a grid have the same name; label the grid's values")
     for node in nodes.values():
         for name, value in node.parameters.items():
             with problems.noted():
-                _check(path, node, name, value, drafts[node.family].types, file.nodes)
+                _check(path, node, name, value, file.nodes)
         for source in node.spec.after:
             with problems.noted():
                 if source not in file.nodes:
                     raise ValueError(f"{path}: {node.name}.after: no node {source!r}; {nearest(source, file.nodes)}")
     problems.raise_all()
-    for name, node in nodes.items():
-        sources = [source for source, _ in references(dict(node.parameters)) if source not in (JOB, node.family)]
-        needs = dict.fromkeys(need.name for source in [*sources, *node.spec.after] for need in families[source])
-        nodes[name] = replace(node, needs=tuple(needs))
+    for node in nodes.values():
+        sources = {source for source, _ in references(node.parameters)} - {JOB, node.family} | {*node.spec.after}
+        node.needs = tuple(need.name for need in nodes.values() if need.family in sources)
     try:
-        order = list(TopologicalSorter({name: node.needs for name, node in nodes.items()}).static_order())
+        order = [*TopologicalSorter({name: node.needs for name, node in nodes.items()}).static_order()]
     except CycleError as error:
         raise ValueError(f"{path}: nodes wait for one another in a circle: {' -> '.join(error.args[1])}") from None
     ordered = {name: nodes[name] for name in order}
@@ -190,16 +187,11 @@ def name_of(path: Path) -> str:
     return _read(path).name
 
 
-def references(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (node, output) of every reference in a value, however deep."""
-    if isinstance(value, str):
-        yield from ((node, output) for node, output in REFERENCE.findall(value))
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from references(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from references(inner)
+def references(value: Any) -> list[tuple[str, str]]:
+    """Return (node, output) of every reference in a value, however deep."""
+    names = defaultdict[tuple[str, str], Any](str)
+    resolve(value, names)
+    return [*names]
 
 
 def resolve(value: Any, outputs: Mapping[tuple[str, str], Any]) -> Any:
@@ -244,62 +236,45 @@ def _read(path: Path) -> JobFile:
             text = problem["msg"]
             if problem["type"] == "extra_forbidden":
                 text = f"unknown; {nearest(keys[-1], (NodeFile if len(keys) > 1 else JobFile).model_fields)}"
-            message = f"{path}: {'.'.join(keys) or 'the file'}: {text}"
-            problems[message] = ValueError(message)
+            problems.append(f"{path}: {'.'.join(keys) or 'the file'}: {text}")
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     problems.raise_all()
     raise AssertionError("pydantic names what it refuses")
 
 
-@dataclass(kw_only=True)
-class _NodeDraft:
-    """A node while settings of the command line are applied to it.
-
-    Attributes:
-        types: Types of the notebook's parameters.
-        values: Parameters that are the same in all nodes of the grid.
-        axes: Parameters that the grid varies.
-        dotted: Settings on top of the `overrides` that the file or the grid gives.
-    """
-
-    node: NodeFile
-    types: Mapping[str, type]
-    values: dict[str, Any]
-    axes: dict[str, Any]
-    dotted: dict[str, Any] = field(default_factory=dict)
-
-
-def _draft(path: Path, name: str, node: NodeFile, common: Mapping[str, Any]) -> _NodeDraft:
+def _node(path: Path, name: str, spec: NodeFile, common: Mapping[str, Any]) -> Node:
     """Return a node with the job's parameters, then its own."""
     if not NAME.fullmatch(name) or name == JOB:
         raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
-    notebook = path.parent / node.notebook
-    check_outputs(notebook, node.outputs)
-    if DIR in node.outputs:
+    notebook = path.parent / spec.notebook
+    check_outputs(notebook, spec.outputs)
+    if DIR in spec.outputs:
         raise ValueError(f"{path}: {name}: every node has an output `dir` already; choose another name")
+    if both := spec.grid.keys() & spec.parameters.keys():
+        raise ValueError(f"{path}: {name}: {min(both)} is a parameter and in the grid; keep one of them")
     types = parameters_of(notebook)
-    values = {key: value for key, value in common.items() if key in types and key not in node.grid} | node.parameters
-    return _NodeDraft(node=node, types=types, values=values, axes=dict(node.grid))
+    common = {key: value for key, value in common.items() if key in types and key not in spec.grid}
+    about: dict[str, Any] = {"name": name, "family": name, "notebook": notebook.resolve(), "spec": spec}
+    return Node(**about, types=types, parameters={**common, **spec.parameters})
 
 
-def _set(key: str, text: str, drafts: Mapping[str, _NodeDraft]) -> None:
-    """Apply one `--set`. A parameter that a grid varies is no longer varied."""
-    node, colon, name = key.rpartition(":")
-    if colon and node not in drafts:
-        raise ValueError(f"--set {key}: no node {node!r}; {nearest(node, drafts)}")
-    chosen = [drafts[node]] if colon else list(drafts.values())
-    takers = [draft for draft in chosen if ("overrides" if "." in name else name) in draft.types]
+def _set(key: str, text: str, nodes: Mapping[str, Node]) -> None:
+    """Apply one `--set`. A parameter that has a value is not varied by a grid."""
+    node_name, colon, name = key.rpartition(":")
+    if colon and node_name not in nodes:
+        raise ValueError(f"--set {key}: no node {node_name!r}; {nearest(node_name, nodes)}")
+    chosen = [nodes[node_name]] if colon else [*nodes.values()]
+    takers = [node for node in chosen if ("overrides" if "." in name else name) in node.types]
     if not takers:
-        types = {parameter: kind for draft in chosen for parameter, kind in draft.types.items()}
+        types = {parameter: kind for node in chosen for parameter, kind in node.types.items()}
         raise ValueError(f"--set {key}: no notebook has a parameter {name!r}; {nearest(name, types)}")
-    for draft in takers:
+    for node in takers:
         if "." in name:
-            draft.dotted[name] = _typed(text, object)
-            continue
-        is_path = name in PATHS and text
-        draft.values[name] = str(Path(text).resolve()) if is_path else _typed(text, draft.types[name])
-        draft.axes.pop(name, None)
+            node.dotted[name] = _typed(text, object)
+        else:
+            is_path = name in PATHS and text
+            node.parameters[name] = str(Path(text).resolve()) if is_path else _typed(text, node.types[name])
 
 
 def _typed(text: str, kind: type) -> Any:
@@ -312,48 +287,41 @@ def _typed(text: str, kind: type) -> Any:
         return text
 
 
-def _expand(path: Path, family: str, draft: _NodeDraft) -> Iterator[Node]:
+def _expand(path: Path, node: Node) -> Iterator[Node]:
     """Yield one node per point of the grid."""
-    node, choices = draft.node, []
-    for name, values in draft.axes.items():
-        if not values:
-            raise ValueError(f"{path}: {family}: grid.{name} is empty")
+    choices = []
+    for name, values in node.spec.grid.items():
         if name in node.parameters:
-            raise ValueError(f"{path}: {family}: {name} is a parameter and in the grid; keep one of them")
+            continue
+        if not values:
+            raise ValueError(f"{path}: {node.name}: grid.{name} is empty")
         labels = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
         points = zip(labels, values.values() if isinstance(values, dict) else values, strict=True)
         choices.append([(name, label, value) for label, value in points])
     for point in itertools.product(*choices):
-        name = "-".join([family, *(f"{axis}={label}" for axis, label, _ in point)])
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{path}: {name!r} is no name for a node; label the grid's values: {{label: value}}")
-        parameters = {**draft.values, **{axis: value for axis, _, value in point}}
-        if draft.dotted:
+        full = "-".join([node.name, *(f"{axis}={label}" for axis, label, _ in point)])
+        if not NAME.fullmatch(full):
+            raise ValueError(f"{path}: {full!r} is no name for a node; label the grid's values: {{label: value}}")
+        parameters = node.parameters | {axis: value for axis, _, value in point}
+        if node.dotted:
             overrides = parameters.get("overrides", {})
             if not isinstance(overrides, Mapping):
-                raise ValueError(f"{path}: {name}.overrides={overrides!r} is no dictionary that --set could add to")
-            parameters["overrides"] = {**overrides, **draft.dotted}
-        notebook = (path.parent / node.notebook).resolve()
-        yield Node(name=name, family=family, notebook=notebook, parameters=parameters, spec=node)
+                raise ValueError(f"{path}: {full}.overrides={overrides!r} is no dictionary that --set could add to")
+            parameters["overrides"] = {**overrides, **node.dotted}
+        yield replace(node, name=full, parameters=parameters)
 
 
-def _check(
-    path: Path, node: Node, name: str, value: Any, types: Mapping[str, type], nodes: Mapping[str, NodeFile]
-) -> None:
-    """Check a parameter: its name, references and type. The type of a reference's value is checked when it is known."""
-    if name not in types:
-        raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, types)}")
+def _check(path: Path, node: Node, name: str, value: Any, nodes: Mapping[str, NodeFile]) -> None:
+    """Check a parameter: its references, name and type. The type of a reference's value is checked when it is known."""
     if "${" in REFERENCE.sub("", json.dumps(value)):
         raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
-    sources = list(references(value))
-    for source, output in sources:
+    for source, output in references(value):
         if source != JOB and source not in nodes:
             raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, nodes)}")
         is_own = source in (JOB, node.family)  # of itself a node knows only where it is
         outputs = {DIR: "", **({} if is_own else nodes[source].outputs)}
         if output not in outputs:
             raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
-    if not sources:
-        check_parameters(node.notebook, {name: value})
-    elif isinstance(value, str) and not REFERENCE.fullmatch(value):
-        check_type(node.notebook.name, name, value, types[name])
+    is_text = isinstance(value, str) and not REFERENCE.fullmatch(value)
+    if name not in node.types or is_text or not any(references(value)):
+        check_parameter(node.notebook.name, node.types, name, value)

@@ -2,8 +2,8 @@
 
 papermill sets the parameters, keeps times and saves. What it gets wrong is done here: parameters are checked against the
 notebook's annotations before a kernel starts; files are renamed into place; SIGTERM and Ctrl-C interrupt the cell that runs and
-wait for it; processes that a kernel left are ended (`processes.py`); `run.json` beside the executed notebook holds the record. A
-cell's state, in `cell.metadata.papermill.status`, is true:
+wait for it; processes that a kernel left are ended (`harness.sandbox.reap`); `run.json` beside the executed notebook holds the
+record. A cell's state, in `cell.metadata.papermill.status`, is true:
 
     pending      it did not run
     running      it runs now (or ran when everything was killed at once)
@@ -18,7 +18,6 @@ Imported when a notebook is about to run: nbclient takes a second or two to impo
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import logging
@@ -30,15 +29,14 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import psutil
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
@@ -47,14 +45,14 @@ from papermill.parameterize import parameterize_notebook
 from traitlets.config import Config
 
 from composer_nb import __version__
-from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.harness.sandbox.reap import WRITER, with_mark
+from composer_nb.harness.files import file_digest, write_atomic, write_json
+from composer_nb.harness.sandbox.reap import WRITER, owned_directory, with_mark
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import ESCAPES
 from composer_nb.harness.untrusted import visible
 from composer_nb.jobs import processes
-from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
-from composer_nb.jobs.directory import ENDED, OUTPUTS, file_digest, now, read_json
+from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest
+from composer_nb.jobs.directory import ENDED, OUTPUTS, now
 from composer_nb.trainer.records.provenance import commit, package_digest
 
 # Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute.
@@ -69,9 +67,9 @@ SAVE_S = 0.5
 class JobFailed(RuntimeError):
     """A cell raised, took too long, or the kernel died; the message is one line, the executed notebook holds the rest."""
 
-    def __init__(self, message: str, exit_status: int = 1) -> None:
+    def __init__(self, message: str, state: str = "failed") -> None:
         super().__init__(message)
-        self.exit_status = exit_status
+        self.state, self.exit_status = state, ENDED[state]
 
 
 def run_notebook(
@@ -110,25 +108,23 @@ def run_notebook(
     with processes.terminate_as_interrupt():
         write_json(path, record, sync=True)
         output_values.unlink(missing_ok=True)
-        with processes.owned_directory(output.parent, record) as (sockets, mark):
+        with owned_directory(output.parent, record) as (sockets, mark):
             variables = {WRITER: with_mark(mark), processes.RUN: run_mark, OUTPUTS: str(output_values)}
             book = load_notebook_node(str(source))
             logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the record says it
             book = parameterize_notebook(book, values) if values else book
             if outputs:
-                book.cells.append(new_code_cell(outputs_cell(outputs), metadata={"tags": ["outputs"]}))
+                values_of = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
+                keep = f"from composer_nb.jobs.directory import keep\n\nkeep({values_of})"
+                book.cells.append(new_code_cell(keep, metadata={"tags": ["outputs"]}))
             manager = _Manager(book, str(output), progress_bar=False, autosave_cell_every=SAVE_S)
+            manager.outer = sys.exc_info()[1]
             # Kernels that start at once take each other's TCP ports and hang: sockets are files.
-            execution = _Execution(
-                manager,
-                timeout=cell_timeout_s,
-                startup_timeout=int(patience(START_S)),
-                resources={"metadata": {"path": str(folder or source.parent)}},
-                config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/k"}}),
-            )
+            channels = {"transport": "ipc", "ip": f"{sockets}/k", "connection_file": f"{sockets}/kernel.json"}
+            limits = {"timeout": cell_timeout_s, "startup_timeout": int(patience(START_S))}
+            execution = _Execution(manager, **limits, config=Config({"KernelManager": channels}))
             execution.say, execution.timeout_s = say, timeout_s
-            with _environment(variables | {"JUPYTER_RUNTIME_DIR": str(sockets)}):
-                failure = execution.outcome(record)
+            failure = execution.run(record, env=os.environ | variables, cwd=str(folder or source.parent))
         if outputs and failure is None:
             record["outputs"] = json.loads(output_values.read_text(encoding="utf-8"))
         if output.is_file():
@@ -139,7 +135,7 @@ def run_notebook(
         raise failure
     if record["state"] != "completed":
         message = f"{record['error']} (the cell and its traceback are in {output})"
-        raise JobFailed(message, ENDED[record["state"]]) from failure
+        raise JobFailed(message, record["state"]) from failure
     return record
 
 
@@ -151,96 +147,79 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let the kernel inherit `variables`."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 class _Manager(NotebookExecutionManager):
-    """papermill's record of an execution, with the states that it is given, in a file that is always whole."""
+    """papermill's record of an execution, with true states, in a file that is always whole. `outer`: the error that the caller of
+    all this handles, if there is one."""
+
+    outer: BaseException | None
 
     def save(self, **_: Any) -> None:
         write_atomic(Path(self.output_path), nbformat.writes(self.nb) + "\n")  # the record's digest tells whether it is
         self.last_save_time = self.now()
 
-    def cell_complete(self, cell: NotebookNode, cell_index: int | None = None, state: str = "", **_: Any) -> None:
+    def cell_complete(self, cell: nbformat.NotebookNode, cell_index: int | None = None, **_: Any) -> None:
+        """Give a cell its state: that of the error, if one is under way here."""
         super().cell_complete(cell, cell_index)
-        cell.metadata.papermill["status"] = state
-        self.save()
+        if (error := sys.exc_info()[1]) is not self.outer:
+            state = getattr(error, "state", "failed")
+            if isinstance(error, KeyboardInterrupt):
+                state = [*error.args, "interrupted"][0]
+            cell.metadata.papermill["status"] = state
+            self.save()
 
 
 class _Execution(PapermillNotebookClient):
-    """One execution of a notebook: signals come in here, and what happened is read off."""
+    """One execution of a notebook, which heeds signals and gives each cell its true state.
+
+    Attributes:
+        stopped: `interrupted` or `timed_out`, once somebody asked for an end.
+        cell: The one that the kernel has. It is `sent` an interrupt, and ends by itself or is left at the `deadline`.
+        over: Signals change nothing any more.
+    """
 
     say: Callable[[str], None]
     timeout_s: float | None
-    stopped: str | None = None
-    """`interrupted` or `timed_out`, once somebody asked for an end."""
-    fault: str | None = None
-    """State of the cell that ended the notebook, where it is not `stopped`."""
-    error: str | None = None
-    """One line about it."""
-    cell: NotebookNode | None = None
-    """The one that the kernel has."""
-    sent = over = False
-    deadline = 0.0
-    line = ""
+    stopped = line = ""
+    cell: nbformat.NotebookNode | None = None
+    sent, over, deadline = False, False, 0.0
 
-    def outcome(self, record: dict[str, Any]) -> BaseException | None:
-        """Run the notebook; add state, error and cells to `record`. Return what ended it early."""
+    def run(self, record: dict[str, Any], **kernel: Any) -> BaseException | None:
+        """Run the notebook; add state, error and cells to `record`. Return what ended it early.
+
+        Ctrl-C, SIGTERM and the time limit interrupt the cell that runs. A cell that does not end within the grace period, or a
+        second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         failure: BaseException | None = None
-        with self._heeding_signals():
-            try:
-                self.nb_man.notebook_start()
-                self._check()
-                self.execute()
-                record["state"] = "completed"
-            except KeyboardInterrupt as interrupt:
-                record["state"], failure = self.stopped or "interrupted", interrupt
-                self.error = self.error or "cancelled"
-                if self.stopped == "timed_out":
-                    self.error = f"the notebook took longer than {self.timeout_s} s (timeout_s)"
-                    failure = TimeoutError(self.error)
-            except Exception as error:  # whatever nbclient, the kernel or a cell raises is this run's outcome
-                # Kernels that do not start, or die between cells, are RuntimeErrors; what a cell raises is a `fault`.
-                record["state"] = self.fault or ("lost" if isinstance(error, RuntimeError) else "failed")
-                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                hint = "; free some space, then run again with --resume" if full else ""
-                self.error = self.error or f"{type(error).__name__}: {_first_line(error)}{hint}"
-                failure = error
-            with suppress(OSError):  # the disk is full: the record says so
-                self.nb_man.save()
-        if self.error:
-            record["error"] = self.error
-        states = [cell.metadata.papermill["status"] for cell in self.nb.cells if cell.cell_type == "code"]
-        run_count = sum(state not in ("pending", "running") for state in states)
-        record |= {"cells": len(states), "cells_run": run_count, "cell_states": dict(Counter(states))}
-        return failure
-
-    @contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Interrupt the cell that runs on Ctrl-C, SIGTERM and at the time limit. A cell that does not end within the
-        grace period, or a second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
         with processes.handling(dict.fromkeys(numbers, self._on_signal)):
             signal.setitimer(signal.ITIMER_REAL, self.timeout_s or 0)
             try:
-                yield
+                self.nb_man.notebook_start()
+                self.execute(**kernel)
+                record["state"] = "completed"
+            except KeyboardInterrupt as interrupt:
+                record |= {"state": self.stopped or "interrupted", "error": "cancelled"}
+                failure = interrupt
+                if self.stopped == "timed_out":
+                    record["error"] = f"the notebook took longer than {self.timeout_s} s (timeout_s)"
+                    failure = TimeoutError(record["error"])
+            except Exception as error:  # kernels that do not start, or die between cells, are RuntimeErrors
+                text = str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {_first_line(error)}"
+                record["state"] = getattr(error, "state", "lost" if isinstance(error, RuntimeError) else "failed")
+                record["error"], failure = text, error
             finally:
                 self.over = True
                 signal.setitimer(signal.ITIMER_REAL, 0)
+            with suppress(OSError):  # the disk is full: the record says so
+                self.nb_man.save()
+        states = Counter(cell.metadata.papermill["status"] for cell in self.nb.cells if cell.cell_type == "code")
+        run_count = states.total() - states["pending"] - states["running"]
+        record |= {"cells": states.total(), "cells_run": run_count, "cell_states": dict(states)}
+        return failure
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.over:
             return
-        if self.stopped is None:
+        if not self.stopped:
             self.stopped = "timed_out" if number == signal.SIGALRM else "interrupted"
             self.deadline = time.monotonic() + GRACE_S
             signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
@@ -248,66 +227,41 @@ class _Execution(PapermillNotebookClient):
             self.deadline = 0.0
         if self.cell is None or time.monotonic() >= self.deadline:
             self.over = True
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(self.stopped)
         if not self.sent and self.cell.execution_count is not None:  # before that a kernel ignores it
             self.sent = True
             provisioner: Any = self.km and self.km.provisioner
             with suppress(ProcessLookupError):
                 os.killpg(provisioner.pgid, signal.SIGINT)
 
-    def _check(self) -> None:
+    def execute_cell(self, cell: nbformat.NotebookNode, cell_index: int, *_: Any, **__: Any) -> None:
+        """Execute a cell. Raises JobFailed for one that did not run to its end, and KeyboardInterrupt for one that was
+        interrupted, whatever it made of that."""
         if self.stopped:
-            self.over = True
-            raise KeyboardInterrupt
-
-    def papermill_execute_cells(self) -> None:
-        """Run all cells. Raises KeyboardInterrupt when it was stopped, and RuntimeError for a cell that ends it otherwise, whose
-        state is then `fault`."""
-        for index, cell in enumerate(self.nb.cells):
-            self._check()
-            self.nb_man.cell_start(cell, index)
-            state = "failed"
-            try:
-                state = self._state_after(cell, index)
-            except KeyboardInterrupt:
-                state = self.stopped or "interrupted"
-                raise
-            finally:
-                self.nb_man.cell_complete(cell, index, state=state)
-            if self.sent:
-                raise KeyboardInterrupt
-            if state != "completed":
-                self.fault = state
-                raise RuntimeError(self.error)
-        self._check()
-        self.over = True
-
-    def _state_after(self, cell: NotebookNode, index: int) -> str:
-        """Execute a cell, note its error, and return its state."""
-        state = "completed"
+            raise KeyboardInterrupt("pending")
+        problem: JobFailed | None = None
         self.cell = cell if cell.cell_type == "code" and cell.source.strip() else None
         try:
-            self.execute_cell(cell, index)
+            super().execute_cell(cell, cell_index)
+            # Shown, not raised: the tag `raises-exception`, or a magic's own handling.
+            for output in [output for output in cell.get("outputs", []) if output.output_type == "error"][:1]:
+                problem = JobFailed(_error_line(cell, output.ename, output.evalue))
         except CellExecutionError as error:
-            state, self.error = "failed", _error_line(cell, error.ename, error.evalue)
+            problem = JobFailed(_error_line(cell, error.ename, error.evalue))
         except CellTimeoutError:
-            state, self.error = "timed_out", f"a cell took longer than {self.timeout} s (cell_timeout_s)"
+            problem = JobFailed(f"a cell took longer than {self.timeout} s (cell_timeout_s)", "timed_out")
         except DeadKernelError:
             status = getattr(getattr(self.km and self.km.provisioner, "process", None), "returncode", None) or 0
             reason = f"signal {-status}; out of memory?" if status < 0 else f"exit status {status}"
-            state, self.error = "lost", f"the kernel died ({reason})"
+            problem = JobFailed(f"the kernel died ({reason})", "lost")
         finally:
             self.cell = None
         if self.sent:
-            if self.stopped != "timed_out":
-                self.error = "cancelled"
-            return self.stopped or "interrupted"
-        errors = [output for output in cell.get("outputs", []) if output.output_type == "error"]
-        if state == "completed" and errors:  # shown, not raised: the tag `raises-exception`, or a magic's own handling
-            state, self.error = "failed", _error_line(cell, errors[0].ename, errors[0].evalue)
-        return state
+            raise KeyboardInterrupt(self.stopped)
+        if problem is not None:
+            raise problem
 
-    def process_message(self, *args: Any, **kwargs: Any) -> NotebookNode | None:
+    def process_message(self, *args: Any, **kwargs: Any) -> nbformat.NotebookNode | None:
         """Pass on whole lines."""
         output = super().process_message(*args, **kwargs)
         if output and output.output_type == "stream" and output.name == "stdout":
@@ -317,7 +271,7 @@ class _Execution(PapermillNotebookClient):
         return output
 
 
-def _error_line(cell: NotebookNode, name: str, message: str) -> str:
+def _error_line(cell: nbformat.NotebookNode, name: str, message: str) -> str:
     """Return an error on one line, with its cell (as numbered in the executed notebook) and the cell's line that raised it."""
     traceback = "\n".join(line for output in cell.get("outputs", []) for line in output.get("traceback", []))
     numbers = re.findall(rf"Cell In\[{cell.execution_count}\], line (\d+)", ESCAPES.sub("", traceback))
@@ -341,23 +295,19 @@ def _first_line(text: object) -> str:
 # An attempt of a job, in a process of its own: python -m composer_nb.jobs.notebook attempt.json
 
 
-def main(path: Path) -> int:
-    """Run the attempt at a node of a job file that `path` describes; return the exit status of its state."""
+def main(path: Path, parent: int) -> None:
+    """Run the attempt that `path` describes, while `parent` lives. Its run.json says how it ended."""
     attempt = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
     attempt |= {name: Path(attempt[name]) for name in ("source", "output", "folder")}
     try:
         with processes.terminate_as_interrupt():
-            processes.follow_parent()
+            processes.end_with(parent)
             run_notebook(**attempt, say=_print)
     except KeyboardInterrupt:
         _print("interrupted")
-    except (JobFailed, ValueError, OSError) as error:
-        _print(str(error))
-        return getattr(error, "exit_status", 1)
-    except Exception:  # a bug of ours: the log keeps its traceback, the job its record
-        _print(traceback.format_exc())
-        return 1
-    return ENDED[(read_json(attempt["output"].with_name("run.json")) or {}).get("state", "interrupted")]
+    except Exception as error:  # of a bug of ours the log keeps the traceback
+        ours = not isinstance(error, JobFailed | ValueError | OSError)
+        _print(traceback.format_exc() if ours else str(error))
 
 
 def _print(line: str) -> None:
@@ -367,4 +317,4 @@ def _print(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -21,25 +21,27 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from composer_nb.harness.files import write_json
+from composer_nb.harness.files import file_digest, read_json, write_json
+from composer_nb.harness.sandbox.reap import end_writers, owned_directory
 from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest
-from composer_nb.jobs.directory import ENDED, STOP_S, file_digest, now, read_json
+from composer_nb.jobs.directory import ENDED, STOP_S, now
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
 from composer_nb.trainer.records.provenance import package_digest
+from composer_nb.trainer.services.cluster import attach
 from composer_nb.trainer.services.head import held, last_words
-
-if TYPE_CHECKING:
-    from composer_nb.jobs.on_ray import OnRay
 
 TICK_S = 0.1
 ANSWERS_S = 5.0
+# Files beside an attempt on Ray by which its machine is asked to end it.
+STOP, KILL = "stop", "kill"
+SWEEP_S = 30.0
 
 
 def run_job(
@@ -70,15 +72,15 @@ def run_job(
         folder = newest if before is not None else directory.create(runs, job.name)
         stack.enter_context(directory.locked(folder))
         directory.settle_all(folder)
-        _, mark = stack.enter_context(processes.owned_directory(folder, {}))
-        executor: Local | OnRay = Local(limit=job.parallel)
-        if address is not None:
-            from composer_nb.jobs.on_ray import OnRay
-
-            executor = OnRay(address, folder.name, job, mark)
-        runner = Runner(job, folder, executor, say, mark)
-        write_json(folder / "job.json", runner.request() | {"settings": settings, "ray": ray}, sync=True)
-        return runner.run()
+        _, mark = stack.enter_context(owned_directory(folder, {}))
+        executor = Local(job.parallel) if address is None else OnRay(address, folder.name, job, mark)
+        nodes = {
+            name: {"notebook": str(node.notebook), "parameters": dict(node.parameters), "needs": list(node.needs)}
+            for name, node in job.nodes.items()
+        }
+        request = {"id": folder.name, "name": job.name, "file": str(job.path), "settings": settings, "ray": ray}
+        write_json(folder / "job.json", request | {"nodes": nodes}, sync=True)
+        return Runner(job, folder, executor, say, mark).run()
 
 
 @contextmanager
@@ -95,58 +97,109 @@ def _cluster(ray: str) -> Iterator[str]:
         yield address
 
 
-@dataclass(kw_only=True)
 class Local:
-    """Attempts as processes on this machine."""
+    """Attempts as processes on this machine, which `owned_directory` ends with the run."""
 
-    limit: int | None
-    gone = False
+    def __init__(self, limit: int) -> None:
+        self.limit, self.gone = limit, False
 
     def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
         return processes.spawn(attempt)
 
     def poll(self, handle: subprocess.Popen[bytes]) -> str | None:
         status = handle.poll()
-        if status is None:
-            return None
-        return f"its process ended by signal {-status}" if status < 0 else ""
+        return f"its process ended by signal {-status}" if status and status < 0 else None if status is None else ""
 
     def stop(self, handle: subprocess.Popen[bytes], *, kill: bool) -> None:
         handle.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
 
+    def close(self) -> None: ...
+
+
+class OnRay:
+    """Attempts as Ray tasks; Ray's resources decide how many run at once."""
+
+    def __init__(self, address: str, run: str, job: Job, mark: str) -> None:
+        """Raise ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
+        try:
+            attach(address, run)
+            import ray
+        except ImportError:
+            raise ValueError("--ray: Ray is not installed here; pip install ray") from None
+        except ConnectionError as error:
+            raise ValueError(f"--ray: {error}") from None
+        self.ray, self.run, self.mark, self.limit, self.gone = ray, run, mark, None, False
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for node in job.nodes.values():
+            needs = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}
+            if not any(all(has.get(name, 0) >= count for name, count in needs.items()) for has in machines):
+                ray.shutdown()
+                raise ValueError(f"{node.name} wants {needs}; no machine of the cluster has that: change cpus or gpus")
+        # What Ray retries would be an attempt that no record tells of.
+        self.task = ray.remote(max_retries=0)(run_attempt)
+
+    def start(self, attempt: Path, node: Node) -> tuple[Any, Path]:
+        needs = {"num_cpus": node.spec.cpus, "num_gpus": node.spec.gpus}
+        options = self.task.options(name=f"{self.run}/{node.name}", scheduling_strategy="SPREAD", **needs)
+        return options.remote(str(attempt), package_digest()), attempt
+
+    def poll(self, handle: tuple[Any, Path]) -> str | None:
+        reference, _ = handle
+        ready, _ = self.ray.wait([reference], timeout=0)
+        if not ready:
+            return None
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:  # the task's own words: a folder not shared, another package
+            return str(error.cause)
+        except self.ray.exceptions.RayError as error:
+            # Ray on this very machine: without it nothing can be started, and every call to Ray may wait for ever.
+            self.gone = self.gone or isinstance(error, self.ray.exceptions.LocalRayletDiedError)
+            return f"Ray lost it: {type(error).__name__}"
+
+    def stop(self, handle: tuple[Any, Path], *, kill: bool) -> None:
+        reference, attempt = handle
+        attempt.with_name(KILL if kill else STOP).touch()
+        if kill or not attempt.with_name("run.json").exists():  # it may not have begun, nor ever begin
+            with suppress(self.ray.exceptions.RayError):
+                self.ray.cancel(reference, force=kill)
+
     def close(self) -> None:
-        """Nothing: `processes.owned_directory` ends what the run started here."""
+        if self.gone:
+            return
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+
+        sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_writers)
+        machines = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+        sweeps = [sweep.options(scheduling_strategy=OnNode(name, soft=False)).remote(self.mark) for name in machines]
+        self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
+        self.ray.shutdown()
 
 
-@dataclass(kw_only=True)
-class NodeState:
-    """State of a node.
-
-    Attributes:
-        record: The node's part of run.json: state, attempt, key, error, seconds, outputs, output, and `kept` for one that an
-            earlier call of the runner completed.
-        handle: The executor's handle of the running attempt.
-        begun: When the attempt began to run.
-        lost: Number of attempts that the infrastructure lost.
-    """
-
-    record: dict[str, Any] = field(default_factory=lambda: {"state": "pending", "attempt": 0})
-    handle: Any = None
-    begun: float = 0.0
-    lost: int = 0
-
-    @property
-    def state(self) -> str:
-        return str(self.record["state"])
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Take over what an attempt's record says."""
-        self.record |= {
-            "state": record["state"],
-            "error": record.get("error", ""),
-            "seconds": record.get("seconds", 0.0),
-        }
-        self.record |= {"outputs": record.get("outputs", {}), "digest": record.get("output_sha256", "")}
+def run_attempt(path: str, digest: str) -> str:
+    """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none."""
+    attempt, host = Path(path), socket.gethostname()
+    if not attempt.is_file():
+        raise FileNotFoundError(f"{host} does not see {path}: keep --runs on a shared file system")
+    folder = Path(json.loads(attempt.read_text(encoding="utf-8"))["folder"])
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{host} does not see {folder}: keep the notebooks on a shared file system")
+    if package_digest() != digest:
+        raise RuntimeError(f"{host} has another composer_nb than the one that was started")
+    process, stopped = processes.spawn(attempt), False
+    try:
+        while (status := process.poll()) is None:
+            if attempt.with_name(STOP).exists() and not stopped:
+                stopped = True
+                process.terminate()
+            if attempt.with_name(KILL).exists():
+                process.kill()
+            time.sleep(TICK_S)
+    except KeyboardInterrupt:  # Ray cancelled the task
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+    return f"its process on {host} ended by signal {-status}" if status < 0 else ""
 
 
 class Runner:
@@ -155,21 +208,22 @@ class Runner:
     An executor starts an attempt (`start`); returns None while it runs, then the fault of the infrastructure that ended it, or
     empty text (`poll`); asks it to end or kills it (`stop`); and ends what the run left elsewhere (`close`). `limit` is the
     number of attempts at once, None where the executor makes them wait; `gone` says that the executor itself was lost.
+
+    Attributes:
+        nodes: The nodes' parts of run.json: state, attempt, key, error, seconds, outputs, output, and `kept` for one that an
+            earlier call of the runner completed.
+        handles: The executor's handles of the running attempts.
+        begun: When their notebooks began to run.
+        losses: Attempts of each node that the infrastructure lost.
     """
 
     def __init__(self, job: Job, folder: Path, executor: Local | OnRay, say: Callable[[str], None], mark: str) -> None:
         self.job, self.folder, self.executor, self.mark = job, folder, executor, mark
-        self.states = {name: NodeState() for name in job.nodes}
-        self.begun, self.stopping, self.asked, self.hurry = time.monotonic(), 0.0, False, False
+        self.nodes: dict[str, dict[str, Any]] = {name: {"state": "pending", "attempt": 0} for name in job.nodes}
+        self.handles, self.begun, self.losses = dict[str, Any](), dict[str, float](), Counter[str]()
+        self.clock, self.stopping, self.asked, self.hurry = time.monotonic(), 0.0, False, False
         self.started, self._say, self.package = now(), say, package_digest()
         self.notebooks = {node.notebook: directory.snapshot(node.notebook, folder) for node in job.nodes.values()}
-
-    def request(self) -> dict[str, Any]:
-        nodes = {
-            name: {"notebook": str(node.notebook), "parameters": dict(node.parameters), "needs": list(node.needs)}
-            for name, node in self.job.nodes.items()
-        }
-        return {"id": self.folder.name, "name": self.job.name, "file": str(self.job.path), "nodes": nodes}
 
     def run(self) -> dict[str, Any]:
         def on_signal(number: int, frame: object) -> None:
@@ -185,82 +239,67 @@ class Runner:
                 while self._step():
                     time.sleep(TICK_S)
             finally:
-                for state in self._running():
-                    self.executor.stop(state.handle, kill=True)
+                for handle in self.handles.values():
+                    self.executor.stop(handle, kill=True)
                 self.executor.close()
-        summary = self._summary(over=True)
-        with suppress(OSError):  # a full disk
-            write_json(self.folder / "run.json", summary, sync=True)
+        summary = self._save(over=True)
         self.say(f"{self.job.name}: {summary['state']} ({summary['seconds']:.1f} s)")
-        if failed := [name for name, state in self.states.items() if state.state == "failed"]:
+        if failed := [name for name, node in self.nodes.items() if node["state"] == "failed"]:
             self.say(f"composer-nb jobs log {self.folder} {failed[0]} shows why; mend it, then run again with --resume")
         return summary
 
-    def _running(self) -> list[NodeState]:
-        return [state for state in self.states.values() if state.handle is not None]
-
     def _step(self) -> bool:
         """Take one turn; return whether there is more to do."""
-        before = [(state.state, state.record["attempt"]) for state in self.states.values()]
+        before = [(node["state"], node["attempt"]) for node in self.nodes.values()]
         if not self.stopping and (self.asked or (self.folder / "cancel").exists()):
             self.stopping = time.monotonic()
             self.say(f"{'interrupted' if self.asked else 'cancelled'}: the notebooks are given {STOP_S:.0f} s to end")
-            for state in self._running():
-                self.executor.stop(state.handle, kill=False)
-        for name, state in self.states.items():
-            if state.handle is not None:
-                self._watch(self.job.nodes[name], state)
-        for name, state in self.states.items():
+            for handle in self.handles.values():
+                self.executor.stop(handle, kill=False)
+        for name in [*self.handles]:
+            self._watch(self.job.nodes[name], self.nodes[name])
+        for name, node in self.job.nodes.items():
             if self._ready(name):
-                self._begin(self.job.nodes[name], state)
-        if before != [(state.state, state.record["attempt"]) for state in self.states.values()]:
-            with suppress(OSError):  # a full disk: the last summary is tried again
-                write_json(self.folder / "run.json", self._summary(), sync=True)
-        return bool(self._running()) or any(map(self._ready, self.states))
+                self._begin(node, self.nodes[name])
+        if before != [(node["state"], node["attempt"]) for node in self.nodes.values()]:
+            self._save()
+        return bool(self.handles) or any(map(self._ready, self.nodes))
 
     def _ready(self, name: str) -> bool:
-        state, limit = self.states[name], self.executor.limit
-        needs_done = all(self.states[need].state == "completed" for need in self.job.nodes[name].needs)
-        free = not (self.stopping or self.executor.gone) and (limit is None or len(self._running()) < limit)
-        return state.state == "pending" and state.handle is None and needs_done and free
+        if self.nodes[name]["state"] != "pending" or name in self.handles or self.stopping or self.executor.gone:
+            return False
+        room = self.executor.limit is None or len(self.handles) < self.executor.limit
+        return room and all(self.nodes[need]["state"] == "completed" for need in self.job.nodes[name].needs)
 
-    # One node
-
-    def _begin(self, node: Node, state: NodeState) -> None:
+    def _begin(self, node: Node, record: dict[str, Any]) -> None:
         """Keep a finished attempt under the same key, or start a new one."""
-        source, record = self.notebooks[node.notebook], state.record
+        source = self.notebooks[node.notebook]
         try:
-            parameters = resolve(dict(node.parameters), self._reference_values(node))
-            check_parameters(source, parameters)
+            parameters = check_parameters(source, resolve(dict(node.parameters), self._reference_values(node)))
         except ValueError as error:  # the type of another node's output
             record |= {"state": "failed", "error": str(error)}
             self.say(f"{node.name}: failed: {error}")
             return
-        before = {need: [self.states[need].record.get(n) for n in ("key", "digest")] for need in sorted(node.needs)}
+        before = {need: [self.nodes[need].get(n) for n in ("key", "digest")] for need in sorted(node.needs)}
         parts = [notebook_digest(source), parameters, node.spec.outputs, self.package, before]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         record |= {"key": key, "error": ""}
         paths = directory.attempts(self.folder, node.name)
-        if any(self._keep(node, state, path) for path in reversed(paths)):
+        if any(self._keep(node, record, path) for path in reversed(paths)):
             return
         number = int(paths[-1].name) + 1 if paths else 1
         path = self.folder / "nodes" / node.name / str(number)
         record |= {"attempt": number, "output": str(path / node.notebook.name)}
         attempt = {
-            "source": str(source),
-            "output": record["output"],
-            "folder": str(node.notebook.parent),
-            "parameters": parameters,
-            "outputs": node.spec.outputs,
-            "timeout_s": node.spec.timeout_s,
-            "cell_timeout_s": node.spec.cell_timeout_s,
-            "run_mark": self.mark,
+            "source": str(source), "output": record["output"], "folder": str(node.notebook.parent),
+            "parameters": parameters, "outputs": node.spec.outputs, "timeout_s": node.spec.timeout_s,
+            "cell_timeout_s": node.spec.cell_timeout_s, "run_mark": self.mark,
             "about": {"run": self.folder.name, "node": node.name, "attempt": number, "key": key},
-        }
+        }  # fmt: skip
         try:
             path.mkdir(parents=True)
             write_json(path / "attempt.json", attempt, sync=True)
-            state.handle = self.executor.start(path / "attempt.json", node)
+            self.handles[node.name] = self.executor.start(path / "attempt.json", node)
         except OSError as error:
             record |= {"state": "failed", "error": f"it could not be started: {error}"}
         self.say(f"{node.name}: {record['error'] or f'attempt {number}'}")
@@ -270,78 +309,84 @@ class Runner:
         home = self.folder / "nodes"
         values: dict[tuple[str, str], Any] = {(JOB, DIR): str(self.folder), (node.family, DIR): str(home / node.name)}
         for source, output in set(references(dict(node.parameters))) - values.keys():
-            members = self.job.family(source)
-            outputs = [
-                str(home / name) if output == DIR else self.states[name].record["outputs"][output] for name in members
-            ]
+            members = [other.name for other in self.job.nodes.values() if other.family == source]
+            outputs = [str(home / n) if output == DIR else self.nodes[n]["outputs"][output] for n in members]
             values[source, output] = outputs if self.job.nodes[members[0]].spec.grid else outputs[0]
         return values
 
-    def _keep(self, node: Node, state: NodeState, path: Path) -> bool:
-        """Return whether an earlier attempt is undamaged and has the node's key; its record is then the node's."""
-        record = read_json(path / "run.json") or {}
-        if (record.get("state"), record.get("key")) != ("completed", state.record["key"]):
+    def _keep(self, node: Node, record: dict[str, Any], path: Path) -> bool:
+        """Return whether an earlier attempt is undamaged and has the node's key; what it says is then the node's."""
+        attempt = read_json(path / "run.json") or {}
+        identity = (attempt.get("state"), attempt.get("key"), attempt.get("package_digest"))
+        if identity != ("completed", record["key"], self.package):  # the package may be edited while the runner runs
             return False
-        if record["package_digest"] != self.package:  # it was edited while the runner ran
-            return False
-        output = path / record["output"]
-        if not output.is_file() or file_digest(output) != record["output_sha256"]:
+        output = path / attempt["output"]
+        if not output.is_file() or file_digest(output) != attempt["output_sha256"]:
             self.say(f"{node.name}: attempt {path.name} is damaged: {output.name} is not what was written")
             error = f"{output.name} was damaged afterwards"
-            write_json(path / "run.json", {**record, "state": "lost", "error": error}, sync=True)
+            write_json(path / "run.json", {**attempt, "state": "lost", "error": error}, sync=True)
             return False
-        state.take(record)
-        state.record |= {"attempt": int(path.name), "kept": True, "output": str(output)}
+        record |= _end_of(attempt) | {"attempt": int(path.name), "kept": True, "output": str(output)}
         self.say(f"{node.name}: kept, attempt {path.name}")
         return True
 
-    def _watch(self, node: Node, state: NodeState) -> None:
+    def _watch(self, node: Node, record: dict[str, Any]) -> None:
         """Follow an attempt that was started."""
-        path = self.folder / "nodes" / node.name / str(state.record["attempt"])
-        fault = self.executor.poll(state.handle)
-        at = time.monotonic()
-        if state.state == "pending" and (path / "run.json").exists():  # until then it waits, perhaps for its turn
-            state.record["state"], state.begun = "running", at
-        elapsed = at - state.begun if state.state == "running" else 0.0
+        path, handle, at = Path(record["output"]).parent, self.handles[node.name], time.monotonic()
+        fault = self.executor.poll(handle)
+        if record["state"] == "pending" and (path / "run.json").exists():  # until then it waits, perhaps for its turn
+            record["state"], self.begun[node.name] = "running", at
+        elapsed = at - self.begun[node.name] if record["state"] == "running" else 0.0
         limit = node.spec.timeout_s or float("inf")
         if fault is None:
             if elapsed > limit + STOP_S or (self.stopping and (self.hurry or at - self.stopping > STOP_S)):
-                self.executor.stop(state.handle, kill=True)
+                self.executor.stop(handle, kill=True)
             return
-        state.handle = None
-        record = read_json(path / "run.json")
-        if record is None or record.get("state") not in ENDED or (fault and record["state"] == "interrupted"):
+        del self.handles[node.name]
+        attempt = read_json(path / "run.json")
+        if attempt is None or attempt.get("state") not in ENDED or (fault and attempt["state"] == "interrupted"):
             ending = "interrupted" if self.stopping else "timed_out" if elapsed > limit else "lost"
             if not fault and not self.stopping:  # it would end so again
                 ending = "failed"
-                what = "its process ended before the notebook began" if record is None else "it ended without a record"
+                what = "its process ended before the notebook began" if attempt is None else "it ended without a record"
                 fault = f"{what}: {last_words(path / 'log.txt', 0)}"
-            record = directory.settle(path, ending, fault or "it ended without a record")
-        state.take(record)
-        error = state.record["error"]
-        self.say(f"{node.name}: {state.state} ({state.record['seconds']:.1f} s){': ' * bool(error)}{error}")
-        if state.state == "lost" and state.lost < node.spec.retries and not (self.stopping or self.executor.gone):
-            state.lost += 1
-            state.record["state"] = "pending"
+            attempt = directory.settle(path, ending, fault or "it ended without a record")
+        record |= _end_of(attempt)
+        error = record["error"]
+        self.say(f"{node.name}: {record['state']} ({record['seconds']:.1f} s){': ' * bool(error)}{error}")
+        if record["state"] == "lost" and not (self.stopping or self.executor.gone):
+            self.losses[node.name] += 1
+            if self.losses[node.name] <= node.spec.retries:
+                record["state"] = "pending"
 
     # Records
 
-    def _summary(self, *, over: bool = False) -> dict[str, Any]:
-        """Return the contents of run.json."""
-        states = {state.state for state in self.states.values()}
+    def _save(self, *, over: bool = False) -> dict[str, Any]:
+        """Write run.json and return it."""
+        states = {node["state"] for node in self.nodes.values()}
         worst = ("failed", "timed_out", "lost", "interrupted")
         state = next((name for name in worst if name in states), "completed") if over else "running"
         if over and self.stopping and states != {"completed"}:
             state = "interrupted"
-        nodes = {name: {k: v for k, v in s.record.items() if v or k == "attempt"} for name, s in self.states.items()}
-        return {
+        nodes = {name: {k: v for k, v in node.items() if v or k == "attempt"} for name, node in self.nodes.items()}
+        summary = {
             "id": self.folder.name, "name": self.job.name, "state": state, "started": self.started,
-            "host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.begun,
+            "host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.clock,
             "dir": str(self.folder), "nodes": nodes, **({"ended": now()} if over else {}),
         }  # fmt: skip
+        with suppress(OSError):  # a full disk: the last summary is tried again
+            write_json(self.folder / "run.json", summary, sync=True)
+        return summary
 
     def say(self, line: str) -> None:
         with suppress(OSError):  # the reader is gone; the log below stays
             self._say(line)
         with suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{now()} {line}\n")
+
+
+def _end_of(attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the record of an attempt says about its node."""
+    state, digest = attempt["state"], attempt.get("output_sha256", "")
+    usual = {"error": "", "seconds": 0.0, "outputs": {}}
+    return {"state": state, "digest": digest, **{key: attempt.get(key, value) for key, value in usual.items()}}

@@ -83,9 +83,7 @@ def _check(root: Path, before: Blob | None, changes: Changes, path: str) -> Path
         for inner in (item for item in target.rglob("*") if item.is_symlink() or not item.is_dir()):
             name = inner.relative_to(root).as_posix()
             if name not in changes or changes[name] is not None:
-                raise Conflict(
-                    f"{path}: is a folder with {inner.name}, which the agent did not delete; nothing was written"
-                )
+                raise Conflict(f"{path}: is a folder with {inner.name}, which the agent kept; nothing was written")
     elif before is None and os.path.lexists(target):
         raise Conflict(f"{path}: was not among what the agent saw, and is there; nothing was written")
     if before is not None and _now(target) != before:
@@ -116,10 +114,8 @@ def _file(target: Path) -> os.stat_result | None:
 def _write(at: Path, blob: Blob, before: os.stat_result | None) -> None:
     """Write a file, with the owner and the permissions of the file before, if there is one; the blob says whether it can be
     executed."""
-    runs = blob.mode == EXECUTABLE
-    with open(
-        os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o777 if runs else 0o666), "wb"
-    ) as file:
+    runs, flags = blob.mode == EXECUTABLE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(at, flags, 0o777 if runs else 0o666), "wb") as file:
         file.write(blob.data)
         if before is not None:
             with suppress(PermissionError):  # only root gives files away

@@ -108,17 +108,14 @@ class Canary(Replicas):
         options: Sequence[dict[str, Any]],
         share: float,
         verdicts: int,
-        decisions: Known,
+        state: Known,
         file: Path,
     ) -> None:
-        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `decisions`."""
+        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps the `state`."""
         super().__init__(actors, options)
         *self.usual, self.early = self._replicas
-        self.share, self.verdicts, self.known, self.file = share, verdicts, decisions, file
-        self._trial = Trial(decisions.trusted, verdicts)
-        # Rollouts that had a verdict before the trial.
-        self._settled: set[str] = set()
-        self._decided(decisions)
+        self.share, self.verdicts, self.file, self._trial = share, verdicts, file, Trial(state.trusted, verdicts)
+        self._decided(state)
 
     @property
     def capacity(self) -> int:
@@ -142,18 +139,13 @@ class Canary(Replicas):
         grade = attempt.grade
         if not grade.known or (grade.status == "graded" and not (grade.rewards or grade.tests)):
             return
-        versions = {
-            int(v) for segment in attempt.rollout.segments for v in np.unique(segment.policy_version[segment.acted])
-        }
-        verdict = grade.rewards.get("reward", float(grade.passed))
+        versions = {int(v) for part in attempt.rollout.segments for v in np.unique(part.policy_version[part.acted])}
         with self._changed:
-            if (trial := self._current()) is None or name in self._settled:
-                self._settled.add(name)
+            if (trial := self._current()) is None:
                 return
-            if versions == {trial.version}:
-                trial.early.setdefault(user, {})[name] = verdict
-            elif versions == {self.known.trusted}:
-                trial.usual.setdefault(user, {})[name] = verdict
+            for version, side in ((trial.version, trial.early), (self.known.trusted, trial.usual)):
+                if versions == {version}:
+                    side.setdefault(user, {})[name] = grade.rewards.get("reward", float(grade.passed))
             if outcome := trial.outcome:
                 field_name = "trusted" if outcome == "promoted" else "withdrawn"
                 self._decided(self.known.model_copy(update={field_name: trial.version}))
@@ -166,7 +158,6 @@ class Canary(Replicas):
         if newest <= max(self.known.trusted, self.known.withdrawn):
             return None
         if newest != self._trial.version:
-            self._settled.update(*self._trial.early.values(), *self._trial.usual.values())
             self._trial = Trial(newest, self.verdicts)
         return self._trial
 
@@ -210,7 +201,7 @@ def open_canary(
     follow: str,
     slots: int,
     ray: str = "",
-    **options: Any,
+    **more: Any,
 ) -> Iterator[OpenEngine[Canary]]:
     """Run a checkpoint in `count` processes for most users, and in one more for those who get a new version first. `run`: folder
     of the records. Raises ValueError for a store without a version and for a `canary.json` that does not fit it, and like
@@ -221,19 +212,16 @@ def open_canary(
         raise ValueError(f"--canary {share:g}: {follow} has no version yet, so there is none to trust")
     decisions = Known(store=follow, trusted=newest)
     if file.is_file():
-        again = "remove it, and the newest version will be trusted"
         try:
             decisions = Known.model_validate_json(file.read_bytes())
+            if decisions.store != follow or decisions.trusted > newest:
+                raise ValueError(f"it is of {decisions.store} and trusts version {decisions.trusted}")
         except ValueError as error:
-            raise ValueError(f"{file} is damaged; {again}: {error}") from None
-        if decisions.store != follow or decisions.trusted > newest:
-            raise ValueError(f"{file} is of {decisions.store} and trusts version {decisions.trusted}; {again}")
+            again = "remove it, and the newest version will be trusted"
+            raise ValueError(f"{file} is damaged or of another store; {again}: {error}") from None
     run.mkdir(parents=True, exist_ok=True)
     model, tokenizer, form = chat_of(path)
-    options |= {"path": path.resolve(), "follow": follow}
-    sizes = [*[-(-slots // count)] * count, slots]
-    with (
-        open_actors(ray) as actors,
-        Canary(actors, [{**options, "slots": size} for size in sizes], share, verdicts, decisions, file) as canary,
-    ):
+    usual = {**more, "path": path.resolve(), "follow": follow, "slots": -(-slots // count)}
+    options = [*(dict(usual) for _ in range(count)), {**usual, "slots": slots}]
+    with open_actors(ray) as actors, Canary(actors, options, share, verdicts, decisions, file) as canary:
         yield OpenEngine(shared=canary, tokenizer=tokenizer, format=form, tokens=canary.tokens, training=model)

@@ -153,13 +153,11 @@ def changed(
     Caches, our own files and files that stayed behind on the way in are part of neither. A file of the repository that was
     replaced by something that cannot come back is not deleted.
     """
-    strange = others | {
-        path for path in after if path not in checkout.files and (protected(path) or not is_plain(path))
-    }
-    gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, strange))
-    new = {path: blob for path, blob in after.items() if path not in strange and checkout.blob(path) != blob}
+    barred = others | {path for path in after if path not in checkout.files and (protected(path) or not is_plain(path))}
+    gone = dict.fromkeys(path for path in checkout.files if path not in after and not _inside(path, barred))
+    new = {path: blob for path, blob in after.items() if path not in barred and checkout.blob(path) != blob}
     both = {path: blob for path, blob in (gone | new).items() if path in checkout.files or not _stays(checkout, path)}
-    named = frozenset(path for path in strange if path in checkout.files or not _stays(checkout, path))
+    named = frozenset(path for path in barred if path in checkout.files or not _stays(checkout, path))
     return dict(sorted(both.items())), named
 
 

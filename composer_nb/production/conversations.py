@@ -129,44 +129,35 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, request_body: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
+        self, body: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
-        if not isinstance(request_body, RequestBody):
-            return self._generate(request_body, there, report)
-        if request_body.rollout and not self.record:
+        if not isinstance(body, RequestBody):
+            return self._generate(body, there, report)
+        if body.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
-        if (
-            request_body.rollout
-            and request_body.user
-            and self._users.setdefault(request_body.rollout, request_body.user) != request_body.user
-        ):
-            raise Refused(
-                f"rollout: {request_body.rollout} is another user's; choose another name", 409, "conflict", "rollout"
-            )
-        wire = request_body.messages
-        system = "\n\n".join(text_of(message) for message in wire if message.get("role") in SYSTEM)
-        spoken = [_plain(message) for message in wire if message.get("role") not in SYSTEM]
-        renderer = self.form(self.tokenizer, request_body.tools) if request_body.tools else self.form(self.tokenizer)
-        grammar = _grammar(request_body, renderer)
-        digests = [
-            _digest(b"", [system, request_body.tools or [], request_body.seed, request_body.rollout, request_body.user])
-        ]
+        if body.rollout and body.user and self._users.setdefault(body.rollout, body.user) != body.user:
+            message = f"rollout: {body.rollout} is another user's; choose another name"
+            raise Refused(message, 409, "conflict", "rollout")
+        system = "\n\n".join(text_of(message) for message in body.messages if message.get("role") in SYSTEM)
+        spoken = [_plain(message) for message in body.messages if message.get("role") not in SYSTEM]
+        renderer = self.form(self.tokenizer, body.tools) if body.tools else self.form(self.tokenizer)
+        grammar = _grammar(body, renderer)
+        digests = [_digest(b"", [system, body.tools or [], body.seed, body.rollout, body.user])]
         for message in spoken:
             digests.append(_digest(digests[-1], message))
-        user = next((message["content"] for message in spoken if message["role"] == "user"), "")
-        row = ConversationRow(name=request_body.rollout or "", instruction=user, user=request_body.user or "")
+        instruction = next((message["content"] for message in spoken if message["role"] == "user"), "")
+        row = ConversationRow(name=body.rollout or "", instruction=instruction, user=body.user or "")
         new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)
-        talks = self._held(new, request_body.n or 1, request_body.seed, digests, there)
-        most, work = request_body.max_completion_tokens or request_body.max_tokens, list[tuple[Request, StreamedTurn]]()
-        grammars = list[Grammar | None]()
-        sampling = _drawn(request_body, request_body.top_logprobs)
+        talks = self._held(new, body.n or 1, body.seed, digests, there)
+        most, sampling = body.max_completion_tokens or body.max_tokens, _drawn(body, body.top_logprobs)
+        work, grammars = list[tuple[Request, StreamedTurn]](), list[Grammar | None]()
         try:
             reads = [self._read(talk, system, spoken, prefix) for talk, prefix in talks]
             for number, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
                 request = self._request(talk, read, most, "messages", sampling | held_to)
-                work.append((request, StreamedTurn(talk.renderer, request_body, partial(report, number))))
+                work.append((request, StreamedTurn(talk.renderer, body, partial(report, number))))
             before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
@@ -422,22 +413,16 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     ValueError for a call without a result, and a result without a call."""
     ordered: list[Message] = []
     waiting: dict[str, CallResult | None] = dict.fromkeys(ids)
-    for message in messages:
+    for message in (*messages, None):
         if isinstance(message, CallResult):
             if waiting.get(message.id, message) is not None:
                 raise ValueError(f"messages: a result of {message.id!r}, and no call of that id waits for one")
             waiting[message.id] = message
-            if all(waiting.values()):
-                ordered += [result for result in waiting.values() if result is not None]
-                waiting = {}
-            continue
-        if waiting:
-            break
-        ordered.append(message)
-        waiting = dict.fromkeys(written.id for written in message.calls) if isinstance(message, Said) else {}
-    if waiting:
-        lacking = [name for name, result in waiting.items() if result is None]
-        raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+        elif lacking := [name for name, result in waiting.items() if result is None]:
+            raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+        else:
+            ordered += filter(None, (*waiting.values(), message))
+            waiting = dict.fromkeys(written.id for written in message.calls) if isinstance(message, Said) else {}
     return ordered
 
 

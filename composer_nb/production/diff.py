@@ -50,11 +50,8 @@ def patch(before: Mapping[str, Blob], changes: Changes, whole: bool = True) -> b
 
         git("init", "--quiet", "--bare", "--template=")
         old_files = {path: before[path] for path in changes if path in before}
-        git(
-            "fast-import",
-            "--quiet",
-            stdin=b"".join([*_commit("old", old_files, whole), *_commit("new", changes, whole)]),
-        )
+        commits = [*_commit("old", old_files, whole), *_commit("new", changes, whole)]
+        git("fast-import", "--quiet", stdin=b"".join(commits))
         return git(*_DIFF, "--binary" if whole else "--text", "old", "new", "--")
 
 

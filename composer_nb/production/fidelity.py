@@ -44,19 +44,8 @@ _RIDGE = 1.0
 _FOLDS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSide:
-    """One of the places: a session, and what an agent is told."""
-
-    session: Session
-    tools: ToolSet
-    system: str
-    schemas: Sequence[Mapping[str, Any]]
-
-    def described(self) -> dict[str, str]:
-        """Return the system text, and the description of every tool by its name."""
-        named = {f"description of {schema['function']['name']}": json.dumps(schema) for schema in self.schemas}
-        return {"system text": self.system, **named}
+# A session, its tools, and what an agent is told: the system text, and the description of every tool by its name.
+SessionSide = tuple[Session, ToolSet, dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +90,7 @@ def open_in(side: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
     Raises ValueError for a task that cannot be opened, and SandboxFailure."""
     if side == "training":
         with open_session(task, agent.environment()) as session:
-            yield SessionSide(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
+            yield session, agent.tools, _texts(agent.system, agent.renderer.tools)
         return
     if agent.backend is None or task.image:
         raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
@@ -114,7 +103,12 @@ def open_in(side: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
         source = read_checkout(Path(folder))
     dependencies = task.metadata.get("image", ""), packages_of(task)
     with work.open_session(source, tools, agent.backend, *dependencies) as (session, system):
-        yield SessionSide(session=session, tools=tools, system=system, schemas=tools.schemas)
+        yield session, tools, _texts(system, tools.schemas)
+
+
+def _texts(system: str, schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    named = {f"description of {schema['function']['name']}": json.dumps(schema) for schema in schemas}
+    return {"system text": system, **named}
 
 
 def _name(tools: ToolSet) -> str:
@@ -192,9 +186,9 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     texts: list[dict[str, str]] = []
     replies: list[list[str]] = []
     for side_name in PLACES:
-        with open_in(side_name, task, agent) as side:
-            texts.append(side.described())
-            replies.append([side.tools.observation(side.tools.answer(side.session, [call])[0]) for call in calls])
+        with open_in(side_name, task, agent) as (session, tools, described):
+            texts.append(described)
+            replies.append([tools.observation(tools.answer(session, [call])[0]) for call in calls])
     rows: Iterable[tuple[str, ToolCall | None, str, str]] = [
         *((name, None, texts[0].get(name, ""), texts[1].get(name, "")) for name in {**texts[0], **texts[1]}),
         *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),
@@ -205,8 +199,8 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
 
 def observations(side_name: str, task: Task, agent: Agent, script: Script) -> list[str]:
     """Return the answers of the tools in a conversation of a script."""
-    with open_in(side_name, task, agent) as side:
-        conversation = converse(task.instruction, ScriptTurnPolicy(script), side.tools, side.session)
+    with open_in(side_name, task, agent) as (session, tools, _):
+        conversation = converse(task.instruction, ScriptTurnPolicy(script), tools, session)
     return [turn.observation for turn in conversation.turns if turn.call]
 
 

@@ -172,9 +172,7 @@ def _play_openenv(policy: str, name: str, samples: int, s: ForeignSettings) -> l
 
 def _play_verifiers(policy: str, name: str, samples: int, s: ForeignSettings) -> list[_Played]:
     if parse_policy(policy)[0] != "openai":
-        raise ValueError(
-            f"--policy {policy}: verifiers asks an endpoint; `composer-nb serve` makes one of a checkpoint"
-        )
+        raise ValueError(f"--policy {policy}: verifiers asks an endpoint, which `composer-nb serve` makes of a folder")
     env, endpoint = load_verifiers(name), open_endpoint(parse_policy(policy)[1])
     key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else "COMPOSER_NB_NO_KEY"
     os.environ.setdefault("COMPOSER_NB_NO_KEY", "none")  # the library refuses an empty one
@@ -214,9 +212,7 @@ def _require_record(policy: str) -> None:
     """Raise ValueError for a policy whose server keeps no rollouts: it would refuse the name of one."""
     reply = parse_policy(policy)[0] == "openai" and _verdict(policy, "none", reward=0.0)
     if not reply or "was recorded here" not in reply.text:
-        raise ValueError(
-            f"--set grade=true: {policy} keeps no rollouts; serve it with `composer-nb serve --record RUN`"
-        )
+        raise ValueError(f"--set grade=true: {policy} records nothing; serve it with `composer-nb serve --record RUN`")
 
 
 def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
@@ -266,9 +262,8 @@ def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds:
     def play(turn: int, observation: str) -> Any:
         nonlocal tokens
         with suppress(ValueError, TimeIsUp):  # a ValueError also for what lies outside of the schema
-            spoken = turn_policy.say(
-                [User(text=observation if turn else prompt + observation)], time.monotonic() + seconds
-            )
+            news = User(text=observation if turn else prompt + observation)
+            spoken = turn_policy.say([news], time.monotonic() + seconds)
             if spoken is not None:
                 tokens += spoken.read + spoken.written
                 text = spoken.said.text

@@ -90,9 +90,7 @@ def improve(
     first = first_of(start, gate_digest)
     judged = [session for run in records for session in conversations(run) if session[1].grade.known]
     if len(judged) < 2:
-        raise ValueError(
-            f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
-        )
+        raise ValueError(f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update needs two")
     if store:  # better known now than after the update
         Publisher(store, owner=OWNER)
     model = load_pretrained(start)

@@ -40,9 +40,8 @@ class TaskPlan(BaseModel, frozen=True):
 
     def given(self, task: Task) -> Task:
         """Return the task with the plan in its request; unchanged if the plan is empty."""
-        return (
-            task.model_copy(update={"instruction": f"{task.instruction}\n\nplan:\n{self.text}"}) if self.text else task
-        )
+        planned = f"{task.instruction}\n\nplan:\n{self.text}" if self.text else task.instruction
+        return task.model_copy(update={"instruction": planned})
 
 
 def make_plans(
@@ -76,9 +75,8 @@ def with_plans(
     """Return the figures of an arm with those of its planner, whose tokens and dollars at `price` each attempt pays once: as many
     as a user would pay. Without a price there is no cost, unless the planner counts no tokens."""
     read, written = (float(np.mean([getattr(plan, name) for plan in plans])) for name in ("read", "written"))
-    figures = row | {
-        "planner": {"policy": policy, "read": read, "written": written, "empty": sum(not p.text for p in plans)}
-    }
+    empty = sum(not plan.text for plan in plans)
+    figures = row | {"planner": {"policy": policy, "read": read, "written": written, "empty": empty}}
     if not row["n_tasks"]:
         return figures
     own_cost, more = row["dollars_per_task"], (read * price[0] + written * price[1]) / 1e6 if price else None

@@ -45,9 +45,7 @@ def parse_policy(name: str) -> tuple[str, str]:
     ValueError."""
     kind, colon, rest = name.partition(":")
     if kind in REMOTE and not all(rest.rpartition("#")[::2]):
-        raise ValueError(
-            f"--policy {name}: write {kind}:URL#DIR, with a checkpoint's folder, for its tokens and chat format"
-        )
+        raise ValueError(f"--policy {name}: write {kind}:URL#DIR, with the folder of its checkpoint")
     if colon and kind in ("openai", "scripted", *REMOTE):
         return kind, rest
     if colon and not Path(name).exists():
@@ -180,15 +178,11 @@ def _scripted(name: str) -> Cast:
         return lambda task, rollout: ScriptTurnPolicy(script)
     scripts = SCRIPTS | {"planner": planner}
     if name not in scripts:
-        raise ValueError(
-            f"--policy scripted:{name}: there is scripted:{', scripted:'.join(scripts)}, scripted:FILE.json"
-        )
+        raise ValueError(f"--policy scripted:{name}: give scripted:{', scripted:'.join(scripts)}, scripted:FILE.json")
 
     def cast(task: Task | None, rollout: int) -> TurnPolicy:
         if task is None:
-            raise ValueError(
-                f"--policy scripted:{name}: plays the solution of a task, and here is no task; give scripted:FILE.json"
-            )
+            raise ValueError(f"--policy scripted:{name}: plays the solution of a task; give scripted:FILE.json")
         return ScriptTurnPolicy(scripts[name](task))
 
     return cast

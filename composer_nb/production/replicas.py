@@ -95,9 +95,7 @@ class ReplicaService:
 
     def _on_end(self, rollout: int, stay: int, answer: Future[Completion]) -> None:
         if not answer.cancelled() and (error := answer.exception()):
-            with suppress(
-                ProviderFailure
-            ):  # an engine that has failed refuses nothing: the turn is continued elsewhere
+            with suppress(ProviderFailure):  # the engine has failed: the turn is continued elsewhere
                 self._engine.shared.check()
                 self._reports.put(("refused", rollout, stay, error))
 
@@ -165,9 +163,7 @@ class Replicas:
         self._stop: frozenset[int] = frozenset()
         self._over: ProviderFailure | None = None
         self._replicas = [Replica(number=number, options=replica) for number, replica in enumerate(options)]
-        self._threads = [
-            threading.Thread(target=self._keep, args=(replica,), daemon=True) for replica in self._replicas
-        ]
+        self._threads = [threading.Thread(target=self._keep, args=[replica], daemon=True) for replica in self._replicas]
 
     @property
     def capacity(self) -> int:
@@ -262,11 +258,7 @@ class Replicas:
         return self._replicas
 
     def _running(self, replica: Replica) -> list[_ReplicaConversation]:
-        return [
-            conversation
-            for conversation in self._conversations.values()
-            if conversation.home is replica and conversation.request
-        ]
+        return [talk for talk in self._conversations.values() if talk.home is replica and talk.request]
 
     def _assign(self) -> None:
         """Give the turns that wait to replicas."""
@@ -275,9 +267,7 @@ class Replicas:
         for conversation in waiting:
             if all(candidate.stillborn >= STILLBORN for candidate in conversation.replicas):
                 conversation.replicas = self._replicas
-            running = {
-                candidate: len(self._running(candidate)) for candidate in conversation.replicas if candidate.ready
-            }
+            running = {replica: len(self._running(replica)) for replica in conversation.replicas if replica.ready}
             for replica in running:
                 running[replica] -= replica is conversation.home  # its own turn counts already
             free = [candidate for candidate, count in running.items() if count < candidate.options["slots"]]

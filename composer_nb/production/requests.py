@@ -41,9 +41,7 @@ def accepted_requests(paths: Sequence[Path]) -> list[AcceptedRequest]:
     for path in paths:
         folders = [path] if (path / CHANGES).is_file() else sorted(file.parent for file in path.glob(f"*/{CHANGES}"))
         if not folders:
-            raise FileNotFoundError(
-                f"{path}: no agent's work is kept here; give a folder that `composer-nb agent` named"
-            )
+            raise FileNotFoundError(f"{path}: no agent's work is kept here; give one that `composer-nb agent` named")
         for time, request, *states in filter(None, map(accepted, folders)):
             before, after = (
                 {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None} for files in states

@@ -234,19 +234,14 @@ class ChatServer:
         if self._version:
             now["policy_version"] = self._version()
         health = self._health()
-        now |= {
-            f"canary_{key}": value for key, value in health.get("canary", {}).items() if not isinstance(value, dict)
-        }
+        canary = health.get("canary", {}).items()
+        now |= {f"canary_{key}": value for key, value in canary if not isinstance(value, dict)}
         for number, state in enumerate(health.get("replicas", ())):
             now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()
         for name in sorted({labelled.partition("{")[0] for labelled in values}):
             lines.append(f"# TYPE composer_nb_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-            lines += [
-                f"composer_nb_{labelled} {values[labelled]}"
-                for labelled in sorted(values)
-                if labelled.partition("{")[0] == name
-            ]
+            lines += [f"composer_nb_{key} {values[key]}" for key in sorted(values) if key.partition("{")[0] == name]
         return "\n".join([*lines, ""])
 
     def _authorize(self, headers: Headers, address: str, path: str) -> None:
@@ -319,7 +314,7 @@ class ChatServer:
             if answer.done() and not answer.cancelled():
                 answered = answer.result()
                 self._counts["tokens_read_total"] += answered.read
-                self._counts["tokens_written_total"] += sum(choice.written for choice in answered.choices)
+                self._counts["tokens_written_total"] += answered.written
                 return answered
             raise TimeIsUp
         finally:

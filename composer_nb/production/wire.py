@@ -457,7 +457,8 @@ class AnswerWriter:
         if text or logprobs or number not in self._sent:
             role = {} if number in self._sent else {"role": "assistant"}
             self._sent[number] = letters + len(text), tokens + len(logprobs)
-            yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+            more = {"logprobs": {"content": list(logprobs), "refusal": None}} if logprobs else {}
+            yield self._chunk(number, {**role, "content": text}, **more)
         for position, call in enumerate(shown(calls, self.asked)):
             sent, arguments = self._called.get((number, position)), call["function"]["arguments"]
             if sent is None:
@@ -533,12 +534,8 @@ class GenerateReply(AnswerWriter):
             }
             for number, choice in enumerate(answered.choices)
         ]
-        head = {
-            "id": f"gen-{uuid.uuid4().hex}",
-            "model": self._head["model"],
-            "system_fingerprint": _fingerprint(answered),
-        }
-        return {**head, "choices": choices, "usage": _usage(answered)}
+        head = {"id": f"gen-{uuid.uuid4().hex}", "model": self._head["model"]}
+        return {**head, "system_fingerprint": _fingerprint(answered), "choices": choices, "usage": _usage(answered)}
 
 
 class MessagesReply(AnswerWriter):
@@ -608,7 +605,7 @@ def shown(calls: Calls, body: RequestBody) -> Calls:
 
 
 def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:
-    logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs)
+    logprobs = None if choice.logprobs is None else {"content": list(choice.logprobs), "refusal": None}
     return {"index": number, "finish_reason": reason, "logprobs": logprobs, **spoke(choice)}
 
 
@@ -630,10 +627,6 @@ def _fingerprint(answered: Answered) -> str | None:
     return f"v{newest}" if newest >= 0 else None
 
 
-def _logprobs(tokens: Logprobs) -> dict[str, Any]:
-    return {"content": list(tokens), "refusal": None}
-
-
 def _usage(answered: Answered) -> dict[str, int]:
     total = answered.read + answered.written
     return {"prompt_tokens": answered.read, "completion_tokens": answered.written, "total_tokens": total}
@@ -641,12 +634,8 @@ def _usage(answered: Answered) -> dict[str, int]:
 
 def _use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {
-        "type": "tool_use",
-        "id": call["id"],
-        "name": function["name"],
-        "input": arguments_of(function["arguments"]),
-    }
+    arguments = arguments_of(function["arguments"])
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
 def _stopped(choice: Choice) -> dict[str, Any]:

@@ -53,18 +53,14 @@ class Work:
     lost: str = ""
 
     @property
-    def patch(self) -> bytes:
-        """The changes as a patch of the repository as the agent got it."""
-        return self._patch(whole=True)
+    def before(self) -> dict[str, Blob]:
+        """The changed files as the agent got them."""
+        return {path: blob for path in self.changes if (blob := self.source.blob(path)) is not None}
 
     @property
     def diff(self) -> str:
         """The patch for reading: binary files are described. Bytes that are not UTF-8 are lone surrogates."""
-        return self._patch(whole=False).decode("utf-8", "surrogateescape")
-
-    def _patch(self, whole: bool) -> bytes:
-        before = {path: blob for path in self.changes if (blob := self.source.blob(path)) is not None}
-        return patch(before, self.changes, whole)
+        return patch(self.before, self.changes, whole=False).decode("utf-8", "surrogateescape")
 
     def accept(self) -> None:
         """Write the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError if a verdict
@@ -110,8 +106,7 @@ def give_verdict(
         raise ValueError(f"{path}: was {visible(str(earlier)[:80])} before; a verdict is given once")
     root, before, changes = _kept(path)
     if verdict == "accepted":
-        _check_kept(path, root, before, changes)
-        _check_repository(path, root, repository)
+        _check(path, root, before, changes, repository)
         if not changes:
             raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
         try:
@@ -148,40 +143,26 @@ def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
         raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200})") from None
 
 
-def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
-    """Raise ValueError for changes that would go into a repository's history or below a relative path, or that the diff does not
-    show. A change to what is there already is not shown, but could remove folders."""
+def _check(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes, repository: Path | None) -> None:
+    """Raise ValueError for changes that would go into a repository's history or below a relative path, that the diff does not
+    show, or that are for another repository than the user named: a diff shows relative paths only. A change to what is there
+    already is not shown, but could remove folders."""
     if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
         raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
     unshown = any(before.get(name) == blob for name, blob in changes.items())
     if unshown or patch(before, changes) != (path / DIFF).read_bytes():
         raise ValueError(f"{path}: {CHANGES} is not what {DIFF} shows; nothing was written")
-
-
-def _check_repository(path: Path, root: Path, repository: Path | None) -> None:
-    """Raise ValueError if a result belongs to another repository than the user named; a diff shows relative paths only."""
     here = Path.cwd()
     checkout = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
-    places = {here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}
-    if root.resolve() not in places:
+    if root.resolve() not in ({here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}):
         raise ValueError(
             f"{path}: its changes are for {visible(str(root))}; nothing was written. If you want them there, add --repository "
             f"{visible(shlex.quote(str(root)))}"
         )
 
 
-def _pack(work: Work) -> dict[str, Any]:
-    """Return what `accept` needs: the repository, and each changed file before and after."""
-
-    def packed(blob: Blob | None) -> dict[str, str] | None:
-        return None if blob is None else {"mode": blob.mode, "data": base64.b64encode(blob.data).decode()}
-
-    changes = {path: [packed(work.source.blob(path)), packed(blob)] for path, blob in work.changes.items()}
-    return {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
-
-
 def _unpack(content: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
-    """Return the repository, its changed files as the agent saw them, and the changes: the inverse of `_pack`."""
+    """Return the repository, its changed files as the agent saw them, and the changes, which `keep` wrote."""
 
     def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
         if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE):
@@ -215,8 +196,15 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
         [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
         {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]},
     )
-    (work.path / DIFF).write_bytes(work.patch)
-    write_atomic(work.path / CHANGES, json.dumps(_pack(work)))
+    (work.path / DIFF).write_bytes(patch(work.before, work.changes))
+
+    def packed(blob: Blob | None) -> dict[str, str] | None:
+        return None if blob is None else {"mode": blob.mode, "data": base64.b64encode(blob.data).decode()}
+
+    # What `accept` needs: the repository, and each changed file before and after.
+    changes = {path: [packed(work.source.blob(path)), packed(blob)] for path, blob in work.changes.items()}
+    content = {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
+    write_atomic(work.path / CHANGES, json.dumps(content))
     _write_verdict(work.path, "open")
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.bench import behaviour
+from composer_nb.harness.files import file_digest
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.jobs.directory import file_digest
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.recipe.prepare import CHUNK

@@ -79,15 +79,6 @@ class Cluster:
         assert line, self.words.read_text()
         return json.loads(line)
 
-    def ask(self) -> Any:
-        assert self.watch.stdin is not None
-        self.watch.stdin.write("\n")
-        self.watch.stdin.flush()
-        return self.read()
-
-    def lose_a_node(self) -> None:
-        self.lose(self.nodes[1])
-
     def lose(self, *nodes: subprocess.Popen[str]) -> None:
         for node in (node for node in nodes if node.poll() is None):
             for process in psutil.Process(node.pid).children(recursive=True):
@@ -96,7 +87,10 @@ class Cluster:
 
     def actors(self) -> set[tuple[str, str, str]]:
         """(id, class, id of its node) of every actor that has been made."""
-        return {tuple(row) for row in self.ask()}
+        assert self.watch.stdin is not None
+        self.watch.stdin.write("\n")
+        self.watch.stdin.flush()
+        return {tuple(row) for row in self.read()}
 
 
 @contextmanager

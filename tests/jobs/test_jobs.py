@@ -14,10 +14,10 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from composer_nb.harness.sandbox.reap import started as living
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs.check import check_parameters
 from composer_nb.jobs.notebook import JobFailed, run_notebook
-from composer_nb.jobs.processes import living
 
 PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
 
@@ -89,19 +89,6 @@ def test_a_parameters_cell_holds_annotated_names_alone(tmp_path: Path, cell: str
         check_parameters(notebook(tmp_path / "n.ipynb", parameters=cell), {})
 
 
-def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
-    source = notebook(tmp_path / "n.ipynb", "1 / 0", "print('never')", "2")
-    output = tmp_path / "out.ipynb"
-    with pytest.raises(
-        JobFailed, match=r"^ZeroDivisionError: division by zero, in cell \[2\], line 1: `1 / 0` \(.*out\.ipynb\)$"
-    ):
-        run_notebook(source, output)
-    assert states(output)[-3:] == ["failed", "pending", "pending"]
-    found = record(output)
-    assert (found["state"], found["cells"], found["cells_run"]) == ("failed", 4, 2)
-    assert "ZeroDivisionError" in "".join(code(output)[-3].outputs[0].traceback)
-
-
 @pytest.mark.parametrize(
     "cell, limit, state",
     [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],
@@ -143,7 +130,7 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     assert states(output)[-1] == "pending"
     assert "begun" in code(output)[-2].outputs[0].text
     deadline = time.monotonic() + patience(10)
-    while time.monotonic() < deadline and any(map(living, started)):
+    while time.monotonic() < deadline and any(living(process.pid) for process in started):
         time.sleep(0.1)
-    assert not any(map(living, started))
+    assert not any(living(process.pid) for process in started)
     assert not os.path.exists(f"/proc/{pid}")

@@ -129,7 +129,7 @@ def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
         "train-steps=2-overrides=plain",
         "train-steps=2-overrides=fast",
     ]
-    assert list(job.nodes) == [*train, "report", "last"] and job.family("train") == train
+    assert list(job.nodes) == [*train, "report", "last"] and {job.nodes[name].family for name in train} == {"train"}
     assert job.nodes["report"].needs == tuple(train) and job.nodes["last"].needs == ("report",)
     assert job.nodes[train[3]].parameters == {"name": "all", "steps": 2, "overrides": {"rl.steps": 1}}
     assert job.nodes["report"].parameters["name"].startswith("from ")  # its own wins over the job's

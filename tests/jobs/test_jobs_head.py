@@ -16,10 +16,8 @@ pytest.importorskip("ray", reason="Ray is an extra")
 
 
 def command(bench: Bench, *words: str) -> str:
-    line = [sys.executable, "-m", "composer_nb.cli", *words]
-    return subprocess.run(
-        line, env=bench.environment, cwd=bench.folder, check=True, capture_output=True, text=True
-    ).stdout
+    line, pipes = [sys.executable, "-m", "composer_nb.cli", *words], {"capture_output": True, "text": True}
+    return str(subprocess.run(line, env=bench.environment, cwd=bench.folder, check=True, **pipes).stdout)
 
 
 @pytest.fixture(scope="module")

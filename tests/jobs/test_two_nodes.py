@@ -1,4 +1,5 @@
-"""Notebooks and RL on a Ray cluster of two nodes: both take part, and the second says which folder it does not see."""
+"""Notebooks and RL on one Ray cluster of two nodes on this machine: both take part, and the second says which folder it does not
+see. A graph gives what the same file gives without Ray."""
 
 import json
 import subprocess
@@ -8,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from clusters import Cluster, two_nodes
-from test_jobs_fire import Bench
+from test_jobs_fire import DETACHED, LEASED, Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.jobs.on_ray import run_attempt
+from composer_nb.jobs.runner import run_attempt
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
@@ -27,9 +29,9 @@ from tests.conftest import TINY
 pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = pytest.mark.whole
 
-HERE, THERE = {"cpus": 2}, {"gpus": 1}
-"""What only the first node has, and only the second."""
-DOUBLE = "from pathlib import Path\nseen = Path(mark).exists()\ntotal = steps * 2"
+THERE = {"gpus": 1}
+"""What only the second node has."""
+WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +48,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, hidden: Path) -> Iterator[
 
 
 @pytest.fixture
-def bench(tmp_path: Path, cluster: Cluster) -> Bench:
-    return Bench(tmp_path, like=cluster.bench)
-
-
-def test_a_node_that_does_not_see_the_runs_says_so(bench: Bench, cluster: Cluster, hidden: Path):
-    job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
-    bench.runs = hidden / "runs"
-    code, said = bench.run("run", str(job), "--ray", cluster.address)
-    attempt = bench.attempt("a").resolve() / "attempt.json"
-    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
-    assert not bench.attempt("a").with_name("log.txt").exists()
+def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
+    made = Bench(tmp_path, like=cluster.bench)
+    yield made
+    for process in ours(made):
+        process.kill()
 
 
 def test_a_node_that_does_not_see_the_notebooks_says_so(tmp_path: Path):
@@ -71,45 +67,52 @@ def test_a_node_that_does_not_see_the_notebooks_says_so(tmp_path: Path):
 def begun(source: RunDir, runs: Path, name: str, cluster: Cluster) -> RunDir:
     """A fork of a run that is to do RL on the cluster."""
     changes: dict[str, Any] = {
-        "services.on": True, "services.address": cluster.address, "rl.steps": 3, "rl.prompts": 2, "rl.max_seconds": 0.0,
+        "services.on": True, "services.address": cluster.address, "rl.steps": 2, "rl.prompts": 2, "rl.max_seconds": 0.0,
         "rl.evaluate_every": 0,
     }  # fmt: skip
     return fork(source, override(Settings(), TINY | changes), runs=runs, name=name)
 
 
-def reinforce(run: RunDir, bench: Bench) -> tuple[int, str]:
-    """The process of RL: its exit status and what it said."""
+def reinforce(run: RunDir, bench: Bench) -> subprocess.Popen[str]:
+    """Start the process of RL."""
     command = [sys.executable, "-m", "composer_nb.trainer.services.run", str(run.path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, env=bench.environment, check=False, timeout=patience(300), **pipes)
-    print(done.stdout)
-    return done.returncode, done.stdout
+    return subprocess.Popen(command, env=bench.environment, **pipes)
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=patience(300))
+    print(said)
+    return said
 
 
 def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: Bench, cluster: Cluster):
     run, before = begun(tiny_run, bench.runs, "shared", cluster), cluster.actors()
-    code, said = reinforce(run, bench)
-    info = run.finished("rl")
-    assert code == 0 and info is not None and "died" not in said
+    process = reinforce(run, bench)
+    said, info = said_by(process), run.finished("rl")
+    assert process.returncode == 0 and info is not None and "died" not in said
     places = {kind: node for _, kind, node in cluster.actors() - before}
     assert places.keys() == {"TrainerRank", "EngineService", "EnvironmentService"}
     assert set(places.values()) == {cluster.head, cluster.other}
     files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
     tasks = [task for file in files for task in pq.read_table(file, columns=["task_id"])["task_id"].to_pylist()]
-    assert len(files) == 3 and Counter(Counter(tasks).values()) == {4: 3 * 2}, "no prompt skipped, none twice"
+    assert len(files) == 2 and Counter(Counter(tasks).values()) == {4: 2 * 2}, "no prompt skipped, none twice"
     assert sum(run.ledger().values()) == info["sampled"] > 0
     assert (run.path / "weights" / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_rl_where_a_node_does_not_see_the_run_ends_with_one_line(
-    tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path, steps: int
-):
-    """Nodes are asked before RL begins; a run that goes on asks where its services start."""
-    run = begun(tiny_run, hidden, f"hidden-{steps}", cluster)
-    run.take_steps("rl", [{"step": 1}] * steps)
-    code, said = reinforce(run, bench)
-    assert code == 1 and said.splitlines()[-1].endswith(
+def test_a_node_that_does_not_see_the_runs_says_so(tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path):
+    """A job's runner, and RL before it begins; where a service of RL starts, the test below asks."""
+    run = begun(tiny_run, hidden, "hidden", cluster)
+    process = reinforce(run, bench)
+    job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
+    bench.runs = hidden / "runs"
+    code, said = bench.run("run", str(job), "--ray", cluster.address)
+    attempt = bench.attempt("a").resolve() / "attempt.json"
+    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
+    assert not bench.attempt("a").with_name("log.txt").exists()
+    said = said_by(process)
+    assert process.returncode == 1 and said.splitlines()[-1].endswith(
         f"does not see {run.path}: keep --runs on a file system that all nodes of services.address share, under the same path"
     )
     assert "made again" not in said and len(said.splitlines()) == 2
@@ -126,3 +129,70 @@ def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, k
     with pytest.raises(NotSeen, match="does not see .*/gone: keep --runs on"):
         kind(*more.get(kind, (run, s)))
     assert not run.exists()
+
+
+# The last test breaks the cluster
+
+
+def ours(bench: Bench) -> list[psutil.Process]:
+    """What belongs to notebooks, not to the cluster."""
+    words = ("composer_nb.jobs", "ipykernel", "sleep 600")
+    return [p for p in bench.alive() if any(word in " ".join(p.cmdline()) for word in words)]
+
+
+def graph(bench: Bench) -> dict[str, Any]:
+    book = bench.notebook("n", "total = steps * 2", DETACHED)
+    return {
+        "a": {"notebook": book, "grid": {"steps": [1, 2, 3]}, "outputs": {"total": "total"}},
+        "sum": {"notebook": bench.notebook("s", "total = sum(parts)", parameters="parts: list = []")}
+        | {"parameters": {"parts": "${a.total}"}, "outputs": {"total": "total"}},
+        "raises": {"notebook": bench.notebook("r", "1 / 0"), "retries": 3},
+        "blocked": {"notebook": book, "after": ["raises"]},
+        "leased": {"notebook": bench.notebook("l", LEASED), "outputs": {"pid": "server"}},
+    }
+
+
+def told(bench: Bench) -> dict[str, Any]:
+    nodes = bench.status()["nodes"]
+    return {
+        name: (node["state"], node["attempt"], {k: v for k, v in node.get("outputs", {}).items() if k != "pid"})
+        for name, node in nodes.items()
+    }
+
+
+@pytest.mark.slow
+def test_two_nodes_give_the_local_result(bench: Bench, cluster: Cluster):
+    greedy = bench.job({"a": {"notebook": bench.notebook("n", "1"), "cpus": 5}})
+    code, output = bench.run("run", str(greedy), "--ray", cluster.address)
+    assert code == 2 and "no machine of the cluster has that" in output
+
+    job = bench.job(graph(bench))
+    assert bench.run("run", str(job))[0] == 1
+    local = told(bench)
+    assert local["sum"] == ("completed", 1, {"total": 12})
+    assert bench.run("run", str(job), "--ray", cluster.address)[0] == 1
+    assert told(bench) == local
+    server = bench.record("leased")["outputs"]["pid"]
+    bench.wait(lambda: not ours(bench) and not psutil.pid_exists(server), 10)
+    bench.everything_is_whole()
+    code, output = bench.run("run", str(job), "--ray", cluster.address, "--resume", "--set", "raises:steps=1")
+    assert code == 1 and output.count("kept") == 5  # what ran on a cluster counts here, and the other way round
+
+
+@pytest.mark.slow
+def test_a_lost_node_costs_an_attempt_and_nothing_else(bench: Bench, cluster: Cluster, tmp_path: Path):
+    book = bench.notebook("w", WAITS, parameters="flag: str = ''\ngo: str = ''")
+    flags = {name: tmp_path / name for name in ("one", "two")}
+    go = tmp_path / "go"
+    nodes = {n: {"notebook": book, "parameters": {"flag": str(f), "go": str(go)}} for n, f in flags.items()}
+    runner = bench.start("run", str(bench.job(nodes)), "--ray", cluster.address)
+    bench.wait(lambda: all(flag.exists() for flag in flags.values()))  # one CPU a node: both nodes are at work
+    cluster.lose(cluster.nodes[1])
+    bench.wait(lambda: "lost" in (bench.runs / "job" / "log.txt").read_text())
+    go.touch()
+    output, _ = runner.communicate(timeout=patience(300))
+    print(output)
+    assert runner.returncode == 0
+    assert sorted(bench.attempts().values()) == [1, 2]
+    bench.wait(lambda: not ours(bench), 10)
+    bench.everything_is_whole()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -15,6 +21,10 @@ from composer_nb.harness.policy import Completion, Request, SampledToken, Trace
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import OpenEngine
+from composer_nb.production.record import RolloutRecord
+from composer_nb.production.serve import ChatServer
 
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
 
@@ -53,6 +63,55 @@ def tokenizer() -> Tokenizer:
     made.add_special_tokens(list(QwenRenderer.tokens[:2]))
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
     return made
+
+
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+PATIENCE_S = 60.0
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server of an engine, as OpenAI's client sees it."""
+
+    answer: Conversations
+    server: ChatServer
+    client: openai.OpenAI
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def chat(self, **given: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+    def rollout(self, name: str, path: str = "/v1") -> str:
+        """Address of a rollout that is recorded."""
+        return self.url.replace("/v1", f"/rollouts/{name}{path}")
+
+    def grade(self, name: str, **verdict: Any) -> Any:
+        answer = httpx.post(self.rollout(name, "/grade"), json=verdict, timeout=120)
+        return answer.json() | {"status": answer.status_code}
+
+
+@contextmanager
+def serving(engine: OpenEngine[Any], run: Path | None = None, **given: Any) -> Iterator[Site]:
+    """Serve an engine; `run`: folder of the record."""
+    record = RolloutRecord(run, engine.tokenizer, getattr(engine.shared, "judged", None)) if run else None
+    answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+    given |= {"grade": answer.grade} if run else {}
+    with (
+        ChatServer(answer, **given) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield Site(answer, server, client)
+    answer.close()
 
 
 TOOL = {

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,15 +18,14 @@ from hypothesis import strategies as st
 from composer_nb.cli import main
 from composer_nb.production import canary
 from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
-from composer_nb.production.conversations import Conversations
-from composer_nb.production.record import RolloutRecord, served
-from composer_nb.production.serve import ChatServer
+from composer_nb.production.record import served
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_replicas as several
+from tests.production.conftest import ASKED, Site, serving, wait_until
 from tests.production.test_replicas import SIZE
-from tests.production.test_serve_engine import ASKED, FILES, turned, wait_until
+from tests.production.test_serve_engine import FILES, turned
 from tests.trainer.services.threads import Threads
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
@@ -94,45 +92,33 @@ def test_the_share_of_users_is_as_asked_and_a_larger_one_holds_the_smaller() -> 
 
 
 @dataclass(frozen=True)
-class Site:
+class Trying(Site):
     canary: Canary
-    server: ChatServer
-    client: openai.OpenAI
 
     def ask(self, user: str, name: str, messages: list[Any] = ASKED) -> str:
         """Return the answer of a recorded conversation."""
-        to = self.client.with_options(base_url=self.server.url.replace("/v1", f"/rollouts/{name}/v1"))
-        given: dict[str, Any] = {"model": "model", "user": user, "max_tokens": 4, "seed": 0}
-        return to.chat.completions.create(messages=messages, **given).choices[0].message.content or ""
+        body: dict[str, Any] = {"rollout": name}
+        done = self.chat(messages=messages, user=user, max_tokens=4, seed=0, extra_body=body)
+        return done.choices[0].message.content or ""
 
     def judge(self, name: str, reward: float) -> None:
-        url = self.server.url.replace("/v1", f"/rollouts/{name}/grade")
-        assert httpx.post(url, json={"reward": reward}, timeout=60).status_code == 200
+        assert self.grade(name, reward=reward)["status"] == 200
 
     @property
     def health(self) -> Any:
-        return httpx.get(self.server.url.replace("/v1", "/health"), timeout=60).json()
+        return httpx.get(self.url.replace("/v1", "/health"), timeout=60).json()
 
 
 @contextmanager
-def site(path: Path, store: str, run: Path) -> Iterator[Site]:
+def site(path: Path, store: str, run: Path) -> Iterator[Trying]:
     with (
         pytest.MonkeyPatch.context() as patched,
         several.patched_actors(patched, Threads(), canary),
         open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine,
     ):
-        record = RolloutRecord(run, engine.tokenizer, engine.shared.judged)
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-        told: dict[str, Any] = {
-            "version": lambda: engine.shared.version,
-            "health": engine.shared.health,
-            "grade": answer.grade,
-        }
-        with (
-            ChatServer(answer, slots=4, **told) as server,
-            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-        ):
-            yield Site(engine.shared, server, client)
+        told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
+        with serving(engine, run, slots=4, **told) as served_site:
+            yield Trying(served_site.answer, served_site.server, served_site.client, engine.shared)
 
 
 def versions(run: Path, name: str) -> set[int]:
@@ -179,10 +165,8 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
             if number == 0:
                 trial = here.health["canary"]
                 assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
-                here.judge(f"{old}-4", 0.0)  # of before the trial
-                assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
         assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
-        assert "composer_nb_canary_trusted 6" in httpx.get(here.server.url.replace("/v1", "/metrics")).text
+        assert "composer_nb_canary_trusted 6" in httpx.get(here.url.replace("/v1", "/metrics")).text
         wait_until(lambda: here.canary.version == 6)
 
     publisher.publish(7, turned(weights, 0.1), FILES)
@@ -192,7 +176,7 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
         assert here.health["canary"]["trying"] == 7
     for text, why in (
         ("{", "damaged"),
-        (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere"),
+        (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere and"),
         (json.dumps({"store": store, "trusted": 9}), "trusts version 9"),
     ):
         (run / FILE).write_text(text)

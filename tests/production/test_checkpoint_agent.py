@@ -26,7 +26,7 @@ from composer_nb.harness.agent.qwen import HOW, QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
 from composer_nb.harness.environment import Carried, EnvSettings, carry
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE
@@ -36,12 +36,11 @@ from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production import policies
 from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import equipment, open_engine, trained_with
-from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.production.conftest import Turns, serving
 from tests.tiny_models import SIZES
 
 FUNCTIONS = Path(__file__).parents[2] / "data" / "example" / "data" / "heldout.jsonl"
@@ -192,24 +191,19 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
     assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
 
 
-def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
-    compact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
     with open_engine(compact, slots=1, tokens=300) as engine:
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with ChatServer(answer, model="tour", trained=engine.training) as server:
+        with serving(engine, model="tour", trained=engine.training) as server:
             for name in ("", "#tour"):
                 tools, limits = equipment(f"openai:{server.url}{name}")
                 assert (set(tools.tools), limits) == (set(ToolSet.tiny().tools), trained_with(compact).limits)
             assert "run_terminal_cmd" in equipment(f"openai:{server.url}#another")[0].tools
-        with ChatServer(answer, trained=replace(engine.training, tools="my.module:Mine")) as server:
-            with pytest.raises(ValueError, match="which only its training has"):
-                equipment(f"openai:{server.url}")
-        with ChatServer(answer, trained=replace(engine.training, renderer="none")) as server:  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match=r"its training is damaged \(renderer "):
-                equipment(f"openai:{server.url}")
-            gone = f"openai:{server.url}"
+        foreign = replace(engine.training, tools="my.module:Mine")
+        damaged = replace(engine.training, renderer="none")  # type: ignore[arg-type]
+        for training, why in ((foreign, "which only its training has"), (damaged, r"training is damaged \(renderer ")):
+            with serving(engine, trained=training) as server, pytest.raises(ValueError, match=why):
+                equipment(gone := f"openai:{server.url}")
     tools, limits = equipment(f"{gone}#named")
     assert "run_terminal_cmd" in tools.tools and limits == LIMITS
     monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))
@@ -239,28 +233,6 @@ def test_a_damaged_environment_is_one_line(
     assert why in line
 
 
-class Typed:
-    """A policy that writes these turns."""
-
-    capacity = 1
-
-    def __init__(self, turns: Sequence[list[int]]) -> None:
-        self.turns, self.held, self.seen = list(turns), list[int](), list[list[int]]()
-
-    def submit(self, request: Request) -> None:
-        self.held += request.token_ids
-        self.seen.append(list(self.held))
-
-    def step(self) -> list[Completion]:
-        written = self.turns.pop(0)
-        self.held += written
-        zeros = [0] * len(written)
-        return [Completion(rollout=0, token_ids=written, logprobs=[0.0] * len(written), policy_versions=zeros)]
-
-    def release(self, rollout: int) -> Trace:
-        return Trace()
-
-
 def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: Any) -> None:
     tools = ARMS["all"].tools()
     renderer = QwenRenderer(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), tools.schemas)
@@ -278,7 +250,8 @@ def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: 
         Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
         for text, calls in said
     ]
-    policy = Typed([renderer.turn(each) for each in written])
+    turns = [renderer.turn(each) for each in written]
+    policy = Turns(*turns)
     with BwrapBackend() as backend, backend.create() as box, Shared(policy) as shared:
         box.write("f.py", b"def f():\n    return 1\n")
         limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
@@ -287,14 +260,17 @@ def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: 
         [segment] = turn_policy.close()
     talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     observations = iter([turn.observation for turn in done.turns if turn.call])
-    for (text, calls), seen in zip(said, policy.seen, strict=True):
-        assert seen == templated(oracle, talk, tools.schemas)
+    tokens = list[int]()
+    for (text, calls), request, turn in zip(said, policy.asked, turns, strict=True):
+        tokens += request.token_ids
+        assert tokens == templated(oracle, talk, tools.schemas)
+        tokens += turn
         wire = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls]
         talk.append({"role": "assistant", "content": text} | ({"tool_calls": wire} if wire else {}))
         talk += [{"role": "tool", "content": next(observations)} for _ in calls]
-    assert done.stop == "finished" and segment.token_ids.tolist() == policy.held
+    assert done.stop == "finished" and segment.token_ids.tolist() == tokens
     whole = oracle.apply_chat_template(talk, tools=tools.schemas, tokenize=False).removesuffix("\n")
-    assert policy.held == oracle(whole, add_special_tokens=False)["input_ids"]
+    assert tokens == oracle(whole, add_special_tokens=False)["input_ids"]
 
 
 def test_a_thinking_model_is_read_and_other_special_tokens_end_a_turn(checkpoint: Path) -> None:

@@ -75,9 +75,7 @@ def doubles(place: Path) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_audit_of_verifiers_finds_a_rubric_that_looks_for_the_answer_anywhere(
-    doubles: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_of_verifiers_finds_a_loose_rubric(doubles: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row == {"tried": 4, "wrong": 0} for row in audit_verifiers(doubles)["probes"].values())
     assert main(["audit", "verifiers:sound_env"]) == 0 and main(["audit", "verifiers:loose_env"]) == 1
     assert "many numbers" in capsys.readouterr().out
@@ -91,8 +89,6 @@ def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, m
         monkeypatch.setenv("OPENAI_API_KEY", server.key or "none")
         found = evaluate_foreign(f"openai:{server.url}", f"verifiers:{doubles}", 2)
     assert (found["reward"], found["n_tasks"], found["k"], found["lost"]) == (0.25, 4, 2, 0)
-    with pytest.raises(ValueError, match="composer-nb serve"):
-        evaluate_foreign("scripted:lazy", f"verifiers:{doubles}", 1)
 
 
 def test_a_reward_needs_a_server_that_records(tmp_path: Path) -> None:
@@ -128,35 +124,22 @@ def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: p
     assert all(done.grade.rewards == {"reward": 0.0} and done.rollout.segments for group in groups for done in group)
 
 
-@pytest.mark.parametrize(
-    ("turns", "reward"),
-    [
-        (['{"number": 2}'], 6.0),
-        (['I add {"number": 1} now', "done"], 1.0),
-        (["nothing"], 0.0),
-        (['{"number": "x"}'], 0.0),
-    ],
-)
-def test_a_policy_at_an_environment_of_openenv(
-    turns: list[str], reward: float, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_at_an_environment_of_openenv(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
     (place / "counter_env.py").write_text(textwrap.dedent(COUNTER))
-    (place / "s.json").write_text(json.dumps([{"text": text} for text in turns]))
-    named = "openenv:counter_env:Adds:Add"
     asked = [
         "eval",
         "--policy",
         f"scripted:{place}/s.json",
         "--tasks",
-        named,
+        "openenv:counter_env:Adds:Add",
         "--samples",
         "2",
-        "--set",
-        "count=3",
-        "--json",
     ]
-    assert main(asked) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
-    assert main([*asked[:-2], "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err
+    turns = {('{"number": 2}',): 6.0, ('I add {"number": 1} now', "done"): 1.0, ('{"number": "x"}',): 0.0}
+    for texts, reward in turns.items():
+        (place / "s.json").write_text(json.dumps([{"text": text} for text in texts]))
+        assert main([*asked, "--set", "count=3", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
+    assert main([*asked, "--set", "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err

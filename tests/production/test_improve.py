@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.improve import (
     FEWER_EDITS,
     attempts_of,
@@ -30,12 +28,12 @@ from composer_nb.production.improve import (
     publish,
 )
 from composer_nb.production.policies import open_engine, trained_with
-from composer_nb.production.record import RolloutRecord, Verdict, keep_judged, served
-from composer_nb.production.serve import ChatServer
+from composer_nb.production.record import Verdict, keep_judged, served
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.receiver import Receiver
+from tests.production.conftest import serving
 
 START = EXAMPLES[0] / "weights" / "final"
 TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
@@ -69,22 +67,15 @@ def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
 def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tmp_path: Path) -> None:
     done = served(record)["user0"]
     kept = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
-    for run, stored, task in [
-        *kept,
-        ("one", "bob", "issue 1"),
-        ("two", "carol", "issue 1"),
-        ("two", "dave", "issue 2"),
-    ]:
+    kept += [("one", "bob", "issue 1"), ("two", "carol", "issue 1"), ("two", "dave", "issue 2")]
+    for run, stored, task in kept:
         (folder := tmp_path / run / "rollouts").mkdir(parents=True, exist_ok=True)
-        named = replace(
-            done, task=done.task.model_copy(update={"id": task}), rollout=replace(done.rollout, task_id=task)
-        )
+        named = replace(done.rollout, task_id=task)
+        named = replace(done, task=done.task.model_copy(update={"id": task}), rollout=named)
         save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
     groups = grouped([told for run in ("one", "two") for told in conversations(tmp_path / run)])
     assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
-    assert len({each.task.id for each in groups[1]}) == 3, (
-        "alice's parts are one conversation, and each run has its own alice"
-    )
+    assert len({each.task.id for each in groups[1]}) == 3, "alice's parts are one conversation, and each run has one"
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
@@ -93,10 +84,8 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
     assert "passed" in capsys.readouterr().out
     found = json.loads((out / "improve.json").read_text())
-    assert (
-        found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
-        and found["gate"]["stopped"] == ""
-    )
+    assert found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
+    assert found["gate"]["stopped"] == ""
     judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
     assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
     newest = Receiver(store).fetch(found["version"]).tensors
@@ -147,15 +136,11 @@ OTHERWISE = {
 def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
     """However near its log-probabilities are."""
     run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
-    with open_engine(START, slots=2, tokens=512) as engine:
-        record = RolloutRecord(run, engine.tokenizer)
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-        with ChatServer(answer, grade=answer.grade) as server:
-            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-            for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
-                body = {**given.pop("extra_body", {}), "rollout": name}
-                client.chat.completions.create(model="model", messages=asked, max_tokens=12, extra_body=body, **given)
-                answer.grade(name, Verdict(reward=1.0))
+    with open_engine(START, slots=2, tokens=512) as engine, serving(engine, run) as site:
+        for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
+            body = {**given.get("extra_body", {}), "rollout": name}
+            site.chat(**{**given, "messages": asked, "max_tokens": 12, "extra_body": body})
+            site.answer.grade(name, Verdict(reward=1.0))
     turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
     assert turns.pop("plain") == turns.pop("same") == {""}
     assert turns == {

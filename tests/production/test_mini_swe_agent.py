@@ -15,14 +15,13 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, carry
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
-from composer_nb.production.record import RolloutRecord, served
-from composer_nb.production.serve import ChatServer
+from composer_nb.production.record import served
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.convert import with_format
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
+from tests.production.conftest import serving
 
 SYSTEM, TASK = "You work in a shell.", "How much is 1 + 2?"
 COMMANDS = ("echo 3 > answer", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat answer")
@@ -76,17 +75,13 @@ def test_mini_swe_agent_solves_a_task_and_is_recorded(tmp_path: Path, monkeypatc
     from minisweagent.models.utils.actions_toolcall import BASH_TOOL
 
     ids = taught(tmp_path, [BASH_TOOL])
-    with open_engine(tmp_path / "model", slots=2, tokens=2048) as engine:
-        record = RolloutRecord(tmp_path / "run", engine.tokenizer)
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-        with ChatServer(answer, grade=answer.grade) as server:
-            place = {"api_base": server.url.replace("/v1", "/rollouts/one/v1"), "api_key": "none"}
-            model = LitellmModel(model_name="openai/model", model_kwargs=place, cost_tracking="ignore_errors")
-            agent = agents.DefaultAgent(
-                model, BubblewrapEnvironment(), system_template=SYSTEM, instance_template="{{task}}", step_limit=4
-            )
-            ended = agent.run(TASK)
-        answer.close()
+    with open_engine(tmp_path / "model", slots=2, tokens=2048) as engine, serving(engine, tmp_path / "run") as site:
+        place = {"api_base": site.rollout("one"), "api_key": "none"}
+        model = LitellmModel(model_name="openai/model", model_kwargs=place, cost_tracking="ignore_errors")
+        agent = agents.DefaultAgent(
+            model, BubblewrapEnvironment(), system_template=SYSTEM, instance_template="{{task}}", step_limit=4
+        )
+        ended = agent.run(TASK)
     assert ended == {"exit_status": "Submitted", "submission": "3\n"}
     [segment] = served(tmp_path / "run")["one"].rollout.segments
     assert segment.token_ids.tolist() == ids

@@ -22,10 +22,14 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.bench import bench_settings, detectable, evaluate, figures
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import open_engine
-from composer_nb.production.serve import ChatServer, ScriptServer
+from composer_nb.production.serve import ScriptServer
+from tests.production.conftest import serving
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "data" / "example"
+POLICY, HELDOUT = EXAMPLE / "weights" / "final", EXAMPLE / "data" / "heldout.jsonl"
+HELD_OUT = load_tasks(HELDOUT)
 
 
 def attempt(task: str, passed: bool, **grade: Any) -> Attempt:
@@ -57,27 +61,9 @@ def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, sample
     assert seen.mean() == pytest.approx(0.8, abs=0.03)
 
 
-def test_a_price_is_two_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for price in ("1", "a,b", "1,-2"):
-        words = [
-            "eval",
-            "--policy",
-            "scripted:lazy",
-            "--tasks",
-            "data/example/data/heldout.jsonl",
-            "--out",
-            str(tmp_path),
-        ]
-        assert main([*words, "--price", price]) == 2
-        assert "--price" in capsys.readouterr().err
-
-
-HELDOUT = Path(__file__).resolve().parents[2] / "data" / "example" / "data" / "heldout.jsonl"
-
-
 @pytest.fixture
 def tasks() -> list[Task]:
-    return load_tasks(HELDOUT)[:2]
+    return HELD_OUT[:2]
 
 
 class Thinker(TokenlessTurnPolicy):
@@ -124,9 +110,7 @@ def test_who_plans_is_paid(own: float | None, price: Any, tokens: float, cost: f
     assert row["dollars_per_task"] == (None if cost is None else pytest.approx(cost))
 
 
-def test_an_endpoint_plans_and_a_policy_executes(
-    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_arm(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planned arm has the same tasks and its own rollouts, resumes, and belongs to its planner."""
     script = tmp_path / "plan.json"
     script.write_text(json.dumps([{"text": "1. read it"}]))
@@ -144,17 +128,13 @@ def test_an_endpoint_plans_and_a_policy_executes(
         evaluate("scripted:searcher", tasks, tmp_path / "out", **given | {"planner": "scripted:planner"})
 
 
-EXAMPLE = Path(__file__).parents[2] / "data/example"
-POLICY = EXAMPLE / "weights" / "final"
-HELD_OUT = load_tasks(EXAMPLE / "data" / "heldout.jsonl")
-
-
 @contextmanager
 def served(tokens: int = 32_768) -> Iterator[str]:
-    with open_engine(POLICY, slots=4, tokens=tokens) as engine:
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with ChatServer(answer, model="final", trained=engine.training, context=engine.tokens) as server:
-            yield f"openai:{server.url}"
+    with (
+        open_engine(POLICY, slots=4, tokens=tokens) as engine,
+        serving(engine, model="final", trained=engine.training, context=engine.tokens) as site,
+    ):
+        yield f"openai:{site.url}"
 
 
 def attempts(out: Path) -> list[dict[str, Any]]:
@@ -167,30 +147,23 @@ def attempts(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def both(tasks: list[Task], out: Path, arms: str) -> None:
-    rows, reports = [], []
+def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> None:
+    """Greedy and sampled, turn for turn: attempts that fill the context, and calls of a tool that was not offered."""
+    tasks, rows, reports = HELD_OUT[4:6], list[Any](), list[Any]()
     with served() as address:
         for name, policy in (("folder", str(POLICY)), ("served", address)):
-            settings = bench_settings(policy, tasks, {})
-            report = evaluate(policy, tasks, out / name, samples=2, greedy=True, arms=arms, settings=settings)
-            rows.append(attempts(out / name))
+            given: dict[str, Any] = {"samples": 2, "greedy": True, "arms": "all,no-search"}
+            report = evaluate(policy, tasks, tmp_path / name, settings=bench_settings(policy, tasks, {}), **given)
+            rows.append(attempts(tmp_path / name))
             reports.append(report["arms"])
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1] and {"finished", "tokens"} <= {row["stop"] for row in rows[1]}
     for arm, scores in reports[0].items():
-        counted = ("tokens_per_task", "sampled_per_task", "seconds_p50", "seconds_p95")
-        assert {n: v for n, v in scores.items() if n not in counted} == {
-            n: v for n, v in reports[1][arm].items() if n not in counted
-        }
+        counted = {"tokens_per_task", "sampled_per_task", "seconds_p50", "seconds_p95"}
+        assert all(scores[name] == reports[1][arm][name] for name in scores.keys() - counted)
         assert scores["infra_errors"] == 0 and (arm == "all" or scores["invalid_call_rate"] > 0.3)
 
 
-def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> None:
-    """Greedy and sampled, turn for turn: attempts that fill the context, and calls of a tool that was not offered."""
-    both(HELD_OUT[4:6], tmp_path, "all,no-search")
-    assert {"finished", "tokens"} <= {row["stop"] for row in attempts(tmp_path / "served")}
-
-
-def test_too_many_lost_attempts_are_an_error(
+def test_too_many_lost_attempts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)

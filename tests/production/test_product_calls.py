@@ -23,9 +23,8 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer
 from composer_nb.production.wire import RequestBody, arguments_of
-from tests.production.conftest import Turns
+from tests.production.conftest import ASKED, Turns
 
-ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
 PROPERTIES = {name: {"type": kind} for name, kind in (("path", "string"), ("text", "string"), ("line", "integer"))}
 PROPERTIES |= {"all": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["path", "text"]}
@@ -106,26 +105,6 @@ def test_what_is_shown_of_calls_only_grows(name: str, text: str) -> None:
     check(renderer, renderer.spell(text))
     cut = renderer.spell(text)[:-4]
     check(renderer, [*cut, renderer.end])
-
-
-def test_calls_before_one_that_was_cut_off_are_shown() -> None:
-    schema = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
-    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
-    for name, text in (
-        ("CompactRenderer", "look 2<|call|>look 31<|call|>lo"),
-        (
-            "QwenRenderer",
-            "\n".join(
-                ["<tool_call>\n<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>"] * 2
-            ).format(2, 31),
-        ),
-    ):
-        renderer = FORMATS[name].offering(tools)
-        found = renderer.calls_so_far(renderer.spell(text)[:-1])
-        assert [(name, json.loads(arguments)) for _, name, arguments in found] == [
-            ("look", {"at": 2}),
-            ("look", {"at": 31}),
-        ]
 
 
 PARTS = st.sampled_from(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,8 @@ def root(tmp_path: Path) -> Path:
 def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
     seen = read_checkout(root)
     assert set(seen.files) == {"a.py", "sub/b.py", ".gitignore", "run.sh"} and seen.executable == {"run.sh"}
-    assert (
-        seen.left_out[".env"] == "ignored"
-        and seen.left_out["out"] == "a link or device"
-        and seen.left_out[".git"] == "history"
-    )
+    assert seen.left_out[".env"] == "ignored" and seen.left_out["out"] == "a link or device"
+    assert seen.left_out[".git"] == "history"
     with seen.start(backend) as box:
         assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(seen.files)
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
@@ -92,27 +90,24 @@ def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
     assert not list(root.glob(".composer_nb*"))
 
 
-@pytest.mark.parametrize("what", ["edited", "deleted", "linked", "there", "folder", "leads out", "permissions"])
+CONFLICTS: dict[str, Callable[[Path], object]] = {
+    "edited": lambda root: (root / "sub/b.py").write_text("mine\n"),
+    "deleted": lambda root: (root / "sub/b.py").unlink(),
+    "permissions": lambda root: (root / "sub/b.py").chmod(0o755),
+    "linked": lambda root: (root / "new").symlink_to("/tmp"),
+    "a file in place of a folder": lambda root: (root / "new").write_text("a file"),
+    ".env": lambda root: None,
+    "../c.py": lambda root: None,
+}
+
+
+@pytest.mark.parametrize("what", CONFLICTS)
 def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
     seen = read_checkout(root)
-    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
-    changes: dict[str, Blob | None] = {path: Blob(data=data) for path, data in texts.items()}
-    if what == "edited":
-        (root / "sub/b.py").write_text("mine\n")
-    elif what == "deleted":
-        (root / "sub/b.py").unlink()
-    elif what == "linked":
-        (root / "new").symlink_to("/tmp")
-    elif what == "there":
-        changes[".env"] = Blob(data=b"KEY=2")
-    elif what == "folder":
-        (root / "new").write_text("a file")
-    elif what == "permissions":
-        (root / "sub/b.py").chmod(0o755)
-    else:
-        changes["../c.py"] = Blob(data=b"")
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | ({what: b"k"} if "." in what else {})
+    CONFLICTS[what](root)
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
-        accept(seen, changes)
+        accept(seen, {path: Blob(data=data) for path, data in texts.items()})
     assert (root / "a.py").read_text() == "x = 1\n" and (root / ".env").read_text() == "KEY=1"
 
 
@@ -204,6 +199,17 @@ def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str
         return changed(seen, *carry_back(box))
 
 
+def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
+    shutil.rmtree(root / ".git")
+    (root / ".git").write_text("gitdir: /elsewhere\n")  # of a worktree
+    assert ".git" not in read_checkout(root).files
+    command = (
+        "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
+    )
+    assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
+    assert (root / ".git").read_text() == "gitdir: /elsewhere\n"
+
+
 @pytest.mark.parametrize(
     "command", ["chmod 000 sub", "chmod 000 a.py", "rm a.py && ln -s /etc/passwd a.py", "rm a.py; mkfifo a.py"]
 )
@@ -212,17 +218,10 @@ def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backen
     assert changes == {} and others == ({"a.py"} if "rm" in command else set())
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", ".GIT/hooks", "sub/b.py"])
+@pytest.mark.parametrize("target", ["/etc/passwd", "sub/b.py"])
 def test_no_link_comes_back(root: Path, backend: Backend, target: str) -> None:
     changes, others = after_commands(root, backend, f"ln -s {target} new; mkdir deep; ln -s ../{target} deep/er")
     assert changes == {} and others == {"new", "deep/er"}
-
-
-def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
-    command = (
-        "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
-    )
-    assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
 
 
 def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
@@ -253,14 +252,6 @@ def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_worktrees_history_stays_where_it_is(root: Path, backend: Backend) -> None:
-    shutil.rmtree(root / ".git")
-    (root / ".git").write_text("gitdir: /elsewhere\n")
-    assert ".git" not in read_checkout(root).files
-    assert after_commands(root, backend, "git init -q . && echo 1 > .git/x")[0] == {}
-    assert (root / ".git").read_text() == "gitdir: /elsewhere\n"
-
-
 def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match="no folder here"):
         read_checkout(tmp_path / "none")
@@ -289,12 +280,6 @@ def repository_of(tmp_path: Path, **files: str) -> Path:
 
 def plain(text: str) -> Blob:
     return Blob(data=text.encode(), mode=PLAIN)
-
-
-def test_a_folder_of_folders_may_become_a_file(tmp_path: Path):
-    root = repository_of(tmp_path, a__y__z="1", a__b="2", p__k="k")
-    accept(read_checkout(root), {"a/y/z": None, "a/b": None, "a": plain("f\n")})
-    assert (root / "a").read_text() == "f\n" and sorted(path.name for path in root.iterdir()) == ["a", "p"]
 
 
 def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

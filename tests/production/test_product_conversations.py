@@ -29,19 +29,15 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
         first = endpoint.complete(start, [TOOL], 400)
         assert policy.asked[0].token_ids == renderer.render([User(text="fix f")], "You fix.")
         [made] = first.message["tool_calls"]
-        assert (
-            made["function"] == {"name": "look", "arguments": '{"at": "f"}'} and first.message["content"] == "I look."
-        )
+        assert made["function"] == {"name": "look", "arguments": '{"at": "f"}'}
+        assert first.message["content"] == "I look."
         assert (first.read, first.written) == (len(policy.asked[0].token_ids), len(renderer.turn(call)))
         talk = [*start, first.message, {"role": "tool", "tool_call_id": made["id"], "content": "1|x"}]
         second = endpoint.complete(talk, [TOOL], 400)
         assert second.message["content"] == "Done." and policy.asked[1].rollout == policy.asked[0].rollout
         text = renderer.tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
-        assert (
-            "1|x" in text
-            and "fix f" not in text
-            and second.read == first.read + first.written + len(policy.asked[1].token_ids)
-        )
+        assert "1|x" in text and "fix f" not in text
+        assert second.read == first.read + first.written + len(policy.asked[1].token_ids)
         more = [*talk, second.message, {"role": "user", "content": [{"type": "text", "text": "and?"}]}]
         endpoint.complete(more, [TOOL], 400)
         assert policy.asked[2].rollout == policy.asked[0].rollout

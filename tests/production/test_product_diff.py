@@ -66,9 +66,7 @@ def apply(root: Path, text: bytes, *more: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(TREES, TREES)
-def test_git_makes_of_it_what_was_changed_and_takes_it_back(
-    tmp_path_factory: pytest.TempPathFactory, before: Tree, after: Tree
-) -> None:
+def test_patch_applies_and_reverses(tmp_path_factory: pytest.TempPathFactory, before: Tree, after: Tree) -> None:
     root = tmp_path_factory.mktemp("tree")
     lay(root, before)
     changes = {

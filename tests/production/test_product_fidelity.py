@@ -55,9 +55,7 @@ def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, san
 @pytest.mark.parametrize(
     "tools", ["cursor", "read_file,search_replace,run_terminal_cmd", "grep,substitute,run_tests,finish"]
 )
-def test_the_product_offers_what_a_checkpoint_was_trained_with_in_any_format(
-    task: Task, sandboxes: Sandboxes, tools: str
-) -> None:
+def test_fidelity_of_tool_sets(task: Task, sandboxes: Sandboxes, tools: str) -> None:
     tokens = train_tokenizer(["def f(x):"], 400)
     calls, found = differences(
         task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)

@@ -25,17 +25,16 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.policy import ProviderFailure, Request
 from composer_nb.production import replicas
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
 from composer_nb.production.replicas import Replicas, open_replicas
-from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.drafts import DraftHead, save_draft
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_serve_engine as single
-from tests.production.test_serve_engine import ASKED, FILES, LONG, tool, turned, wait_until
+from tests.production.conftest import ASKED, Site, serving, wait_until
+from tests.production.test_serve_engine import FILES, LONG, tool
 from tests.trainer.services.threads import Threads
 
 tokenizer = product.tokenizer
@@ -44,17 +43,12 @@ SIZE: dict[str, Any] = {"slots": 8, "tokens": LONG, "step_tokens": 64}
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Site):
     path: Path
     """The checkpoint."""
     publisher: Publisher
     actors: Threads
     service: Replicas
-    server: ChatServer
-    client: openai.OpenAI
-
-    def chat(self, **given: Any) -> Any:
-        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
 
     @property
     def states(self) -> list[dict[str, int]]:
@@ -91,19 +85,9 @@ def pair(path: Path) -> Iterator[Pair]:
         patched_actors(patched, actors),
         open_replicas(path, 2, **SIZE, follow=str(store), numerics="int8") as engine,
     ):
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
         told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
-        with (
-            ChatServer(answer, slots=4, **told) as server,
-            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-        ):
-            yield Pair(path, publisher, actors, engine.shared, server, client)
-
-
-@contextmanager
-def alone(path: Path, **given: Any) -> Iterator[Conversations]:
-    with open_engine(path, **SIZE, **given) as engine:
-        yield Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with serving(engine, slots=4, **told) as site:
+            yield Pair(site.answer, site.server, site.client, path, publisher, actors, engine.shared)
 
 
 def told(choice: Any) -> list[tuple[str, float]]:
@@ -128,12 +112,8 @@ def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pa
 
     with ThreadPoolExecutor(2) as clients:  # each holds three at most: none is forgotten
         found = [*clients.map(lambda seed: talk(pair.client, seed), range(8))]
-    with (
-        alone(pair.path, numerics="int8") as answer,
-        ChatServer(answer) as server,
-        openai.OpenAI(base_url=server.url, api_key="none") as client,
-    ):
-        assert found == [talk(client, seed) for seed in range(8)]
+    with open_engine(pair.path, **SIZE, numerics="int8") as engine, serving(engine) as site:
+        assert found == [talk(site.client, seed) for seed in range(8)]
     assert all(state["held"] for state in pair.states), "both worked"
 
 
@@ -175,15 +155,6 @@ def test_what_cannot_be_continued_is_refused_and_changes_nothing(pair: Pair) -> 
     assert len(pair.service.release(request.rollout).route_valid) == 4
 
 
-def test_every_replica_takes_a_new_version_and_each_answer_names_its_own(pair: Pair, model: Model) -> None:
-    assert pair.chat(max_tokens=3).system_fingerprint == "v3" and pair.service.version == 3
-    pair.publisher.publish(4, turned(model, 0.25), FILES)
-    wait_until(lambda: pair.service.version == 4)
-    with ThreadPoolExecutor(4) as clients:
-        found = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=9).system_fingerprint, range(4))]
-    assert found == ["v4"] * 4
-
-
 def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tokens(pair: Pair) -> None:
     with ThreadPoolExecutor(4) as clients:
         whole = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
@@ -201,7 +172,7 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
         assert [each.result(120) for each in asked] == wanted
     wait_until(lambda: pair.states[0]["restarts_total"] == 1)
     health = pair.client.get("/../health", cast_to=dict[str, Any])
-    version = pair.service.version  # 4 after the test before, which may run in another process
+    version = pair.service.version
     assert health["policy_version"] == version and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
     until = time.monotonic() + 300  # it loads torch again, maybe beside much else
     while not all(state["ready"] for state in pair.states):

@@ -13,7 +13,7 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.production.requests import accepted_requests, added, request_behind
+from composer_nb.production.requests import accepted_requests, request_behind
 from composer_nb.production.work import CHANGES
 from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS
 
@@ -90,12 +90,6 @@ def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
     assert request_behind([], {}, {"sums.py": SUMS}) == ""
 
 
-def test_lines_that_are_added() -> None:
-    before, after = "a = 1\nb = 2\n", "b = 2\nif b:\n    a = 1\n)\n\n"
-    assert added({"m.py": before}, {"m.py": after, "test_m.py": "c", "n.md": "d"}) == {("m.py", "if b:"): 1}
-    assert added({}, {"m.py": "x\nx\n"}) == {("m.py", "x"): 2}
-
-
 def test_folders_that_hold_no_request(checkout: tuple[Path, Path], tmp_path: Path) -> None:
     root, runs = checkout
     with pytest.raises(FileNotFoundError, match="no agent's work is kept here"):
@@ -110,5 +104,3 @@ def test_folders_that_hold_no_request(checkout: tuple[Path, Path], tmp_path: Pat
         (broken / name).write_text("{}")
         with pytest.raises(ValueError, match=f"{name}: damaged"):
             accepted_requests([broken])
-    (broken / "verdict.json").write_text("[]")
-    assert accepted_requests([broken]) == []

@@ -7,8 +7,7 @@ import threading
 import time
 import urllib.request
 from base64 import b64decode
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,10 +24,9 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.qwen import QwenRenderer
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken
-from composer_nb.production.conversations import Conversations
-from composer_nb.production.policies import open_engine
-from composer_nb.production.serve import ChatServer
+from composer_nb.harness.environment import Carried
+from composer_nb.harness.policy import Request
+from composer_nb.production.policies import OpenEngine, open_engine
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -37,23 +35,18 @@ from composer_nb.trainer.services import inference
 from composer_nb.trainer.services.inference import Inference, Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore
-from tests.production import conftest as product
+from tests.production import conftest
+from tests.production.conftest import ASKED, Site, wait_until
 from tests.tiny_models import SIZES
 
-tokenizer = product.tokenizer
-ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+tokenizer = conftest.tokenizer
 LONG = 4000
 FILES = {"config.json": b"{}"}
 
 
 @dataclass(frozen=True)
-class Served:
+class Served(Site):
     engine: Engine
-    server: ChatServer
-    client: openai.OpenAI
-
-    def chat(self, **given: Any) -> Any:
-        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
 
     def post(self, path: str, body: Any) -> Any:
         return self.client.post(path, body=body, cast_to=dict[str, Any])
@@ -95,28 +88,18 @@ def serving(
     **given: Any,
 ) -> Iterator[Served]:
     engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
-    with (
-        Inference(engine, Updates(store, "served", model.config) if store else None) as shared,
-        following(shared) if store else nullcontext(),
-        ChatServer(
-            Conversations(shared, tokenizer, QwenRenderer, LONG), version=lambda: engine.version, **given
-        ) as server,
-        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-    ):
-        yield Served(engine, server, client)
+    updates = Updates(store, "served", model.config) if store else None
+    with Inference(engine, updates) as shared, following(shared) if store else nullcontext():
+        trained = Carried(renderer="qwen", tools="tiny")
+        opened = OpenEngine(shared=shared, tokenizer=tokenizer, format=QwenRenderer, tokens=LONG, training=trained)
+        with conftest.serving(opened, version=lambda: engine.version, **given) as site:
+            yield Served(site.answer, site.server, site.client, engine)
 
 
 @pytest.fixture(scope="module")
 def served(model: Model, tokenizer: Tokenizer) -> Iterator[Served]:
     with serving(model, tokenizer) as made:
         yield made
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 # Many at once
@@ -136,15 +119,6 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     served.engine.step = step  # type: ignore[method-assign]
     assert all(done.usage.completion_tokens for done in found) and max(widths) == served.engine.capacity
     assert found[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
-
-
-def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        with pytest.raises(openai.APITimeoutError):
-            small.client.with_options(timeout=0.3).chat.completions.create(model="model", messages=ASKED)
-        wait_until(lambda: not small.engine.busy)
-        assert 0 < small.engine.sampled < LONG - 100
-        assert small.chat(seed=3, max_tokens=5).usage.completion_tokens == 5
 
 
 # Streams
@@ -174,12 +148,6 @@ def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tok
             assert small.engine.busy
         wait_until(lambda: not small.engine.busy)  # its client went away
         assert small.engine.sampled < LONG - 100
-
-
-def test_what_is_wrong_before_a_stream_begins_is_a_refusal(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        served.chat(stream=True, messages=[*ASKED, {"role": "assistant", "content": "y"}])
-    assert refused.value.param == "messages"
 
 
 # What is drawn
@@ -214,14 +182,6 @@ def test_the_most_probable_tokens_are_those_of_the_distribution_that_is_drawn_fr
     assert all([other.logprob for other in each.top_logprobs] == [0.0] == [each.logprob] for each in narrow)
 
 
-def test_a_stop_text_ends_the_turn_in_the_engine(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        long = small.chat(seed=1, max_tokens=60).choices[0].message.content
-        stopped = small.chat(seed=1, stop=long[20:24]).choices[0]
-        assert (stopped.message.content, stopped.finish_reason) == (long[: long.index(long[20:24])], "stop")
-        assert small.engine.sampled < LONG / 2 and not small.engine.busy
-
-
 # Versions
 
 
@@ -254,9 +214,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         old, new = parts[-1].choices[0].weight_versions
         assert (old["version"], old["start"], new["version"]) == (4, 0, 5) and old["end"] == new["start"] > 0
         spoiled = turned(model, float("nan"))
-        with (
-            monkeypatch.context() as careless
-        ):  # as by another program: this publisher refuses numbers that are not finite
+        with monkeypatch.context() as careless:  # as by another program: ours refuses numbers that are not finite
             careless.setattr("composer_nb.trainer.versions.publisher.require_finite", lambda *names: None)
             publisher.publish(6, spoiled, FILES)
         wait_until(lambda: "6 is left out" in caplog.text)
@@ -279,19 +237,14 @@ def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Pat
     rounded = as_engine(load_pretrained(example / "start"), "int8").state_dict()
     with open_engine(example / "final", **follow, numerics="int8") as engine:
         torch.testing.assert_close(engine.shared.policy.model.state_dict(), rounded, rtol=0, atol=0)
-    with (
-        pytest.raises(ValueError, match="--numerics int9: there are float32, .*int8"),
-        open_engine(example, **follow, numerics="int9"),
-    ):
-        pass
+    with pytest.raises(ValueError, match="--numerics int9: there are float32, .*int8"):
+        open_engine(example, **follow, numerics="int9").__enter__()
 
 
 # Tokens
 
 
-def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
-    served: Served, model: Model, tokenizer: Tokenizer
-) -> None:
+def test_tokens_in_and_out(served: Served, model: Model, tokenizer: Tokenizer) -> None:
     prompt = QwenRenderer(tokenizer).render([User(text="fix f")])
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "logprobs": 2}
     body = {"prompt_token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
@@ -299,9 +252,8 @@ def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
     engine = Engine(model, stop=QwenRenderer(tokenizer).stop, slots=1, max_length=LONG)
     [turn] = engine.generate([Request(rollout=3, token_ids=prompt, max_tokens=20)])
     first, second = done["choices"]
-    assert first["token_ids"] == turn.token_ids != second["token_ids"] and first["policy_versions"] == [0] * len(
-        turn.token_ids
-    )
+    assert first["token_ids"] == turn.token_ids != second["token_ids"]
+    assert first["policy_versions"] == [0] * len(turn.token_ids)
     told = first["logprobs"]["content"]
     assert [each["logprob"] for each in told] == pytest.approx(turn.logprobs, abs=1e-5)
     assert [each["token"] for each in told] == [f"token_id:{token}" for token in turn.token_ids]
@@ -315,20 +267,19 @@ def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
     assert text in tokenizer.decode(turn.token_ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt_token_ids": []}, "prompt_token_ids"),
-        ({"prompt_token_ids": [262]}, "prompt_token_ids"),
-        ({"prompt_token_ids": [5] * LONG}, "prompt_token_ids"),
-        ({"prompt_token_ids": [5], "sampling_params": {"n": 5}}, "n"),
-        ({"prompt_token_ids": [5], "priority": 1}, "priority"),
-    ],
-)
-def test_tokens_that_cannot_be_continued_are_refused(served: Served, body: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        served.post("/generate", body)
-    assert refused.value.param == param and served.post("/generate", {"prompt_token_ids": [5]})["choices"]
+def test_what_cannot_be_continued_is_refused(served: Served) -> None:
+    five, one = [5], [{"prompt_token_ids": []}, {"prompt_token_ids": [262]}, {"prompt_token_ids": [5] * LONG}]
+    refused = [(body, "prompt_token_ids") for body in one] + [
+        ({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"),
+        ({"prompt_token_ids": five, "priority": 1}, "priority"),
+    ]
+    for body, param in refused:
+        with pytest.raises(openai.BadRequestError) as error:
+            served.post("/generate", body)
+        assert error.value.param == param
+    with pytest.raises(openai.BadRequestError) as error:  # before a stream begins
+        served.chat(stream=True, messages=[*ASKED, {"role": "assistant", "content": "y"}])
+    assert error.value.param == "messages" and served.post("/generate", {"prompt_token_ids": five})["choices"]
 
 
 def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
@@ -386,100 +337,16 @@ def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names
     assert first == done.choices[0].message.tool_calls[0].function.arguments
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": {"a": {"type": 5}}},
-        {"properties": {"a": {"enum": 5}}},
-        {"required": "a"},
-        {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/P"}}},
-    ],
-)
-@pytest.mark.parametrize("choice", ["auto"])
-def test_a_schema_that_is_none_is_refused_by_name(served: Served, schema: dict[str, Any], choice: Any) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", **schema}}}]
-    with pytest.raises(openai.BadRequestError) as refused:
-        served.chat(tools=tools, tool_choice=choice, max_tokens=5)
-    assert refused.value.param == "tools"
-
-
 def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
-    tools: list[Any] = [
-        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in (LOOK, PUT)
-    ]
-    url = served.server.url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        for choice, names in (({"type": "any"}, {"look", "put"}), ({"type": "tool", "name": "look"}, {"look"})):
-            done = client.messages.create(
-                model="model",
-                messages=ASKED,
-                max_tokens=900,
-                tools=tools,
-                tool_choice=choice,  # type: ignore[arg-type]
-            )
-            assert done.stop_reason == "tool_use"
-            assert {block.name for block in done.content if block.type == "tool_use"} <= names
+    functions = [each["function"] for each in (LOOK, PUT)]
+    tools = [{"name": function["name"], "input_schema": function["parameters"]} for function in functions]
+    asked: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": 900, "tools": tools}
+    with anthropic.Anthropic(base_url=served.server.url[:-3], api_key="none", max_retries=0) as client:
+        done = client.messages.create(**asked, tool_choice={"type": "tool", "name": "look"})
+        assert done.stop_reason == "tool_use"
+        assert {block.name for block in done.content if block.type == "tool_use"} == {"look"}
         with pytest.raises(anthropic.BadRequestError, match="tool_choice: .*a name belongs to the type tool"):
-            client.messages.create(
-                model="model",
-                messages=ASKED,
-                max_tokens=9,
-                tools=tools,
-                tool_choice={"type": "tool"},  # type: ignore[arg-type,typeddict-item]
-            )
-
-
-def test_a_user_goes_before_rollouts_within_two_steps_and_they_go_on(model: Model) -> None:
-    """While a rollout's long prompt is read in parts."""
-    engine = Engine(model, stop=frozenset(), slots=4, max_length=LONG, step_tokens=8)
-    steps, told = Counter[str](), list[int]()
-    step = engine.step
-
-    def counted() -> Any:
-        steps["made"] += 1
-        return step()
-
-    def heard(drawn: SampledToken) -> None:
-        told.append(steps["made"])
-
-    engine.step = counted  # type: ignore[method-assign]
-    rollouts = [Request(rollout=n, token_ids=[70 + n] * (3500 if n == 3 else 5), max_tokens=400) for n in range(4)]
-    with Inference(engine) as service:
-        waiting = threading.Thread(target=lambda: found.extend(service.exchange("worker", rollouts)))
-        found: list[Completion] = []
-        waiting.start()
-        wait_until(lambda: steps["made"] > 5)
-        submit = engine.submit
-
-        def noted(request: Request) -> None:
-            steps["asked"] = steps["made"]
-            submit(request)
-
-        engine.submit = noted  # type: ignore[method-assign]
-        [answer] = service.start(Request(rollout=9, token_ids=[70] * 9, max_tokens=30, priority=0, heard=heard))
-        answer.result()
-        assert told[0] - steps["asked"] <= 2 and told[0] < 3500 / 8, "the prompt is not read yet"
-        service.release(9)
-        while len(found) < 4:
-            waiting.join()
-            found += service.exchange("worker", [])
-    alone = Engine(model, stop=frozenset(), slots=4, max_length=LONG).generate(rollouts)
-    assert sorted(found, key=lambda done: done.rollout) == alone, "they were sampled as if no user had been there"
-
-
-def test_in_lockstep_the_engine_stands_still_until_somebody_asks(model: Model) -> None:
-    engine = Engine(model, stop=frozenset(), slots=3, max_length=LONG)
-    with Inference(engine, lockstep=True) as service:
-        first = service.exchange("w", [Request(rollout=n, token_ids=[70], max_tokens=9 - n // 2) for n in range(3)])
-        made = engine.sampled
-        assert [done.rollout for done in first] == [2] and made == 3 * 8
-        time.sleep(0.1)
-        assert service.between(lambda: engine.sampled) == made
-        assert sorted(done.rollout for done in service.exchange("w", [])) == [0, 1]
-        service.start(Request(rollout=7, token_ids=[70], max_tokens=9))
-        service.release(7)
-    with pytest.raises(ProviderFailure):
-        service.exchange("w", [Request(rollout=8, token_ids=[70], max_tokens=9)])
+            client.messages.create(**asked, tool_choice={"type": "tool"})
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
@@ -504,30 +371,21 @@ def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokeni
     with serving(model, tokenizer, slots=4) as small:
 
         def complete(**given: Any) -> Any:
-            return small.client.completions.create(
-                **{"model": "model", "prompt": "def f(x):", "max_tokens": 12, **given}
-            )
+            usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
+            return small.client.completions.create(**usual | given)
 
         whole = complete(seed=3, logprobs=2, n=2)
         first = whole.choices[0]
         assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
-        assert (
-            len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
-            and len(first.logprobs.top_logprobs[0]) == 2
-        )
+        assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
+        assert len(first.logprobs.top_logprobs[0]) == 2
         assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text
         assert complete(seed=3, prompt=tokenizer.encode("def f(x):").ids).choices[0].text == first.text
         assert complete(seed=3, stop=first.text[4]).choices[0].text == first.text[: first.text.index(first.text[4])]
         assert complete(seed=3, top_p=1e-6).choices[0].text == complete(temperature=0).choices[0].text
         assert complete(max_tokens=None).usage.completion_tokens == 16
-        for wrong in (
-            {"prompt": ""},
-            {"echo": True},
-            {"prompt": [999]},
-            {"prompt": ["a", "b"]},
-            {"suffix": "x"},
-            {"best_of": 2},
-        ):
+        prompts: list[Any] = ["", [999], ["a", "b"]]
+        for wrong in (*({"prompt": prompt} for prompt in prompts), {"echo": True}, {"suffix": "x"}, {"best_of": 2}):
             with pytest.raises(openai.BadRequestError):
                 complete(**wrong)
         narrow = small.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content

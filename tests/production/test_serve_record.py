@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,15 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Workspace
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
-from composer_nb.production.record import RolloutRecord, served
-from composer_nb.production.serve import ChatServer
+from composer_nb.production.record import served
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import score_groups, streams_of
 from composer_nb.views import rollout as view
+from tests.production.conftest import Site, serving
 
 EXAMPLE = Path(__file__).parents[2] / "data/example"
 POLICY = EXAMPLE / "weights" / "final"
@@ -44,23 +44,9 @@ TOKENS = 512
 
 
 @contextmanager
-def recording(run: Path, slots: int = 4, policy: Path = POLICY) -> Iterator[ChatServer]:
-    with open_engine(policy, slots=slots, tokens=TOKENS) as engine:
-        answer = Conversations(
-            engine.shared, engine.tokenizer, engine.format, engine.tokens, RolloutRecord(run, engine.tokenizer)
-        )
-        with ChatServer(answer, grade=answer.grade) as server:
-            yield server
-        answer.close()
-
-
-def rollout_url(server: ChatServer, name: str) -> str:
-    return server.url.replace("/v1", f"/rollouts/{name}")
-
-
-def grade(server: ChatServer, name: str, **verdict: Any) -> Any:
-    answer = httpx.post(f"{rollout_url(server, name)}/grade", json=verdict, timeout=120)
-    return answer.json() | {"status": answer.status_code}
+def recording(run: Path, slots: int = 4) -> Iterator[Site]:
+    with open_engine(POLICY, slots=slots, tokens=TOKENS) as engine, serving(engine, run) as site:
+        yield site
 
 
 def chat(client: openai.OpenAI, messages: Sequence[Any], **given: Any) -> Any:
@@ -107,9 +93,7 @@ class ByAnthropic(ByOpenAI):
         with self.made.messages.stream(model="model", max_tokens=64, messages=self.talk, tools=told) as stream:
             said = stream.get_final_message()
         self.talk.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
-        assert said.usage.input_tokens and said.stop_reason == (
-            "tool_use" if said.content[-1].type == "tool_use" else said.stop_reason
-        )
+        assert said.usage.input_tokens and (said.content[-1].type != "tool_use" or said.stop_reason == "tool_use")
         return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in said.content if b.type == "tool_use"]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
@@ -143,17 +127,8 @@ def scored_again(segment: Segment) -> list[float]:
     for place in np.flatnonzero(segment.acted).tolist():
         told: list[Any] = []
         whole = model.config.vocab_size
-        engine.generate(
-            [
-                Request(
-                    rollout=0,
-                    token_ids=ids[:place],
-                    max_tokens=1,
-                    top=whole,
-                    heard=lambda drawn, to=told: to.append(drawn),
-                )
-            ]
-        )
+        request = Request(rollout=0, token_ids=ids[:place], max_tokens=1, top=whole)
+        engine.generate([replace(request, heard=told.append)])
         engine.release(0)
         found.append(dict(told[0].top)[ids[place]])
     return found
@@ -162,11 +137,11 @@ def scored_again(segment: Segment) -> list[float]:
 @pytest.mark.parametrize("kind", [ByOpenAI, ByAnthropic])
 def test_an_unmodified_agent_is_recorded_token_for_token(kind: type[ByOpenAI], task: Task, tmp_path: Path) -> None:
     with recording(tmp_path / "run") as server:
-        files = work(kind(f"{rollout_url(server, 'one')}/v1"), task)
+        files = work(kind(server.rollout("one")), task)
         changed = {path: text for path, text in files.items() if task.files.get(path) != text}
-        told = grade(server, "one", tests={"a": True}, reward=0.5, task=task.id, files=changed)
+        told = server.grade("one", tests={"a": True}, reward=0.5, task=task.id, files=changed)
         assert told == {"rollout": "one", "segments": 1, "status": 200}
-        assert grade(server, "two")["status"] == 404
+        assert server.grade("two")["status"] == 404
     done = served(tmp_path / "run")["one"]
     [segment] = done.rollout.segments
     assert done.task.id == task.id and done.grade.passed and done.rollout.files == changed
@@ -186,21 +161,20 @@ def test_an_unmodified_agent_is_recorded_token_for_token(kind: type[ByOpenAI], t
 def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Path) -> None:
     tools, user = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
     with recording(tmp_path / "run", slots=1) as server:
-        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        client = server.client
         talk: list[Any] = [user]
         for _ in range(3):
             said = chat(client, talk, tools=tools, seed=1).choices[0]
             calls = said.message.tool_calls or []
             talk.append(said.message.model_dump(exclude_none=True))
             talk += [{"role": "tool", "tool_call_id": c.id, "content": "fail 1/2"} for c in calls] or [user]
-        chat(
-            client, [{"role": "user", "content": "another"}], tools=tools
-        )  # takes the only slot: the first is read again
+        another = [{"role": "user", "content": "another"}]
+        chat(client, another, tools=tools)  # takes the only slot: the first is read again
         chat(client, talk, tools=tools, seed=1)
         first = next(n for n, message in enumerate(talk) if n > 1 and message["role"] == "assistant")
         chat(client, [*talk[:first], talk[first], *([{**talk[first + 1], "content": "short"}])], tools=tools, seed=1)
         name = said.model_extra["rollout"]
-        assert grade(server, name, reward=1.0)["segments"] == 2
+        assert server.grade(name, reward=1.0)["segments"] == 2
     done = served(tmp_path / "run")[name]
     long, short = done.rollout.segments
     assert (long.parent, short.parent) == (-1, 0) and done.grade.rewards == {"reward": 1.0}
@@ -220,7 +194,7 @@ def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) 
     told: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
     names: dict[str, list[str]] = {user: [] for user in told}
     with recording(tmp_path / "run") as server:
-        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        client = server.client
 
         def turn(user: str) -> None:
             given: dict[str, Any] = {"user": user} if named else {}
@@ -233,11 +207,11 @@ def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) 
         for user in ("ann", "bob", "eve"):
             turn(user)
         assert told["ann"][1] == told["bob"][1]
-        assert grade(server, names["eve"][0], reward=0.0)["segments"] == 1  # stored, and no longer known to the server
+        assert server.grade(names["eve"][0], reward=0.0)["segments"] == 1  # stored, and no longer known to the server
         for _ in range(2):
             for user in ("ann", "bob", "eve"):
                 turn(user)
-        assert grade(server, names["bob"][-1], reward=-1.0)["segments"] == 1
+        assert server.grade(names["bob"][-1], reward=-1.0)["segments"] == 1
         assert len({name for user in told for name in names[user][-2:]}) == 3, "each goes on in a rollout of its own"
     done = served(tmp_path / "run")
     seen = {name: {turn.observation for turn in one.rollout.turns if turn.observation} for name, one in done.items()}
@@ -254,7 +228,7 @@ def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) 
 def test_a_name_is_one_users(tmp_path: Path) -> None:
     """Two who name their rollouts alike share neither a stored rollout nor its reward."""
     with recording(tmp_path / "run") as server:
-        url = rollout_url(server, "mine") + "/v1"
+        url = server.rollout("mine")
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         for user, text in (("ann", "secret of ann"), ("bob", "hello"), ("ann", "and?")):
             given: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}

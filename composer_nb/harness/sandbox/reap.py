@@ -25,6 +25,7 @@ they are made, under the mark that they will have.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -32,10 +33,13 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +47,7 @@ from typing import Any, Literal
 
 import psutil
 
+from composer_nb.harness.files import socket_folder
 from composer_nb.harness.sandbox.engine import connect, container_mark, remove_container
 from composer_nb.harness.sandbox.system.linux import lives, patience, status_of
 
@@ -53,6 +58,11 @@ LABEL = ".composer_nb-journal"  # the file that marks a directory
 WRITER = "COMPOSER_NB_DIRECTORY"
 # Prefix of names with a random number, which are never used again: those of a sandbox's cgroups.
 OWN = "composer_nb-"
+POLITE_S = 3.0  # between SIGTERM and SIGKILL, for what is ended politely
+# What a small process runs that waits for the end of a directory's owner.
+WATCH = "import sys; from pathlib import Path; from composer_nb.harness.sandbox.reap import reap\n"
+WATCH += "sys.stdin.read(); reap(Path(sys.argv[1]))"
+PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 5.0  # that a killed process may take to end, more on a busy machine
 
 Kind = Literal["container", "process", "cgroup", "directory"]
@@ -345,9 +355,9 @@ def _remove_directory(path: Path) -> None:
     """
     label = path / LABEL
     text, deadline = label.read_text() if label.is_file() else "", time.monotonic() + patience(PATIENCE_S)
-    while (writers := _kill(_writers(text))) or path.is_dir():
+    while (killed := _kill(process.pid for process in writers(text))) or path.is_dir():
         with suppress(OSError):
-            if not writers:
+            if not killed:
                 for entry in list(os.scandir(path)):
                     if entry.name != LABEL:
                         shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
@@ -355,17 +365,77 @@ def _remove_directory(path: Path) -> None:
                 path.rmdir()
         if time.monotonic() > deadline and path.is_dir():
             label.write_text(text)
-            who = f"process {writers[0]}, which does not end," if writers else "something"
+            who = f"process {killed[0]}, which does not end," if killed else "something"
             raise OSError(errno.EBUSY, f"it cannot be emptied; {who} may still write into it")
         time.sleep(0.01)
 
 
-def _writers(mark: str) -> list[int]:
-    """Return the living processes that were started for the directory with this mark."""
-    pids = []
-    for process in psutil.process_iter() if mark else ():
-        with suppress(psutil.Error, OSError):
-            marks = process.environ().get(WRITER, "").split(":")
-            if process.pid != os.getpid() and mark in marks and started(process.pid):
-                pids.append(process.pid)
-    return pids
+def writers(mark: str, unmarked: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return the living processes that were started for the directory with this mark, and those of `unmarked` that have no mark
+    at all."""
+    return [
+        process
+        for process in (psutil.process_iter(["environ"], ad_value={}) if mark else ())
+        if mark in process.info["environ"].get(WRITER, mark if process in unmarked else "").split(":")
+        and process.pid != os.getpid()
+        and started(process.pid)
+    ]
+
+
+def end_writers(mark: str, unmarked: Callable[[], Collection[psutil.Process]] = tuple) -> list[dict[str, Any]]:
+    """End what `writers` returns, again and again until there is nothing: SIGTERM, then SIGKILL. Return pid and name of each.
+
+    Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a system call).
+    """
+    ended: dict[int, dict[str, Any]] = {}
+    for number, wait_s in ((signal.SIGTERM, POLITE_S), *[(signal.SIGKILL, 1.0)] * 10):
+        if not (alive := writers(mark, unmarked())):
+            break
+        for process in alive:
+            with suppress(psutil.Error):
+                ended.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
+                process.send_signal(number)
+        psutil.wait_procs(alive, timeout=wait_s)
+    return list(ended.values())
+
+
+def package_environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package, also where a Ray worker lost PYTHONPATH."""
+    root = Path(__file__).parents[3]
+    if root.name == "site-packages":
+        return dict(os.environ)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
+
+
+@contextmanager
+def owned_directory(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield a directory in which sockets fit, and its mark, and end what carries the mark with the block.
+
+    The journal in `folder` names the directory, and a small process reaps it when this one is killed. Orphans below this process
+    that have no mark at all, as of a program that cleared its environment, are ended too. `record` gets the processes that were
+    ended, and those that were left because they live for something else.
+    """
+    control, before = ctypes.CDLL(None).prctl, set(psutil.Process().children(recursive=True))
+    path = Path(tempfile.mkdtemp(prefix="nb-", dir=socket_folder(len("/nb-12345678/k-12345"))))
+    journal = ResourceJournal(folder / FOLDER, folder.name)
+    resource = journal.made("directory", path)
+    assert resource is not None
+    command, environment = [sys.executable, "-P", "-c", WATCH, str(folder)], package_environment() | {WRITER: "watch"}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watcher = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+
+    def orphans() -> set[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return {child for child in children if child.pid != watcher.pid and started(child.pid)} - before
+
+    control(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield path, resource.mark
+    finally:
+        record["ended_processes"] = end_writers(resource.mark, orphans)
+        record["leased_processes"] = [{"pid": process.pid, "name": process.name()} for process in orphans()]
+        control(PR_SET_CHILD_SUBREAPER, 0)
+        release(journal, [resource])
+        watcher.communicate()
+        with suppress(OSError):  # something is left in it
+            journal.file.parent.rmdir()
