@@ -26,14 +26,12 @@ from typing import Any, Self
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_nb.harness.policy import Completion
-from composer_nb.kernels.decode import DecodeWeights, NewTokens
-from composer_nb.trainer.engine import Engine, Forwarded, Slot, sample
+from composer_nb.trainer.engine import Engine, Slot, sample
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
@@ -232,9 +230,9 @@ class DraftingEngine(Engine):
         logits_SV = self._forward([slot for _, slot in active])
         active = [pair for pair in active if not pair[1].pending]
         tested = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
-        first_SV, hidden_SD = logits_SV.clone(), self._hidden_SD[self._row_S]
+        first_SV, hidden_SD = logits_SV.clone(), self._hidden_UD[self._last_S]
         if tested:
-            first_SV[tested] = self._both_SV[self._row_S[tested] + len(self._both_SV) // 2]
+            first_SV[tested] = self._logits(self._hidden_UD[self._last_S[tested] - 1])
         for row in tested:
             active[row][1].length -= 1
         completions = self._drawn(active, first_SV)
@@ -245,7 +243,7 @@ class DraftingEngine(Engine):
                 slot.length += 1
                 right.append(row)
         if wrong := sorted({*tested} - {*right}):
-            hidden_SD[wrong] = self._hidden_SD[self._row_S[wrong] + len(self._both_SV) // 2]
+            hidden_SD[wrong] = self._hidden_UD[self._last_S[wrong] - 1]
         if right:
             completions += self._drawn([active[row] for row in right], logits_SV[right])
         self.proposed, self.accepted = self.proposed + len(tested), self.accepted + len(right)
@@ -270,17 +268,3 @@ class DraftingEngine(Engine):
             pending = torch.tensor([slot.pending[0] for slot in slots], device=hidden_SD.device)
             tokens, _ = sample(self.head(self.model, hidden_SD[going], pending), slots, ahead=1)
             self._drafts = {active[row][0]: token for row, token in zip(going, tokens, strict=True)}
-
-    def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        return self._first(super()._decode(weights, new, self._with_earlier(last)), len(last))
-
-    def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        return self._first(super()._trunk(new, self._with_earlier(last)), len(last))
-
-    def _with_earlier(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Add the places before the last ones, which are ignored without a draft."""
-        return np.concatenate([last, np.maximum(last - 1, 0)]) if self._tested else last
-
-    def _first(self, forwarded: Forwarded, count: int) -> Forwarded:
-        self._both_SV, experts, gates, margins = forwarded
-        return self._both_SV[:count], experts, gates, margins

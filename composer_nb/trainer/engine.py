@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ from composer_nb.kernels.tiles import Matrix, matrix, panels
 from composer_nb.trainer.graphs import MOST_TOKENS, Graphs, capturable
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
-# Logits after the last token of each leader; experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens.
+# Of the forwarded tokens: final hidden states [U, D], experts [U, L, K], gates [U, L, K] and margins [U, L].
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 
 # Size of the largest model whose weights are copied into the layout of the compiled kernel.
@@ -283,9 +282,9 @@ class Engine:
         at_U = np.empty(len(own_U), np.int64)
         at_U[from_N] = position_N
         new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
-        run = self._trunk if self._packed is None else partial(self._decode, self._packed)
+        hidden_UD, routes_ULK, gates_ULK, margins_UL = self._hidden(new)
         whole = sizes == [len(slots[row].pending) for row in leaders]
-        logits, routes_ULK, gates_ULK, margins_UL = run(new, (starts + sizes - 1)[whole])
+        last_S = torch.from_numpy((starts + sizes - 1)[whole]).to(hidden_UD.device)
         routes_NLK = routes_ULK[from_N].astype(self._routes.dtype)
         self._routes[row_N, position_N] = routes_NLK
         self._checks[row_N, position_N] = route_checks(position_N, ids_U[from_N], routes_NLK)
@@ -294,8 +293,9 @@ class Engine:
         for slot, count in zip(slots, counts.tolist(), strict=True):
             slot.length, slot.pending = slot.length + count, slot.pending[count:]
         self.forwarded += len(own_U)
-        self._row_S = torch.from_numpy((np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]).to(logits.device)
-        return logits.index_select(0, self._row_S)
+        row_S = torch.from_numpy((np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]).to(hidden_UD.device)
+        self._hidden_UD, self._last_S = hidden_UD, last_S[row_S]
+        return self._logits(hidden_UD[last_S]).index_select(0, row_S)
 
     def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
         """Return the number of pending tokens that each slot forwards: one, and more in order of priority up to the budget."""
@@ -305,24 +305,27 @@ class Engine:
             sizes[row], left = 1 + more, left - more
         return sizes
 
-    def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        """Forward with the compiled kernel on a CPU."""
-        c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
-        hidden, experts, gates, margins = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
-        self._hidden_SD = torch.from_numpy(hidden[last])
-        return torch.from_numpy(project(hidden[last], weights.output, c.vocab_size)), experts, gates, margins
-
-    def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        """Forward with the model's own pass, on any device and in any dtype."""
-        device = self.model.embed.device
+    def _hidden(self, new: NewTokens) -> Forwarded:
+        """Forward tokens into the cache: with the compiled kernel on a CPU, in a graph, or with the model's own pass, on any
+        device and in any dtype."""
+        if self._packed is not None:
+            c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
+            hidden_UD, *routing = decode(self._packed, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
+            return torch.from_numpy(hidden_UD), *routing
         if self._graphs and len(new.row_N) <= MOST_TOKENS and capturable(self.model):
-            hidden_UD, *routing = self._graphs(self._pass, new)
+            hidden, *routed = self._graphs(self._pass, new)
         else:
-            hidden_UD, *routing = self._pass(*(torch.from_numpy(part).to(device) for part in new))
-        experts, gates, margins = (part.cpu().numpy() for part in routing)
-        self._hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        logits = linear(self._hidden_SD, self.model.output_weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), experts, gates, margins
+            hidden, *routed = self._pass(*(torch.from_numpy(part).to(self.model.embed.device) for part in new))
+        experts, gates, margins = (part.cpu().numpy() for part in routed)
+        return hidden, experts, gates, margins
+
+    @torch.no_grad()
+    def _logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return logits [S, V], in float32 or wider."""
+        if self._packed is not None:
+            return torch.from_numpy(project(hidden_SD.numpy(), self._packed.output, self.model.config.vocab_size))
+        logits_SV = linear(hidden_SD, self.model.output_weight)
+        return logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
 
     def _pass(
         self, ids_U: Tensor, position_U: Tensor, slot_U: Tensor, row_N: Tensor, position_N: Tensor, source_N: Tensor

@@ -27,8 +27,7 @@ from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
-from composer_nb.trainer.learning.data import CODE_ROW
-from composer_nb.trainer.learning.infill import InfillSettings
+from composer_nb.trainer.learning.data import CODE_ROW, InfillSettings
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import OptimizerSettings, trapezoid
 from composer_nb.trainer.learning.packing import ReplaySettings

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from composer_nb.kernels.delta.codec import bits, encode
-from composer_nb.trainer.models.shards import (
-    Mapped,
-    bytes_of,
-    file_names,
-    header_of,
-    read_shards,
-    size_of,
-    split,
-)
+from composer_nb.trainer.models.shards import Mapped, read_shards, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     BaseVersion,
@@ -35,18 +26,14 @@ from composer_nb.trainer.versions.manifest import (
     Manifest,
     MisplacedVersion,
     MissingVersion,
-    PayloadFile,
     TensorEntry,
     WeightState,
     check_same_form,
     seal,
 )
 from composer_nb.trainer.versions.payload import (
-    SHARD_BYTES,
+    Decoded,
     Link,
-    Links,
-    check_chain,
-    decoded,
     map_link,
     side_files_of,
     side_names,
@@ -69,20 +56,44 @@ def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Pa
         side_names(files)
     except ValueError as error:
         raise ValueError(f"{base_dir} and {target_dir}: {error}") from None
-    with new_version(Path(out_dir)) as (store, part):
-        written = write_part(store, part, target, base)
-        side = write_side(store, part, [written], files)
-        manifest = seal(target.version, BaseVersion(version=base.version, hash=base.hash), [written], side)
-        store.write(f"{part}/{MANIFEST}", manifest.dump())
-    return manifest
+    return _write(Path(out_dir), target, base, files)
 
 
 def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path) -> Manifest:
-    """Write the full version that a base and a delta give. Raises WeightFault, without writing, if either is damaged or the delta
-    has another base; ValueError if `out_dir` exists; StoreError if it cannot be written."""
+    """Write the full version that a base and a delta give, a tensor at a time and in files like the base's. Raises WeightFault,
+    without writing, if either is damaged or the delta has another base; ValueError if `out_dir` exists; StoreError if it cannot
+    be written."""
     delta = open_link(Path(delta_dir))
     base, files = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
-    return apply_chain(base, [delta], Path(out_dir), layout(Path(base_dir)), files)
+    target = delta.manifest.state(Decoded(base, [delta]))
+    groups = [sorted(entry.name for entry in shard.entries) for shard in read_shards(Path(base_dir))]
+    return _write(Path(out_dir), target, None, files | side_files_of([delta]), groups)
+
+
+def _write(
+    out: Path,
+    target: WeightState,
+    base: WeightState | None,
+    files: Mapping[str, bytes],
+    groups: Sequence[Sequence[str]] | None = None,
+) -> Manifest:
+    """Write a version, in full or as a delta against `base`, to a folder that appears only when it is complete. `groups` are the
+    tensors of each file."""
+    if out.exists():
+        raise ValueError(f"{out} is there already; choose another place")
+    store, part = VersionStore(out.parent), out.with_name(out.name + ".part")
+    store.check_room(0 if base else sum(size_of(entry.torch_form) for entry in target.entries.values()))
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        written = [write_part(store, part.name, target, base, groups=groups)]
+        needs = None if base is None else BaseVersion(version=base.version, hash=base.hash)
+        manifest = seal(target.version, needs, written, write_side(store, part.name, written, files))
+        store.write(f"{part.name}/{MANIFEST}", manifest.dump())
+        os.replace(part, out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return manifest
 
 
 def verify(version_dir: str | Path) -> Manifest:
@@ -92,8 +103,7 @@ def verify(version_dir: str | Path) -> Manifest:
     if extra := sorted({file.name for file in path.iterdir()} - link.manifest.files.keys() - {MANIFEST}):
         raise DamagedVersion(f"{path}: {extra[0]} is not in the manifest")
     if link.manifest.base is None:
-        for _ in decoded(None, [link]):
-            pass
+        deque(Decoded(None, [link]).values(), 0)
     return link.manifest
 
 
@@ -123,37 +133,6 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     }
 
 
-# Full versions
-
-
-def apply_chain(
-    base: WeightState | None,
-    links: Links,
-    out: Path,
-    groups: Sequence[Sequence[str]] | None = None,
-    base_files: Mapping[str, bytes] | None = None,
-) -> Manifest:
-    """Write the version at the end of a chain as a full one, a tensor at a time. `groups` are the tensors of its files,
-    `base_files` the side files of `base`. Raises like `apply_delta`."""
-    check_chain(base, links)
-    last = links[-1].manifest
-    forms = {name: entry.torch_form for name, entry in last.tensors.items()}
-    groups = groups or split(forms, SHARD_BYTES)
-    with new_version(out, sum(map(size_of, forms.values()))) as (store, part):
-        files, entries = dict[str, PayloadFile](), dict[str, TensorEntry]()
-        for file, names in zip(file_names(len(groups)), groups, strict=True):
-            header, order = header_of({name: forms[name] for name in names})
-            tensors = (bytes_of(tensor) for _, tensor in decoded(base, links, order))
-            files[file] = store.put(f"{part}/{file}", chain([header], tensors))
-            raw = {"encoding": "raw", "file": file}
-            entries |= {name: last.tensors[name].model_copy(update=raw) for name in names}
-        draft = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
-        side = {**(base_files or {}), **side_files_of(links)}
-        manifest = draft.model_copy(update={"files": {**files, **write_side(store, part, [draft], side)}})
-        store.write(f"{part}/{MANIFEST}", manifest.dump())
-    return manifest
-
-
 def open_link(path: Path) -> Link:
     """Check and map the files of a version directory. Raises WeightFault if it is unusable."""
     if not (path / MANIFEST).is_file():
@@ -170,33 +149,11 @@ def read_full(path: Path, number: int) -> tuple[WeightState, dict[str, bytes]]:
     m = link.manifest
     if m.base is not None:
         raise ForeignBase(f"{path} is a delta against version {m.base.version}; apply it to that one first")
-    for _ in decoded(None, [link]):
-        pass
+    deque(Decoded(None, [link]).values(), 0)
     return m.state(link.payload), side_files(path)
-
-
-def layout(path: Path) -> list[list[str]]:
-    """Return the groups of tensors that share a file of a checkpoint."""
-    return [sorted(entry.name for entry in shard.entries) for shard in read_shards(path)]
 
 
 def side_files(path: Path) -> dict[str, bytes]:
     """Return the files beside the weights of a checkpoint: config.json, the tokenizer."""
     files = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST]
     return {file.name: file.read_bytes() for file in files if ".safetensors" not in file.name}
-
-
-@contextmanager
-def new_version(path: Path, need: int = 0) -> Iterator[tuple[VersionStore, str]]:
-    """Yield a store and a folder in it to fill, which becomes `path` on success and is removed after an error."""
-    if path.exists():
-        raise ValueError(f"{path} is there already; choose another place")
-    store, part = VersionStore(path.parent), path.with_name(path.name + ".part")
-    store.check_room(need)
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        yield store, part.name
-        os.replace(part, path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from composer_nb.labs.scaling import LossFit
-from composer_nb.trainer.learning.data import TokenBatch, TokenRow
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.views import style
 from composer_nb.views.page import shown, text_table
@@ -133,16 +133,16 @@ def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Pi
 def influence(model: Model, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
     """Return [N, N] how much the final hidden state at place j moves when the token at place i is exchanged, in a batch of N
     input tokens (all but the last of each row)."""
-    batch = TokenBatch.of(rows)
-    packed = PackedRows.of_lengths(batch.lengths, model.config)
+    inputs_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long()
+    packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in rows], model.config)
 
     def hidden(ids_N: Tensor) -> Tensor:
         return model.trunk(ids_N, packed.position_N, packed.attend)[0]
 
-    before_ND = hidden(batch.inputs_N)
+    before_ND = hidden(inputs_N)
     moved = []
-    for position in range(len(batch.inputs_N)):
-        changed_N = batch.inputs_N.clone()
+    for position in range(len(inputs_N)):
+        changed_N = inputs_N.clone()
         changed_N[position] = (changed_N[position] + 1) % model.config.vocab_size
         moved.append((hidden(changed_N) - before_ND).abs().amax(-1))
     return torch.stack(moved).numpy()

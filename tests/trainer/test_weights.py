@@ -31,7 +31,7 @@ from composer_nb.trainer.versions.manifest import (
     seal,
     state_hash,
 )
-from composer_nb.trainer.versions.payload import decoded, read_link, write_part
+from composer_nb.trainer.versions.payload import Decoded, read_link, write_part
 from composer_nb.trainer.versions.store import VersionStore
 from composer_nb.trainer.weights import apply_delta, delta_sizes, encode_delta, verify
 
@@ -99,7 +99,7 @@ def through(
     manifest = seal(target.version, base and BaseVersion(version=base.version, hash=base.hash), [part], {})
     again = Manifest.load(manifest.dump(), "m")
     assert again == manifest and manifest.hash == target.hash
-    return dict(decoded(base, [read_link(store, where, again)]))
+    return dict(Decoded(base, [read_link(store, where, again)]))
 
 
 @given(pairs(), st.sampled_from([1, 100, 1 << 20]))

@@ -56,10 +56,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The place of each item, and the cost of each micro-batch."""
+    """The place of each item, and the cost of each micro-batch.
+
+    Attributes:
+        items: [M][R]: indices of the items.
+    """
 
     items: list[list[list[int]]]
-    """[M][R]: indices of the items."""
     load_MR: Floats
 
     @property

@@ -2,6 +2,11 @@
 
 Every example is a row of token ids with a loss weight per token. Batches depend on the seed alone and are fixed before training
 starts, so the step describes the state of training.
+
+With infilling (arXiv 2207.14255), a gap in a row of code comes after the text on both of its sides:
+
+PSM    <prefix> before <suffix> after <middle> gap
+SPM    <prefix> <suffix> after <middle> before gap          the paper's second variant, for training both at once
 """
 
 from __future__ import annotations
@@ -9,17 +14,16 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
@@ -40,13 +44,16 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Python files, or documents of several files, split into training and validation."""
+    """Python files, or documents of several files, split into training and validation.
+
+    Attributes:
+        digest: SHA-256 over names and contents, which identifies the training data of a run.
+    """
 
     train: list[str]
     validation: list[str]
     names: list[str]
     digest: str
-    """SHA-256 over names and contents, which identifies the training data of a run."""
 
 
 def read_corpus(code: str) -> Corpus:
@@ -177,25 +184,6 @@ def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, 
     return int(tokens * (first + code_share * (steps - first)) / length) + 8
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """Rows side by side: `inputs_N` predicts `targets_N` with loss weight `weight_N`."""
-
-    lengths: list[int]
-    inputs_N: Tensor
-    targets_N: Tensor
-    weight_N: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[TokenRow]) -> TokenBatch:
-        return cls(
-            lengths=[len(row.token_ids) - 1 for row in rows],
-            inputs_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
-            targets_N=torch.from_numpy(np.concatenate([row.token_ids[1:] for row in rows])).long(),
-            weight_N=torch.from_numpy(np.concatenate([row.weight[1:] for row in rows])),
-        )
-
-
 class HasTokens(Protocol):
     """An object with tokens."""
 
@@ -240,3 +228,74 @@ def load_rows(path: Path) -> list[TokenRow]:
             return [TokenRow(ids, weight) for ids, weight in zip(*parts, strict=True)]
     except (OSError, ValueError, KeyError, EOFError, MemoryError, BadZipFile) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None
+
+
+# Fill in the middle
+
+
+# Tokens for prefix, suffix and middle, by family of models.
+GAP_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, and tokenizers trained here
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    tuple(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),  # DeepSeek
+    tuple(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),  # Code Llama
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfillSettings:
+    """Settings of rows of code with a gap that comes last."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the rows of code."""
+    suffix_first: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of these rows in the order SPM; the others are PSM."""
+
+
+def gap_tokens(tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """Return the tokenizer's ids of prefix, suffix and middle. Raises ValueError if it lacks them."""
+    for names in GAP_TOKENS:
+        prefix, suffix, middle = (tokenizer.token_to_id(name) for name in names)
+        if prefix is not None and suffix is not None and middle is not None:
+            return prefix, suffix, middle
+    raise ValueError("midtrain.infill.share: the tokenizer has no tokens for infilling; set it to 0")
+
+
+def with_gaps(rows: Sequence[TokenRow], tokenizer: Tokenizer, settings: InfillSettings, seed: int) -> list[TokenRow]:
+    """Return rows, a share of them with a gap between two positions drawn uniformly from the characters. A row keeps its length:
+    the end of its suffix makes room for the three tokens, and for tokens added by cuts inside a token. A row is unchanged if its
+    text does not encode to its tokens again, because it begins inside a character or a word."""
+    if not settings.share:
+        return list(rows)
+    marks, random = gap_tokens(tokenizer), Random(f"infill {seed}")
+    return [
+        _with_gap(row, tokenizer, marks, random, random.random() < settings.suffix_first)
+        if random.random() < settings.share
+        else row
+        for row in rows
+    ]
+
+
+def _with_gap(
+    row: TokenRow, tokenizer: Tokenizer, marks: tuple[int, int, int], random: Random, suffix_first: bool
+) -> TokenRow:
+    def encoded(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    whole = row.token_ids.tolist()
+    head = whole[:1] if whole[0] == tokenizer.token_to_id("<|bos|>") else []
+    ids = whole[len(head) : len(whole) - len(marks)]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if encoded(text) != ids or len(text) < 2:
+        return row
+    first, last = sorted(random.sample(range(len(text) + 1), 2))
+    before, gap, after = encoded(text[:first]), encoded(text[first:last]), encoded(text[last:])
+    left = len(ids) - len(before) - len(gap)
+    if not 0 <= left <= len(after):
+        return row
+    prefix, suffix, middle = marks
+    special = [prefix, *before, suffix, *after[:left], middle]
+    if suffix_first:
+        special = [prefix, suffix, *after[:left], middle, *before]
+    return replace(row, token_ids=np.array([*head, *special, *gap], np.int32))

@@ -56,13 +56,17 @@ COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible", "hinted", "feedba
 
 @dataclass(slots=True)
 class Learner:
-    """A model with its optimizer and loss."""
+    """A model with its optimizer and loss.
+
+    Attributes:
+        reference: Frozen model for the KL penalty, and the teacher of hints; required if `loss.beta` or `loss.feedback`
+            is above 0.
+    """
 
     model: Model
     optimizer: Optimizer
     settings: LossSettings
     reference: Model | None = None
-    """Frozen model for the KL penalty, and the teacher of hints; required if `loss.beta` or `loss.feedback` is above 0."""
     replay: ReplaySettings = NO_REPLAY
 
     def __post_init__(self) -> None:

@@ -74,34 +74,42 @@ FULL = ReplaySettings(level="ids+order")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """The rollout of a stream. Only its own segments share it: another rollout may have the same tokens."""
+    """The rollout of a stream. Only its own segments share it: another rollout may have the same tokens.
+
+    Attributes:
+        sampled: Sampled tokens of all segments.
+    """
 
     sampled: int
-    """Sampled tokens of all segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The trainer's view of a segment of T tokens."""
+    """The trainer's view of a segment of T tokens.
+
+    Attributes:
+        routes: [T, L, K] as sampled.
+        gates: [T, L, K] as sampled; needed to replay at level `weights`.
+        route_valid: [T]: mask of the tokens whose routes the engine recorded, all but the last. Empty: no routes to
+            replay.
+        checks: [T]: checks that bind each row of routes to its token (`route_checks`).
+        family: The rollout's task and prompt, which identify its family. Empty: the token ids before the first sampled
+            one do.
+        whole: The rollout that this segment belongs to. None: the stream is all of it.
+        hints: Hints for some of its turns (`learner.py`).
+    """
 
     token_ids: NDArray[np.int32]
     acted: NDArray[np.bool_]
     logprob: NDArray[np.float32]
     advantage: NDArray[np.float32]
     routes: NDArray[np.unsignedinteger[Any]]
-    """[T, L, K] as sampled."""
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
-    """[T, L, K] as sampled; needed to replay at level `weights`."""
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """[T]: mask of the tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """[T]: checks that bind each row of routes to its token (`route_checks`)."""
     family: bytes = b""
-    """The rollout's task and prompt, which identify its family. Empty: the token ids before the first sampled one do."""
     whole: Whole | None = None
-    """The rollout that this segment belongs to. None: the stream is all of it."""
     hints: tuple[Hint, ...] = ()
-    """Hints for some of its turns (`learner.py`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed, as far as the stream alone shows; empty if they can."""
@@ -127,40 +135,46 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of similar length, for one call of attention."""
+    """Rows of similar length, for one call of attention.
+
+    Attributes:
+        token_M: [R · T]: tree token at each position of the padded rows.
+        own_M: Positions, in the padded rows, of the tokens that these rows compute.
+    """
 
     rows: int
     token_M: Tensor
-    """[R · T]: tree token at each position of the padded rows."""
     own_M: Tensor
-    """Positions, in the padded rows, of the tokens that these rows compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Streams as a tree of N tokens, with their S sampled tokens in order, stream by stream."""
+    """Streams as a tree of N tokens, with their S sampled tokens in order, stream by stream.
+
+    Attributes:
+        recorded: The recorded routes, if they are to be replayed.
+        rows: Number of forwarded tokens of all streams before they are shared.
+        order_N: Position of each token in the concatenated results of the buckets.
+        place_U: Tree tokens whose output predicts a sampled token.
+        from_S: Index, into `place_U`, of the place that predicts each sampled token.
+        length_S: Number of sampled tokens of each token's rollout, also of segments in other batches.
+        counts: Whether this rank counts the tokens; of ranks that share a batch, one does.
+    """
 
     inputs_N: Tensor
     position_N: Tensor
     recorded: Replay | None
-    """The recorded routes, if they are to be replayed."""
     rows: int
-    """Number of forwarded tokens of all streams before they are shared."""
     buckets: list[Bucket]
     order_N: Tensor
-    """Position of each token in the concatenated results of the buckets."""
     place_U: Tensor
-    """Tree tokens whose output predicts a sampled token."""
     from_S: Tensor
-    """Index, into `place_U`, of the place that predicts each sampled token."""
     token_S: Tensor
     sampled_S: Tensor
     advantage_S: Tensor
     rollout_S: Tensor
     length_S: Tensor
-    """Number of sampled tokens of each token's rollout, also of segments in other batches."""
     counts: bool
-    """Whether this rank counts the tokens; of ranks that share a batch, one does."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Apply causal attention along each path of the tree."""
@@ -311,13 +325,17 @@ NOTHING = np.zeros((0, 1), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring streams of one family in the tree."""
+    """Neighbouring streams of one family in the tree.
+
+    Attributes:
+        tokens: Number of tokens of the tree.
+        pairs: Number of pairs of a token and one that it attends to, over all rows that own a token: these are computed
+            whole.
+    """
 
     numbers: list[int]
     tokens: int
-    """Number of tokens of the tree."""
     pairs: int
-    """Number of pairs of a token and one that it attends to, over all rows that own a token: these are computed whole."""
 
 
 def runs(

@@ -33,12 +33,15 @@ BUDGET = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """Values of a model at the T tokens of a segment."""
+    """Values of a model at the T tokens of a segment.
+
+    Attributes:
+        logprob: [T], of each token given those before; 0 for the first.
+        entropy: [T], in nats, of the distribution that each token was drawn from; 0 for the first.
+    """
 
     logprob: NDArray[np.float32]
-    """[T], of each token given those before; 0 for the first."""
     entropy: NDArray[np.float32]
-    """[T], in nats, of the distribution that each token was drawn from; 0 for the first."""
     trace: Trace
 
 

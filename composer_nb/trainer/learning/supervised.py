@@ -24,18 +24,21 @@ LOOKS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """The differences between mid-training and fine-tuning, apart from the batches."""
+    """The differences between mid-training and fine-tuning, apart from the batches.
+
+    Attributes:
+        watch: Rows by the name of their reported loss.
+        beside: A `drafts.Joint`, which learns beside the model on the same rows.
+    """
 
     stage: str
     steps: int
     lr: Callable[[int], float]
     clip: float
     watch: Mapping[str, Sequence[TokenRow]]
-    """Rows by the name of their reported loss."""
     balance: float = 0.0
     weight_decay: float = 0.0
     beside: Any = None
-    """A `drafts.Joint`, which learns beside the model on the same rows."""
 
 
 def supervise(

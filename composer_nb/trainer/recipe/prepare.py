@@ -34,8 +34,7 @@ from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import call
-from composer_nb.trainer.learning.data import demonstration_rows, read_corpus, save_rows
-from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
+from composer_nb.trainer.learning.data import GAP_TOKENS, demonstration_rows, gap_tokens, read_corpus, save_rows
 from composer_nb.trainer.models.checkpoint import CheckpointSource
 from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages

@@ -44,8 +44,8 @@ from composer_nb.trainer.learning.data import (
     mixture_code,
     read_corpus,
     save_rows,
+    with_gaps,
 )
-from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import release_memory

@@ -29,10 +29,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS.values(
 
 
 class WeightFault(ValueError):
-    """A version must not be used, or must not be published. The message names the fault and its place."""
+    """A version must not be used, or must not be published. The message names the fault and its place.
+
+    Attributes:
+        at: Another version that must not be used either.
+    """
 
     at: int | None = None
-    """Another version that must not be used either."""
 
 
 class DamagedVersion(WeightFault):
@@ -119,15 +122,18 @@ class WriterPart(SealedRecord):
 
 
 class Manifest(WriterPart):
-    """The contents of a version directory, and the weights that they decode to."""
+    """The contents of a version directory, and the weights that they decode to.
+
+    Attributes:
+        hash: `state_hash` of the resulting tensors.
+        writer: In older stores, the token of the publisher.
+    """
 
     format: Literal["composer-nb-weights-1"] = "composer-nb-weights-1"
     version: int
     base: BaseVersion | None
     hash: str
-    """`state_hash` of the resulting tensors."""
     writer: str = ""
-    """In older stores, the token of the publisher."""
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ While a version is written, one tensor of a full version, or the payloads of one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -59,13 +59,15 @@ def write_part(
     target: WeightState,
     base: WeightState | None,
     rank: str = "",
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> WriterPart:
     """Write tensors into a version's folder, in full or as a delta against `base`. `rank` distinguishes the files of several
-    writers. Raises StoreError, and, before writing, ValueError if the two are not of one model."""
+    writers; `groups` are the tensors of each file. Raises StoreError, and, before writing, ValueError if the two are not of one
+    model."""
     if base is not None:
         check_same_form(base.entries, target.entries)
     forms = {name: entry.torch_form for name, entry in target.entries.items()}
-    groups = split(forms, SHARD_BYTES)
+    groups = groups or split(forms, SHARD_BYTES)
     entries, files = dict[str, TensorEntry](), dict[str, PayloadFile]()
     for number, names in enumerate(groups, 1):
         file = _file_name(FULL if base is None else DELTA, rank, number, len(groups))
@@ -125,12 +127,11 @@ def write_side(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A version with its checked payload: one step on the way to the weights of another version."""
+    """A version with its checked payload and its side files `files`: one step on the way to the weights of another version."""
 
     manifest: Manifest
     payload: Mapping[str, Tensor]
     files: Mapping[str, bytes]
-    """Side files."""
     what: str
 
 
@@ -177,15 +178,12 @@ def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str
     return Link(manifest=manifest, payload=payload, files=side, what=what)
 
 
-Links = Sequence[Link]
-
-
-def side_files_of(links: Links) -> dict[str, bytes]:
+def side_files_of(links: Sequence[Link]) -> dict[str, bytes]:
     """Return the side files at the end of a chain; deltas hold only those that may differ from their base's."""
     return {name: data for link in links for name, data in link.files.items() if name != INDEX}
 
 
-def check_chain(base: WeightState | None, links: Links) -> None:
+def _check_chain(base: WeightState | None, links: Sequence[Link]) -> None:
     """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
     having = None if base is None else BaseVersion(version=base.version, hash=base.hash)
     entries = None if base is None else base.entries
@@ -204,25 +202,35 @@ def check_chain(base: WeightState | None, links: Links) -> None:
         having, entries = BaseVersion(version=m.version, hash=m.hash), m.tensors
 
 
-def decoded(base: WeightState | None, links: Links, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the last of `links`, which have passed `check_chain`: all or the named ones, each checked against its
-    manifest. Raises DamagedVersion, which names the tensor; tensors yielded before are correct."""
-    last = links[-1]
-    for name in last.manifest.tensors if names is None else names:
-        entry = last.manifest.tensors[name]
+class Decoded(Mapping[str, Tensor]):
+    """The weights of the last of `links`, each decoded when it is asked for and checked against its manifest. Raises ForeignBase
+    or DamagedVersion: at once for the chain (`_check_chain`), later for a tensor, which it names."""
+
+    def __init__(self, base: WeightState | None, links: Sequence[Link]) -> None:
+        _check_chain(base, links)
+        self._base, self._links, self._entries = base, links, links[-1].manifest.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        base, links, entry = self._base, self._links, self._entries[name]
         try:
             form = entry.torch_form
         except KeyError:
-            raise DamagedVersion(f"{last.what}: {name} is {entry.dtype}, which this release cannot read") from None
+            raise DamagedVersion(f"{links[-1].what}: {name} is {entry.dtype}, unknown to this release") from None
         tensor = _resolved(name, form, base, links)
         untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
         actual = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
         if actual != entry.hash:
-            raise DamagedVersion(f"{last.what}: {name} is not what was published")
-        yield name, tensor
+            raise DamagedVersion(f"{links[-1].what}: {name} is not what was published")
+        return tensor
 
 
-def _resolved(name: str, form: Form, base: WeightState | None, links: Links) -> Tensor:
+def _resolved(name: str, form: Form, base: WeightState | None, links: Sequence[Link]) -> Tensor:
     tensor = None if base is None else base.tensors[name]
     now: Bits | None = None if tensor is None else bits(tensor)
     for link in links:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -45,7 +45,7 @@ from composer_nb.trainer.versions.manifest import (
 )
 from composer_nb.trainer.versions.payload import side_names, write_part, write_side
 from composer_nb.trainer.versions.receiver import HELD
-from composer_nb.trainer.versions.store import Published, StoreError, VersionStore, anchor, folder
+from composer_nb.trainer.versions.store import Published, StoreError, VersionStore, anchor, check_file, folder
 
 T = TypeVar("T")
 # Versions under way in the background.
@@ -57,18 +57,21 @@ class VersionReused(WeightFault):
 
 
 class VersionPlan(SealedRecord):
-    """The plan of a version, for all ranks."""
+    """The plan of a version, for all ranks.
+
+    Attributes:
+        where: Folder of the files.
+        hash: Hash of all tensors together.
+        needs: Versions that may still serve as a base.
+        there: The same weights were published under this number: nothing is written.
+    """
 
     version: int
     base: BaseVersion | None
     where: str
-    """Folder of the files."""
     hash: str
-    """Hash of all tensors together."""
     needs: list[int]
-    """Versions that may still serve as a base."""
     there: bool = False
-    """The same weights were published under this number: nothing is written."""
 
 
 class Publisher:
@@ -106,27 +109,30 @@ class Publisher:
 
     def _on_first(self, act: Callable[[], T]) -> T:
         """Call `act` on the first rank, and return or raise its outcome on all."""
-        if self._group is None:
-            return act()
-        outcome = [_outcome(act) if self._number == 0 else None]
-        dist.broadcast_object_list(outcome, group_src=0, group=self._group)
-        return _value(outcome[0])
+        return cast(T, self._on_all(lambda: None if self._number else act())[0])
 
     def _on_all(self, act: Callable[[], T]) -> list[T]:
         """Call `act` on every rank, and return all results, or raise the first error, on all."""
         if self._group is None:
             return [act()]
+        outcome: T | Exception
+        try:
+            outcome = act()
+        except Exception as error:
+            outcome = error
         outcomes: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(outcomes, _outcome(act), group=self._group)
-        return [_value(outcome) for outcome in outcomes]
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        for error in (result for result in outcomes if isinstance(result, Exception)):
+            raise error
+        return outcomes
 
     def publish(
         self, version: int, tensors: Weights, files: SideFiles, hashed: Callable[[str], None] = lambda hash: None
     ) -> Manifest:
         """Publish CPU tensors, under Hugging Face's names, which never change afterwards, with their side files. The tensors may
-        be memory-mapped (`shards.Mapped`). Publishing the same weights under the same number again (after a crash) is no error.
-        An anchor that cannot be written is tried again beside the next version. `hashed` gets the hash of all ranks' tensors
-        before anything is written.
+        be memory-mapped (`shards.Mapped`). Publishing the same weights under the same number again (after a crash) is no error,
+        and mends files that were damaged since. An anchor that cannot be written is tried again beside the next version. `hashed`
+        gets the hash of all ranks' tensors before anything is written.
 
         Raises, with the store and the baseline unchanged: ValueError for tensors that are not finite or do not fit earlier
         versions, VersionReused, StoreError.
@@ -160,13 +166,20 @@ class Publisher:
         if self._form is not None:
             check_same_form(self._form, entries)
         hash = hash_of(entries)
-        if there := self._store.exists(version) or version <= self.last:
-            published = self._store.manifest(version).hash if self._store.exists(version) else ""
-            if published != hash:
+        again = there = self._store.exists(version) or version <= self.last
+        if again:
+            published = self._store.manifest(version) if self._store.exists(version) else None
+            if published is None or published.hash != hash:
                 raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
-        base = None if there else self._base()
+            try:
+                for name, file in published.files.items():
+                    check_file(self._store, f"{folder(version)}/{name}", file)
+            except WeightFault:  # damaged since: it is written again, in full
+                there = False
+        base = None if again else self._base()
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
+            self._store.remove(folder(version))
         needs = self._needs(version)
         return VersionPlan(version=version, base=base, where=folder(version), hash=hash, needs=needs, there=there)
 
@@ -231,7 +244,7 @@ class Publisher:
                 self._record(self._ledger[version].model_copy(update={"anchor_bytes": manifest.size}))
                 return manifest
             self._hashes[version] = manifest.hash
-            self.last, self._form = version, manifest.tensors
+            self.last, self._form = max(self.last, version), manifest.tensors
             hashes = {name: file.hash for name, file in manifest.files.items()}
             content: dict[str, Any] = {"hash": manifest.hash, "bytes": manifest.size, "files": hashes}
             self._record(Published(version=version, base=base, owner=self._owner, acknowledged=[], **content))
@@ -272,20 +285,6 @@ class Publisher:
     def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
         """Remove old versions as `VersionStore.prune` does; the baseline, what may become it, and `pins` are kept."""
         return [] if self._number else self._store.prune(keep, {*pins, *self._needs()}, since, self.last)
-
-
-def _outcome(act: Callable[[], Any]) -> Any:
-    """Return what `act` returns or raises."""
-    try:
-        return act()
-    except Exception as error:
-        return error
-
-
-def _value(outcome: Any) -> Any:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 class BackgroundPublisher:

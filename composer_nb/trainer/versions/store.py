@@ -63,20 +63,23 @@ class ReceiverReport(SealedRecord):
 
 
 class Published(SealedRecord):
-    """A line of the ledger."""
+    """A line of the ledger.
+
+    Attributes:
+        bytes: Size of the delta, or of a full version.
+        anchor_bytes: Size of the same weights in full beside the delta; 0 if there are none.
+        files: Hash of each file.
+        acknowledged: Receivers that ran it, in the order of their reports.
+    """
 
     version: int
     base: int | None
     hash: str
     bytes: int
-    """Size of the delta, or of a full version."""
     anchor_bytes: int = 0
-    """Size of the same weights in full beside the delta; 0 if there are none."""
     owner: str
     files: dict[str, str]
-    """Hash of each file."""
     acknowledged: list[str]
-    """Receivers that ran it, in the order of their reports."""
 
 
 class VersionStore:

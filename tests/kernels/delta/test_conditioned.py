@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.kernels.delta import block as delta
+from composer_nb.kernels.delta import coder as delta
 from composer_nb.kernels.delta.codec import BLOCK, LAYOUTS, Bits, Conditioned, Same, bits
 from tests.kernels.delta import conditioned_reference
 

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
-    TokenBatch,
-    TokenRow,
     code_rows,
     demonstration_rows,
     read_corpus,
@@ -91,23 +87,3 @@ def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
     assert row.weight.tolist() == pytest.approx([0.2, 0.2, 1, 1, 0.2, 1, 1])
     rows = demonstration_rows(replace(rollout, segments=(segment,) * 3), 0.2)
     assert [each.weight.tolist() for each in rows] == [row.weight.tolist()] * 3
-
-
-def test_a_batch_lines_up_each_token_with_the_next_one():
-    rows = [
-        TokenRow(np.array([5, 6, 7], np.int32), np.array([9, 0.5, 1], np.float32)),
-        TokenRow(*[np.array([8, 9])] * 2),
-    ]
-    batch = TokenBatch.of(rows)
-    assert batch.lengths == [2, 1]
-    assert batch.inputs_N.tolist() == [5, 6, 8] and batch.targets_N.tolist() == [6, 7, 9]
-    assert batch.weight_N.tolist() == [0.5, 1, 9] and batch.inputs_N.dtype == torch.int64
-
-
-# On disk
-
-rows_of_any_kind = st.lists(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(0, 1, width=32)), min_size=1, max_size=20),
-    min_size=1,
-    max_size=9,
-)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from composer_nb.trainer.learning.data import TokenRow, code_rows
-from composer_nb.trainer.learning.infill import GAP_TOKENS, InfillSettings, gap_tokens, with_gaps
+from composer_nb.trainer.learning.data import GAP_TOKENS, InfillSettings, TokenRow, code_rows, gap_tokens, with_gaps
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 
 TEXT = "".join(f"def f_{n}(xs):\n    return {n} * sum(x for x in xs if x > {n})\n" for n in range(60))

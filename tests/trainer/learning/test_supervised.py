@@ -18,7 +18,7 @@ from composer_nb.trainer.learning.data import CODE_ROW, TokenRow, deal, mixture,
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
-from composer_nb.trainer.models.transformer import Model, ModelConfig, balance_loss
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows, balance_loss
 from composer_nb.trainer.recipe.recipe import midtrain_plan
 from composer_nb.trainer.settings import MidtrainSettings
 
@@ -39,13 +39,6 @@ def rows(count: int, seed: int = 0) -> list[TokenRow]:
         TokenRow(random.integers(0, 31, n).astype(np.int32), random.choice([0.0, 0.2, 1.0], n).astype(np.float32))
         for n in lengths
     ]
-
-
-def as_rank(rank: int, world: int) -> Ranks:
-    """A place among ranks without the others."""
-    ranks = Ranks()
-    ranks.rank, ranks.world = rank, world
-    return ranks
 
 
 def by_hand(net: Model, batch: list[TokenRow]) -> tuple[torch.Tensor, float]:
@@ -114,31 +107,15 @@ def test_the_balance_loss_reaches_the_routers():
         optimizer = FlatOptimizer(net)
         train_step(net, batch, optimizer, Ranks(), lr=0.0, balance=balance, clip=1e9)
         slopes.append(optimizer.gradients.clone())
-    joined = _balance(net, batch)
+    ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch])).long()
+    packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in batch], CONFIG)
+    joined = balance_loss(net.trunk(ids_N, packed.position_N, packed.attend)[1])
     wanted = torch.autograd.grad(0.5 * joined, list(net.parameters()), allow_unused=True)
     flat = torch.cat(
         [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(wanted, net.parameters(), strict=True)]
     )
     assert flat.norm() > 1e-3
     torch.testing.assert_close(slopes[1] - slopes[0], flat, atol=2e-5, rtol=1e-3)
-
-
-def _balance(net: Model, batch: list[TokenRow]) -> torch.Tensor:
-    from composer_nb.trainer.learning.data import TokenBatch
-    from composer_nb.trainer.models.transformer import PackedRows
-
-    joined = TokenBatch.of(batch)
-    packed = PackedRows.of_lengths(joined.lengths, CONFIG)
-    return balance_loss(net.trunk(joined.inputs_N, packed.position_N, packed.attend)[1])
-
-
-# Two real processes
-
-BATCHES = [list(range(5)), [3], [0, 2, 4, 5, 6, 7]]
-BALANCE = [0.0, 0.0, 0.3]
-
-
-# Schedule
 
 
 # Dealing

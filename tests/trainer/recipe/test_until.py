@@ -12,8 +12,7 @@ import torch
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
 from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
-from composer_nb.trainer.learning.data import code_rows, read_corpus
-from composer_nb.trainer.learning.infill import gap_tokens
+from composer_nb.trainer.learning.data import code_rows, gap_tokens, read_corpus
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
