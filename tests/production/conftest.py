@@ -14,7 +14,10 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.environment import Carried
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.policy import Completion, Request, SampledToken, Trace
@@ -149,3 +152,13 @@ class Turns:
     def release(self, rollout: int) -> Trace:
         self.released.append(rollout)
         return Trace()
+
+
+@contextmanager
+def playing(form: type[ChatRenderer], tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[Site, Turns]]:
+    """Serve a policy that writes these turns."""
+    policy, trained = Turns(*turns), Carried(renderer="qwen", tools="tiny")
+    with Shared(policy) as shared:
+        engine = OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=3000, training=trained)
+        with serving(engine, slots=policy.capacity) as site:
+            yield site, policy
