@@ -29,6 +29,7 @@ from composer_nb.production.policies import OpenEngine
 from composer_nb.production.record import RolloutRecord
 from composer_nb.production.serve import ChatServer
 
+TEST = 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
 
 
@@ -45,9 +46,7 @@ def task(backend: Backend) -> Task:
         instruction="parse mixes something up",
         grader="pytest",
         files={"dates.py": DATES.format("day", "month"), "README": "dates\n", "old.py": "x = 1\n"},
-        tests={
-            "tests/test_dates.py": 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
-        },
+        tests={"tests/test_dates.py": TEST},
         solution={"dates.py": DATES.format("month", "day")},
         source_scope=("*.py",),
     )
@@ -59,9 +58,8 @@ def task(backend: Backend) -> Task:
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """Bytes, and the tokens of Qwen's format."""
-    made = Tokenizer(
-        models.BPE(vocab={letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(list(QwenRenderer.tokens[:2]))
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
@@ -117,10 +115,8 @@ def serving(engine: OpenEngine[Any], run: Path | None = None, **given: Any) -> I
     answer.close()
 
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
 
 
 class Turns:
