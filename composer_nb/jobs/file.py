@@ -313,7 +313,7 @@ def _expand(path: Path, node: Node) -> Iterator[Node]:
 
 def _check(path: Path, node: Node, name: str, value: Any, nodes: Mapping[str, NodeFile]) -> None:
     """Check a parameter: its references, name and type. The type of a reference's value is checked when it is known."""
-    if "${" in REFERENCE.sub("", json.dumps(value)):
+    if "${" in REFERENCE.sub("", json.dumps(value, default=str)):
         raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
     for source, output in references(value):
         if source != JOB and source not in nodes:

@@ -136,8 +136,8 @@ class Conversations:
         if body.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         if body.rollout and body.user and self._users.setdefault(body.rollout, body.user) != body.user:
-            message = f"rollout: {body.rollout} is another user's; choose another name"
-            raise Refused(message, 409, "conflict", "rollout")
+            problem = f"rollout: {body.rollout} is another user's; choose another name"
+            raise Refused(problem, 409, "conflict", "rollout")
         system = "\n\n".join(text_of(message) for message in body.messages if message.get("role") in SYSTEM)
         spoken = [_plain(message) for message in body.messages if message.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, body.tools) if body.tools else self.form(self.tokenizer)

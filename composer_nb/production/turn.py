@@ -51,12 +51,7 @@ class StreamedTurn:
         if isinstance(what, SampledToken):
             self.drawn.append(what)
             return False
-        completion = what.result()
-        if not self.drawn:  # the policy does not tell tokens as it draws them
-            self.drawn = [
-                SampledToken(*columns)
-                for columns in zip(completion.token_ids, completion.logprobs, completion.policy_versions, strict=True)
-            ]
+        what.result()  # raises what else ended it
         return True
 
     def tell(self) -> bool:

@@ -94,9 +94,7 @@ class Cluster:
 
 
 @contextmanager
-def two_nodes(
-    folder: Path, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None
-) -> Iterator[Cluster]:
+def two_nodes(folder: Path, first: dict[str, Any], second: dict[str, Any], hidden: Path) -> Iterator[Cluster]:
     """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
     made = Cluster(Bench(folder), first, second, hidden)
     yield made

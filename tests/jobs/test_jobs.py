@@ -50,9 +50,8 @@ def test_a_run_is_kept_and_told(tmp_path: Path):
     )
     before, said = source.read_bytes(), []
     output = tmp_path / "deep" / "out.ipynb"
-    found = run_notebook(
-        source, output, {"steps": 7, "rate": 1, "more": {"a.b": [1]}}, say=said.append, outputs={"n": "twice"}
-    )
+    given = {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
+    found = run_notebook(source, output, given, say=said.append, outputs={"n": "twice"})
     assert said == ["one", "steps 7"]
     assert found == record(output)
     assert found["state"] == "completed" and found["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}

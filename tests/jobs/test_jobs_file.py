@@ -1,5 +1,6 @@
 """Job files: what is refused before anything starts, and what a graph becomes."""
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ TRAIN = node(outputs={"total": "total", "run_dir": "run.path"})
         ({"a/b": node()}, "'a/b' cannot name a node"),
         ({"a": node(parameters={"stepz": 1})}, "no parameter 'stepz'; did you mean 'steps'?"),
         ({"a": node(parameters={"steps": "1"})}, "steps='1' must be of type int"),
+        ({"a": node(parameters={"name": date(2026, 1, 2)})}, "name=datetime.date(2026, 1, 2) must be of type str"),
         (
             {"a": node(parameters={"overrides": {"rl.stepz": 1}})},
             "unknown setting 'rl.stepz'; did you mean 'rl.steps'?",

@@ -51,10 +51,8 @@ def test_no_head_is_a_clear_error(bench: Bench, name: str) -> None:
 def test_a_job_runs_on_a_head_by_its_folder_and_keeps_it_alive(bench: Bench, head: dict[str, Any], tmp_path: Path):
     flag, go = tmp_path / "flag", tmp_path / "go"
     waits = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
-    node = {
-        "notebook": bench.notebook("w", waits, parameters="flag: str = ''\ngo: str = ''"),
-        "parameters": {"flag": str(flag), "go": str(go)},
-    }
+    node: dict[str, Any] = {"notebook": bench.notebook("w", waits, parameters="flag: str = ''\ngo: str = ''")}
+    node["parameters"] = {"flag": str(flag), "go": str(go)}
     runner = bench.start("run", str(bench.job({"waits": node})), "--ray", "head")
     bench.wait(flag.exists, 400)
     record = bench.folder / "head" / "head.json"

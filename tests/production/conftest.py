@@ -14,7 +14,10 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.environment import Carried
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.policy import Completion, Request, SampledToken, Trace
@@ -26,6 +29,7 @@ from composer_nb.production.policies import OpenEngine
 from composer_nb.production.record import RolloutRecord
 from composer_nb.production.serve import ChatServer
 
+TEST = 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
 
 
@@ -42,9 +46,7 @@ def task(backend: Backend) -> Task:
         instruction="parse mixes something up",
         grader="pytest",
         files={"dates.py": DATES.format("day", "month"), "README": "dates\n", "old.py": "x = 1\n"},
-        tests={
-            "tests/test_dates.py": 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
-        },
+        tests={"tests/test_dates.py": TEST},
         solution={"dates.py": DATES.format("month", "day")},
         source_scope=("*.py",),
     )
@@ -56,9 +58,8 @@ def task(backend: Backend) -> Task:
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """Bytes, and the tokens of Qwen's format."""
-    made = Tokenizer(
-        models.BPE(vocab={letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(list(QwenRenderer.tokens[:2]))
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
@@ -114,10 +115,8 @@ def serving(engine: OpenEngine[Any], run: Path | None = None, **given: Any) -> I
     answer.close()
 
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
 
 
 class Turns:
@@ -149,3 +148,13 @@ class Turns:
     def release(self, rollout: int) -> Trace:
         self.released.append(rollout)
         return Trace()
+
+
+@contextmanager
+def playing(form: type[ChatRenderer], tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[Site, Turns]]:
+    """Serve a policy that writes these turns."""
+    policy, trained = Turns(*turns), Carried(renderer="qwen", tools="tiny")
+    with Shared(policy) as shared:
+        engine = OpenEngine(shared=shared, tokenizer=tokenizer, format=form, tokens=3000, training=trained)
+        with serving(engine, slots=policy.capacity) as site:
+            yield site, policy

@@ -128,9 +128,8 @@ def versions(run: Path, name: str) -> set[int]:
 def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path: Path, tmp_path: Path) -> None:
     store, run = str(tmp_path / "store"), tmp_path / "run"
     weights = load_pretrained(path)
-    early, usual = (
-        [f"u{n}" for n in range(200) if is_early(f"u{n}", SHARE) == first][:LEAST] for first in (True, False)
-    )
+    names = [f"u{n}" for n in range(200)]
+    early, usual = ([name for name in names if is_early(name, SHARE) == first][:LEAST] for first in (True, False))
     publisher = Publisher(store, owner="test")
     publisher.publish(3, turned(weights, 0.0), FILES)
     with site(path, store, run) as here:

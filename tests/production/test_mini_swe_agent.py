@@ -31,15 +31,12 @@ SEEN = "<returncode>0</returncode>\n<output>\n</output>"
 def taught(folder: Path, tools: list[Any]) -> list[int]:
     """Write a checkpoint that knows one conversation by heart. Return its tokens."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        family="llama", vocab_size=420, num_hidden_layers=1, hidden_size=64, head_dim=16, intermediate_size=64
-    )
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+    config = ModelConfig(family="llama", vocab_size=420, **sizes)
     model, tokenizer = with_format(Model(config), train_tokenizer([SYSTEM, TASK, *COMMANDS, str(tools)], 400), "qwen")
     renderer = QwenRenderer(tokenizer, tools)
-    turns = [
-        renderer.turn(Said(text="", calls=(Written(id="", call=ToolCall(name="bash", arguments={"command": each})),)))
-        for each in COMMANDS
-    ]
+    calls = [ToolCall(name="bash", arguments={"command": command}) for command in COMMANDS]
+    turns = [renderer.turn(Said(text="", calls=(Written(id="", call=call),))) for call in calls]
     read = [renderer.read([User(text=TASK)], SYSTEM), renderer.results([CallResult(id="", text=SEEN)])]
     ids, acted = list[int](), list[bool]()
     for heard, wrote in zip(read, turns, strict=True):
@@ -62,12 +59,10 @@ def taught(folder: Path, tools: list[Any]) -> list[int]:
 
 
 def test_mini_swe_agent_solves_a_task_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {
-        "MSWEA_SILENT_STARTUP": "1",
-        "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
-    for name, value in settings.items():  # before its import; litellm would ask the network for prices
+    settings = {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
+    for name, value in (
+        settings | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    ).items():  # before its import; litellm would ask the network for prices
         monkeypatch.setenv(name, value)
     agents = pytest.importorskip("minisweagent.agents.default", reason="pip install mini-swe-agent brings it")
     from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment

@@ -79,9 +79,8 @@ class Thinker(TokenlessTurnPolicy):
 def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks: list[Task], tmp_path: Path) -> None:
     heard: list[str] = []
     plans = [make_plans(tasks, lambda task, number: Thinker(heard), tmp_path, 1, 9.0) for _ in range(2)]
-    assert plans[0] == plans[1] == [TaskPlan(text=f"plan {n}", read=90, written=10) for n in (1, 2)], (
-        "kept, not asked again"
-    )
+    assert plans[0] == plans[1], "kept, not asked again"
+    assert plans[0] == [TaskPlan(text=f"plan {n}", read=90, written=10) for n in (1, 2)]
     for task, text, plan in zip(tasks, heard, plans[0], strict=True):
         assert all(part in text for part in (task.instruction, *task.files, *task.files.values()))
         assert not any(part in text for part in (*task.tests.values(), *task.solution.values()))
@@ -92,12 +91,7 @@ def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks:
 
 @pytest.mark.parametrize(
     ("own", "price", "tokens", "cost"),
-    [
-        (2.0, (1.0, 10.0), 100.0, 2.00019),
-        (2.0, None, 100.0, None),
-        (None, (1.0, 10.0), 100.0, None),
-        (2.0, None, 0.0, 2.0),
-    ],
+    [(2.0, (1, 10), 100.0, 2.00019), (2.0, None, 100.0, None), (None, (1, 10), 100.0, None), (2.0, None, 0.0, 2.0)],
 )
 def test_who_plans_is_paid(own: float | None, price: Any, tokens: float, cost: float | None) -> None:
     plans = (

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +19,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
-from composer_nb.production.serve import ChatServer
 from composer_nb.production.wire import RequestBody, arguments_of
-from tests.production.conftest import ASKED, Turns
+from tests.production.conftest import ASKED, Turns, playing
 
 PROPERTIES = {name: {"type": kind} for name, kind in (("path", "string"), ("text", "string"), ("line", "integer"))}
 PROPERTIES |= {"all": {"type": "boolean"}}
@@ -133,15 +130,6 @@ def test_the_arguments_of_a_call_come_before_it_ends() -> None:
 # -- Over HTTP -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def served(renderer: ChatRenderer, *turns: list[int]) -> Iterator[tuple[ChatServer, Turns]]:
-    policy = Turns(*turns)
-    policy.pause_s = 0.001
-    talk = Conversations(Shared(policy), renderer.tokenizer, type(renderer), 3000)
-    with talk.policy, ChatServer(talk, slots=policy.capacity) as server:
-        yield server, policy
-
-
 def told(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
     """Return text, calls and reason of a stream as OpenAI's client has it."""
     calls: dict[int, list[str]] = {}
@@ -161,12 +149,12 @@ def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: 
     asked: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": len(turn)}
     tools: Any = [{"name": "put", "input_schema": SCHEMA}]
     with (
-        served(renderer, *[turn] * 4) as (server, _),
-        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-        anthropic.Anthropic(base_url=server.url[:-3], api_key="none", max_retries=0) as other,
+        playing(type(renderer), renderer.tokenizer, *[turn] * 4) as (site, policy),
+        anthropic.Anthropic(base_url=site.url[:-3], api_key="none", max_retries=0) as other,
     ):
-        want = client.chat.completions.create(**asked, tools=[TOOL]).choices[0]
-        parts = [each.choices[0] for each in client.chat.completions.create(**asked, tools=[TOOL], stream=True)]
+        policy.pause_s = 0.001
+        want = site.chat(**asked, tools=[TOOL]).choices[0]
+        parts = [each.choices[0] for each in site.chat(**asked, tools=[TOOL], stream=True)]
         message = other.messages.create(**asked, tools=tools)
         with other.messages.stream(**asked, tools=tools) as stream:
             streamed = stream.get_final_message()
@@ -185,13 +173,10 @@ def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: 
 def test_a_stop_text_ends_a_stream_as_it_ends_the_whole_answer(stop: str) -> None:
     renderer = FORMATS["QwenRenderer"]
     turn = renderer.spell(f"I put.{PUT}f0{PUT_END}\n{PUT}f1{PUT_END}")
-    with (
-        served(renderer, turn, turn) as (server, _),
-        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-    ):
-        asked: dict[str, Any] = {"model": "model", "messages": ASKED, "tools": [TOOL], "stop": stop}
-        want = client.chat.completions.create(**asked).choices[0]
-        parts = [each.choices[0] for each in client.chat.completions.create(**asked, stream=True)]
+    with playing(QwenRenderer, renderer.tokenizer, turn, turn) as (site, policy):
+        policy.pause_s = 0.001
+        want = site.chat(tools=[TOOL], stop=stop).choices[0]
+        parts = [each.choices[0] for each in site.chat(tools=[TOOL], stop=stop, stream=True)]
     calls = [(each.id, each.function.name, each.function.arguments) for each in want.message.tool_calls or ()]
     assert told(parts) == (want.message.content, calls, want.finish_reason)
     put = '{"path": "f.py", "text": "'

@@ -57,10 +57,8 @@ def held(root: Path) -> Tree:
 
 
 def apply(root: Path, text: bytes, *more: str) -> None:
-    command = ["git", "apply", *more, "-"]
-    done = subprocess.run(
-        command, cwd=root, input=text, capture_output=True, env={"PATH": os.environ["PATH"]}, check=False
-    )
+    command, env = ["git", "apply", *more, "-"], {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, cwd=root, input=text, capture_output=True, env=env, check=False)
     assert done.returncode == 0, (done.stderr.decode(), text.decode("utf-8", "replace"))
 
 
@@ -69,9 +67,8 @@ def apply(root: Path, text: bytes, *more: str) -> None:
 def test_patch_applies_and_reverses(tmp_path_factory: pytest.TempPathFactory, before: Tree, after: Tree) -> None:
     root = tmp_path_factory.mktemp("tree")
     lay(root, before)
-    changes = {
-        path: after.get(path) for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)
-    }
+    paths = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
+    changes = {path: after.get(path) for path in paths}
     text = patch(before, changes)
     assert bool(text) == bool(changes)
     if text:

@@ -52,14 +52,11 @@ def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, san
     assert calls == 23 and found == []
 
 
-@pytest.mark.parametrize(
-    "tools", ["cursor", "read_file,search_replace,run_terminal_cmd", "grep,substitute,run_tests,finish"]
-)
+@pytest.mark.parametrize("tools", ["cursor", "read_file,run_terminal_cmd", "grep,substitute,run_tests,finish"])
 def test_fidelity_of_tool_sets(task: Task, sandboxes: Sandboxes, tools: str) -> None:
     tokens = train_tokenizer(["def f(x):"], 400)
-    calls, found = differences(
-        task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)
-    )
+    env = replace(CURSOR, tools=tools, renderer="compact")
+    calls, found = differences(task, make_agent(env, tokens, LIMITS, sandboxes))
     assert calls > 8 and found == []
 
 

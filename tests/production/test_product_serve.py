@@ -14,17 +14,15 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Message, Said, Written
+from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
-from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import serve, wire
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer, ScriptServer
 from composer_nb.production.wire import Answered, Choice, Generate, RequestBody, Told
 from composer_nb.trainer.models.tokenizer import train_tokenizer
-from tests.production.conftest import ASKED, PATIENCE_S, TOOL, Turns, wait_until
+from tests.production.conftest import ASKED, PATIENCE_S, TOOL, Turns, playing, wait_until
 
 
 @pytest.fixture
@@ -33,16 +31,9 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 @contextmanager
-def served(
-    tokenizer: Tokenizer, *turns: list[int], form: type[ChatRenderer] = QwenRenderer
-) -> Iterator[tuple[openai.OpenAI, Turns]]:
-    policy = Turns(*turns)
-    with (
-        Shared(policy) as shared,
-        ChatServer(Conversations(shared, tokenizer, form, 3000), slots=policy.capacity) as server,
-        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-    ):
-        yield client, policy
+def served(tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[openai.OpenAI, Turns]]:
+    with playing(QwenRenderer, tokenizer, *turns) as (site, policy):
+        yield site.client, policy
 
 
 def chat(client: openai.OpenAI, **given: Any) -> Any:
@@ -387,10 +378,10 @@ def test_a_call_of_a_tool_that_was_not_offered_is_a_call(tiny_tokenizer: Tokeniz
     """An agent answers it as any other wrong call; it does not end the conversation. Without tools, it is a text."""
     renderer = CompactRenderer(tiny_tokenizer)
     turn = [*renderer.encode("look at f"), renderer.end]
-    with served(tiny_tokenizer, turn, turn, form=CompactRenderer) as (client, _):
+    with playing(CompactRenderer, tiny_tokenizer, turn, turn) as (site, _):
         tools = [tool for tool in renderer.tools if tool["function"]["name"] != "look"]
-        choice = chat(client, tools=tools).choices[0]
+        choice = site.chat(tools=tools).choices[0]
         [call] = choice.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("look", "{") and choice.finish_reason == "tool_calls"
         assert choice.model_extra["turn"]["calls"][0]["error"] == "bad call"
-        assert chat(client).choices[0].message.content == "look at f"
+        assert site.chat().choices[0].message.content == "look at f"

@@ -212,14 +212,8 @@ def test_replicas_on_ray(path: Path) -> None:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as clients:
 
             def ask(seed: int) -> list[str]:
-                given: dict[str, Any] = {
-                    "model": "m",
-                    "messages": ASKED,
-                    "max_tokens": 3000,
-                    "temperature": 2.0,
-                    "n": 4,
-                }
-                choices = client.chat.completions.create(**given, seed=seed, stop="no such text").choices
+                given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000, "temperature": 2.0}
+                choices = client.chat.completions.create(**given, n=4, seed=seed, stop="no such text").choices
                 return [choice.message.content for choice in choices]
 
             whole = [*clients.map(ask, range(8))]
