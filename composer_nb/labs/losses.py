@@ -150,7 +150,9 @@ def effective_share(weight_S: Array) -> float:
 
 
 def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None) -> SampledTokens:
-    """Run the one forward pass of a group; its log-probabilities carry gradients."""
+    """Run the one forward pass of a group; its log-probabilities carry gradients.
+
+    Raises ValueError where a stream's advantage differs from token to token, or is missing."""
     batch = flatten(group, NO_REPLAY)
     logprob_S, _ = score(model, batch, batch.recorded)
     reference_S = None
@@ -158,7 +160,10 @@ def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None)
         with torch.no_grad():
             reference_S, _ = score(reference, batch, batch.recorded)
     # Advantages are centred: their root mean square is the rewards' standard deviation, and this is `advantages`' division by it.
-    std = math.sqrt(np.mean([_advantage(stream) ** 2 for stream in group]))
+    values = [np.unique(stream.advantage[1:][stream.acted[1:]]) for stream in group]
+    if wrong := [len(value) for value in values if len(value) != 1]:
+        raise ValueError(f"the bench needs one advantage a stream, not {wrong[0]}")
+    std = math.sqrt(np.mean([float(value[0]) ** 2 for value in values]))
     per_std = 1 / (std + 1e-6) if std > NO_SIGNAL else 0.0
     return SampledTokens(
         logprob_S=logprob_S,
@@ -168,14 +173,6 @@ def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None)
         rollout_S=batch.rollout_S,
         reference_S=reference_S,
     )
-
-
-def _advantage(stream: Stream) -> float:
-    """Return the rollout's advantage. Raises ValueError where it differs from token to token, or is missing."""
-    values = np.unique(stream.advantage[1:][stream.acted[1:]])
-    if len(values) != 1:
-        raise ValueError(f"the bench needs one advantage a stream, not {len(values)}")
-    return float(values[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
