@@ -28,8 +28,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.attacks import calls, uses  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site
-from composer_nb.labs.attacks.joint import check_fitted
-from composer_nb.labs.attacks.patch_check import check_patches
+from composer_nb.labs.attacks.patch_check import check_fitted, check_patches
 
 SANDBOX_CASES.sort(key=lambda case: case.number)
 KINDS = 30  # kinds of attack: 1 to 18 are patches, the rest uses of a sandbox
