@@ -70,8 +70,7 @@ REGISTERED = {
         "detector",
         "remote",
         "cached_property",
-        "register",
-        "register_both",
+        "case",
     ),
 }
 """Decorators that make something reachable without its name."""
