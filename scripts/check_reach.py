@@ -54,7 +54,6 @@ PASSED_OTHERWISE = {
     "EndpointTurnPolicy.parallel": "by tests, for servers without parallel calls",
     "measure_mismatch.budget": "by tests, to split a small batch",
     "cross_entropy.budget": "by tests, to split a small batch",
-    "policy_gradient.budget": "by tests, to split a small batch",
     "inner_products.width": "by tests, to split a small matrix",
     "detectable.spread": "by tests, which draw policies of several",
 }
@@ -71,8 +70,7 @@ REGISTERED = {
         "detector",
         "remote",
         "cached_property",
-        "register",
-        "register_both",
+        "case",
     ),
 }
 """Decorators that make something reachable without its name."""

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
-from composer_nb.trainer.learning.packing import NO_REPLAY, Stream, flatten, score
+from composer_nb.trainer.learning.packing import NO_REPLAY, ReplaySettings, Stream, flatten, score
+from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title
@@ -149,16 +150,23 @@ def effective_share(weight_S: Array) -> float:
     return float(weight_S.sum()) ** 2 / (len(weight_S) * squares) if squares else math.nan
 
 
-def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None) -> SampledTokens:
-    """Run the one forward pass of a group; its log-probabilities carry gradients."""
-    batch = flatten(group, NO_REPLAY)
+def group_tokens(
+    model: Model, group: Sequence[Stream], reference: Model | None, replay: ReplaySettings = NO_REPLAY
+) -> SampledTokens:
+    """Run the one forward pass of a group; its log-probabilities carry gradients.
+
+    Raises ValueError where a stream's advantage differs from token to token, or is missing."""
+    batch = flatten(group, replay)
     logprob_S, _ = score(model, batch, batch.recorded)
     reference_S = None
     if reference is not None:
         with torch.no_grad():
             reference_S, _ = score(reference, batch, batch.recorded)
     # Advantages are centred: their root mean square is the rewards' standard deviation, and this is `advantages`' division by it.
-    std = math.sqrt(np.mean([_advantage(stream) ** 2 for stream in group]))
+    values = [np.unique(stream.advantage[1:][stream.acted[1:]]) for stream in group]
+    if wrong := [len(value) for value in values if len(value) != 1]:
+        raise ValueError(f"the bench needs one advantage a stream, not {wrong[0]}")
+    std = math.sqrt(np.mean([float(value[0]) ** 2 for value in values]))
     per_std = 1 / (std + 1e-6) if std > NO_SIGNAL else 0.0
     return SampledTokens(
         logprob_S=logprob_S,
@@ -168,14 +176,6 @@ def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None)
         rollout_S=batch.rollout_S,
         reference_S=reference_S,
     )
-
-
-def _advantage(stream: Stream) -> float:
-    """Return the rollout's advantage. Raises ValueError where it differs from token to token, or is missing."""
-    values = np.unique(stream.advantage[1:][stream.acted[1:]])
-    if len(values) != 1:
-        raise ValueError(f"the bench needs one advantage a stream, not {len(values)}")
-    return float(values[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,15 +223,18 @@ def bench(
     losses: Mapping[str, LossSettings] = LOSSES,
     *,
     reference: Model | None = None,
+    replay: ReplaySettings = NO_REPLAY,
 ) -> Bench:
     """Compare the gradients of `losses` on a batch with respect to all W weights of `model`, which stays unchanged; the exact
     gradient is the last row.
 
     Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens. Raises ValueError
-    for a KL weight without a reference.
+    for a KL weight without a reference, and for routes that cannot be replayed.
     """
     if EXACT in losses:
         raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
+    if replay.recorded:
+        require_routes([stream for group in groups for stream in group], model.config, replay)
     policy = copy.deepcopy(model).requires_grad_()
     weights = list(policy.parameters())
     rollouts = float(len({id(stream.whole or stream) for group in groups for stream in group}))
@@ -240,7 +243,7 @@ def bench(
     gradients_LW = torch.zeros(len(names), sum(w.numel() for w in weights), dtype=weights[0].dtype)
     slopes: list[list[Slope]] = [[] for _ in names]
     for group in groups:
-        tokens = group_tokens(policy, group, reference)
+        tokens = group_tokens(policy, group, reference, replay)
         gradients: dict[bytes, Tensor] = {}
         for number, name in enumerate(names):
             if name == EXACT:

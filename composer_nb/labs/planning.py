@@ -127,23 +127,6 @@ class SimulatedLoad:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
 
 
-def measured(run: RunDir) -> tuple[SimulatedLoad, float]:
-    """Return the load of a run's RL as it was recorded, and the samples a second that it reached. Raises ValueError."""
-    settings, times = from_dict(run.settings()), [step["time"] for step in run.steps("rl")]
-    durations = Durations.of_run(run)
-    paused = run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0
-    load = SimulatedLoad(
-        durations=durations,
-        workers=settings.services.engines,
-        capacity=settings.slots,
-        train_s=sum(time["train_s"] for time in times) / len(times),
-        publish_s=paused,
-        report_s=WORK_S / 2,  # workers report at such intervals
-    )
-    after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it
-    return load, (len(times) - 1) * settings.rl.prompts * settings.rl.group / after_start
-
-
 class World:
     """Workers and a trainer that only take time, which jumps from event to event."""
 
@@ -293,15 +276,24 @@ class RunSpeed:
     @classmethod
     def of_run(cls, run: RunDir) -> RunSpeed:
         """Read a run. Raises ValueError for one without durations."""
-        load, reached = measured(run)
+        settings, times = from_dict(run.settings()), [step["time"] for step in run.steps("rl")]
+        load = SimulatedLoad(
+            durations=Durations.of_run(run),
+            workers=settings.services.engines,
+            capacity=settings.slots,
+            train_s=sum(time["train_s"] for time in times) / len(times),
+            publish_s=run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0,
+            report_s=WORK_S / 2,  # workers report at such intervals
+        )
+        after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it
         sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]
         full, delta = ([size for whole, size in sizes if whole == is_full] for is_full in (True, False))
         provenance = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
         day = time.strftime("%d %B %Y", time.gmtime((run.path / "metrics.jsonl").stat().st_mtime))
         return cls(
             load=load,
-            schedule=from_dict(run.settings()).schedule(),
-            reached=reached,
+            schedule=settings.schedule(),
+            reached=(len(times) - 1) * settings.rl.prompts * settings.rl.group / after_start,
             full_bytes=float(np.mean(full or [0])),
             delta_bytes=float(np.mean(delta or [0])),
             origin="by composer-nb plan --run RUN --write CSV from "
@@ -324,13 +316,11 @@ class RunSpeed:
                 "run with services.on=false: give a whole run with services"
             )
         durations = self.load.durations
-        numbers = {name: getattr(self.load, name) for name in SimulatedLoad.__slots__ if name != "durations"}
-        numbers_of_run = {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}
-        lines = [
-            "# "
-            + json.dumps({"origin": self.origin, "load": numbers, "schedule": asdict(self.schedule), **numbers_of_run}),
-            "prompt,draw,seconds,tokens",
-        ]
+        header: dict[str, Any] = {"origin": self.origin}
+        header["load"] = {name: getattr(self.load, name) for name in SimulatedLoad.__slots__ if name != "durations"}
+        header["schedule"] = asdict(self.schedule)
+        header |= {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}
+        lines = ["# " + json.dumps(header), "prompt,draw,seconds,tokens"]
         lines += [f"{p},{d},{s:.3f},{durations.tokens[p, d]}" for (p, d), s in np.ndenumerate(durations.seconds)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

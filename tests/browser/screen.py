@@ -38,12 +38,8 @@ class Notebook:
         self.page = page
         page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
         page.wait_for_function("document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')")
-        self._decline_news()
-
-    def _decline_news(self) -> None:
-        """A first visit is asked about news from the makers of JupyterLab."""
-        question = self.page.get_by_role("button", name="No", exact=True)
-        if question.count():
+        question = page.get_by_role("button", name="No", exact=True)
+        if question.count():  # a first visit is asked about news from the makers of JupyterLab
             question.first.click()
 
     def command(self, name: str, **arguments: Any) -> Any:
@@ -108,21 +104,12 @@ class Notebook:
         )
         return found
 
-    def counts(self) -> list[int | None]:
-        """How often each code cell that is not empty has run, in order of execution."""
-        found: list[int | None] = self.page.evaluate(
+    def ran_cleanly(self) -> None:
+        """Fails unless every cell that is not empty has run, and none has raised or warned."""
+        counts = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code' && cell.model.sharedModel.source.trim())"
             ".map(cell => cell.model.executionCount)"
         )
-        return found
-
-    def ran_cleanly(self) -> None:
-        """Fails unless every cell has run, and none has raised or warned."""
-        assert all(self.counts()), self.counts()
-        for outputs in self.outputs():
-            for output in outputs:
-                assert output["output_type"] != "error", output
-                assert output.get("name") != "stderr", output
-
-    def save(self) -> None:
-        self.command("docmanager:save")
+        assert all(counts), counts
+        for output in [output for outputs in self.outputs() for output in outputs]:
+            assert output["output_type"] != "error" and output.get("name") != "stderr", output

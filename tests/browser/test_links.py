@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_markdown_cell, new_notebook
 from screen import Lab, Notebook
 
 pytestmark = pytest.mark.browser
@@ -19,12 +19,6 @@ SHOWN = """([path, heading]) => {
     const { top, bottom } = one.getBoundingClientRect();
     return one.textContent.replace('¶', '') === heading && top >= 0 && bottom <= innerHeight })
 }"""
-TABLE = """
-import os
-from composer_nb.views.page import box
-print(os.getcwd())
-box('<table class="mono"><tr><td>12</td><td>read</td><td>def f():\\n    return 1' + ' # long' * 99 + '</td></tr></table>')
-"""
 
 
 def headings(lab: Lab) -> dict[str, str]:
@@ -52,16 +46,3 @@ def test_every_link_to_a_page_shows_its_heading(lab: Lab, notebook: Callable[[st
         page.locator(".jp-NotebookPanel").get_by_role("link", name=f"at {target}", exact=True).click()
         path = target.partition("#")[0].removeprefix("../")
         page.wait_for_function(SHOWN, arg=[path, heading], timeout=20_000)
-
-
-def test_a_table_of_calls_keeps_its_indents(lab: Lab, notebook: Callable[[str], Notebook]):
-    """And its step numbers stay on one line. The kernel runs in the folder of its notebook."""
-    nbformat.write(new_notebook(cells=[new_code_cell(TABLE)], metadata=KERNEL), lab.folder / "table.ipynb")
-    book = notebook("table.ipynb")
-    book.run_all()
-    assert book.outputs()[0][0]["text"].strip() == str(lab.folder)
-    cells = book.cell("box").locator("td")
-    style = cells.last.evaluate("cell => [getComputedStyle(cell).textAlign, getComputedStyle(cell).whiteSpace]")
-    assert style == ["left", "pre-wrap"]
-    lines = "cell => { const all = document.createRange(); all.selectNodeContents(cell); return all.getClientRects().length }"
-    assert cells.first.evaluate(lines) == 1

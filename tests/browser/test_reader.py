@@ -20,37 +20,30 @@ CELLS = (
 )
 
 
-@pytest.fixture
-def reader(lab: Lab, notebook: Callable[[str], Notebook]) -> Notebook:
+def test_a_token_tells_its_numbers_and_what_was_read_folds(
+    lab: Lab, notebook: Callable[[str], Notebook], page: Any, picture: Callable[[str], None]
+):
     path: Path = lab.folder / "reader.ipynb"
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in CELLS], metadata=kernel), path)
     book = notebook(path.name)
     book.run_all()
     book.ran_cleanly()
-    return book
-
-
-def test_a_token_tells_its_numbers(reader: Notebook, page: Any, picture: Callable[[str], None]):
-    cell = reader.cell("rollout.read")
+    cell = book.cell("rollout.read")
     written = cell.locator('pre span[title*="log p"]:visible')
     assert written.count() > 10
     written.nth(5).hover()
     hovered = page.evaluate("[...document.querySelectorAll(':hover')].at(-1).getAttribute('title')")
     assert "log p" in hovered and "policy version" in hovered and "experts" in hovered
-    for dark in (False, True):
-        reader.theme(dark)
-        for number, text in enumerate(("rollout.read", "task.card")):
-            reader.cell(text)
-            picture(f"reader_{number}_{'dark' if dark else 'light'}")
-    reader.theme(False)
-
-
-def test_what_was_read_folds(reader: Notebook):
-    cell = reader.cell("rollout.read")
     everything = cell.locator("details")
     folded = everything.nth(everything.evaluate_all("all => all.findIndex(one => !one.open)"))
     hidden = folded.locator("pre span").first
     assert not hidden.is_visible()
     folded.locator("summary").click()
     hidden.wait_for(state="visible")
+    for dark in (False, True):
+        book.theme(dark)
+        for number, text in enumerate(("rollout.read", "task.card")):
+            book.cell(text)
+            picture(f"reader_{number}_{'dark' if dark else 'light'}")
+    book.theme(False)

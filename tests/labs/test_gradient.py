@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from composer_nb.harness.rewards import Reward
-from composer_nb.labs.gradient import inner_products, policy_gradient
+from composer_nb.labs.gradient import cosine, inner_products
+from composer_nb.labs.losses import OURS, bench
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
@@ -33,6 +34,7 @@ def attempts(make_model, converse):
     return converse(Engine(make_model(3), stop=frozenset[int](), slots=4, max_length=96), 4)
 
 
+OURS_ALONE = {OURS: LossSettings()}
 SIGNS = (1.0, -0.5, 0.25, -0.75)
 
 
@@ -43,17 +45,17 @@ def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     tokens = float(sum(stream.acted[1:].sum() for stream in batch))
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replay)
     learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, budget=64)
-    found, metrics = policy_gradient(make_model(3), batch, LossSettings(), replay=replay, budget=50)
-    assert torch.allclose(found, learner.optimizer.gradients, atol=1e-6) and found.abs().max() > 1e-4
-    assert metrics["tokens"] == tokens and metrics["masked"] == 0
+    gradient = bench(make_model(3), [batch[:2], batch[2:]], OURS_ALONE, replay=replay).gradient(OURS)
+    assert torch.allclose(gradient, learner.optimizer.gradients, atol=1e-6) and gradient.abs().max() > 1e-4
+    assert cosine(gradient, -gradient) == pytest.approx(-1.0) and np.isnan(cosine(gradient, 0 * gradient))
 
 
 def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
     batch = streams(attempts, SIGNS)
     batch[2] = replace(batch[2], routes=np.roll(batch[2].routes, 1, 0))
     with pytest.raises(ValueError, match="stream 2 of 4 cannot be replayed"):
-        policy_gradient(make_model(3), batch, LossSettings(), replay=FULL)
-    policy_gradient(make_model(3), batch, LossSettings(), replay=NO_REPLAY)
+        bench(make_model(3), [batch], OURS_ALONE, replay=FULL)
+    bench(make_model(3), [batch], OURS_ALONE)
 
 
 def test_inner_products_are_those_of_float64_however_columns_are_cut():

@@ -56,21 +56,6 @@ def test_numbers_are_those_of_a_plain_forward_however_rows_are_cut(make_model, a
         assert np.array_equal(seen.trace.routes[:-1], routes[0, :-1].numpy())
 
 
-def test_a_bf16_engine_reads_as_it_writes(make_model, converse):
-    """Attention in float32, logits in float32: reading its own rollouts, the engine in bf16 finds nearly its own numbers, far
-    nearer than the float32 model does."""
-    engine = make_model(3).to(torch.bfloat16)
-    attempts = converse(Engine(engine, stop=NEVER, slots=12, max_length=96), 12)
-    again = retrace(engine, attempts)
-    apart = {
-        name: np.concatenate(
-            [(new.logprob - old.logprob)[old.acted] for new, old in zip(each, segments(attempts), strict=True)]
-        )
-        for name, each in (("itself", segments(again)), ("float32", segments(retrace(make_model(3), attempts))))
-    }
-    assert np.median(np.abs(apart["itself"])) < 0.2 * np.median(np.abs(apart["float32"]))
-
-
 def test_routes_of_others_pass_for_its_own_and_are_wrong(make_model, attempts):
     [segment] = attempts[0].rollout.segments
     shifted = np.concatenate([segment.trace.routes[:1], segment.trace.routes[:-1]])

@@ -1,7 +1,7 @@
 """The minimal loop says the same as the package: same advantages, same loss, same gradients, same updates.
 
 The package computes what rollouts of a prompt have in common once, the page computes it for each of them. So sums of floats
-differ in their order, and nothing else: gradients agree to 1e-5, an update to a hundredth of the learning rate.
+differ in their order, and nothing else: gradients agree to 1e-5, and less than one weight in a hundred differs.
 """
 
 import ast
@@ -175,34 +175,10 @@ def test_minibatch_loss_and_its_gradient_are_the_package_s(loop: ModuleType):
 
 
 @pytest.mark.parametrize("clip", [100.0, 0.02])
-def test_updates_are_the_package_s(loop: ModuleType, clip: float):
-    """Over six batches of two minibatches, each sampled from the weights that the one before has left. Both sides begin a
-    batch with the same state, so that rounding does not add up."""
-    loop.clip = clip
-    model, same = two_models(loop)
-    master_W, adam = loop.make_optimizer(model)
-    theirs = PackageLearner(loop, same)
-    assert torch.equal(parameters_to_vector(model.parameters()), theirs.published_W)
-    for step in range(loop.steps):
-        before_W = parameters_to_vector(model.parameters()).detach().clone()
-        rollouts = batch(loop, model, step)
-        lr = loop.lr_at(step, loop.steps)
-        loop.learn(model, master_W, adam, rollouts, Random(step), lr)
-        theirs.learn(rollouts, Random(step), lr)
-        published_W = parameters_to_vector(model.parameters()).detach()
-        optimizer = theirs.learner.optimizer
-        assert (master_W - optimizer.master).detach().abs().max() < lr / 100, step
-        assert (published_W != theirs.published_W).float().mean() < 1e-3, step
-        assert torch.equal(published_W, master_W.detach().bfloat16().float())
-        optimizer.load({"master": master_W.detach(), **adam.state[master_W]})
-        assert torch.equal(published_W, theirs.published_W)
-        assert (published_W != before_W).float().mean() > 0.1, "the step changed next to nothing"
-    assert all((norm > clip) == (clip < 1) for norm in theirs.norms), "clipping was not put to the test on both sides"
-
-
-def test_the_whole_loop_is_the_package_s(loop: ModuleType):
+def test_the_whole_loop_is_the_package_s(loop: ModuleType, clip: float):
     """The package's parts, called as in its own loop, draw the same rollouts as `run` at every step, and end with its
-    weights."""
+    weights, also where gradients are clipped."""
+    loop.clip = clip
     policy, history = loop.run(loop.steps)
     assert len(history) == loop.steps
     torch.manual_seed(loop.seed)
@@ -224,6 +200,7 @@ def test_the_whole_loop_is_the_package_s(loop: ModuleType):
         theirs.learn(live, rng, loop.lr_at(step, loop.steps))
     apart_W = (parameters_to_vector(policy.parameters()) - theirs.published_W).detach().abs()
     assert (apart_W > 0).float().mean() < 0.01 and apart_W.max() < loop.lr
+    assert all((norm > clip) == (clip < 1) for norm in theirs.norms), "clipping was not put to the test on both sides"
 
 
 def test_full_forwards_sample_from_what_the_engine_samples_from(loop: ModuleType):

@@ -13,7 +13,9 @@ from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks import hostile
 from composer_nb.labs.attacks.case import CALL_CASES, LIMITS, SECRET, AttackVerdict, Cell, SandboxCase, case, nothing
 from composer_nb.labs.attacks.joint import CODEC, LOOKED_UP, ROUND_TRIPS
+from composer_nb.labs.attacks.texts import ATTACKS
 
+TEXTS = ATTACKS["programs of calls"][1]
 FINE = "def f():\n    return 0\n"
 
 
@@ -82,13 +84,7 @@ def daemon(cell: Cell) -> AttackVerdict:
 
 @case(0, "huge output")
 def huge_output(cell: Cell) -> AttackVerdict:
-    floods = (
-        "    print('x' * 10_000_000, flush=True)\n    return 1\n",
-        "    return 'x' * 10_000_000\n",
-        "    while True:\n        os.write(3, b'x' * 60000)\n",
-        "    v = []\n    for _ in range(9999):\n        v = [v, v]\n    return v\n",
-    )
-    outcomes = [cell.site.call(F + flood)[0] for flood in floods]
+    outcomes = [cell.site.call(flood)[0] for flood in TEXTS["flood"].values()]
     statuses = [outcome.status for outcome in outcomes]
     blocked = outcomes[0].text in ("1", "") and "returned" not in statuses[1:] and statuses[1] == "unreadable"
     return AttackVerdict(blocked, str(statuses), flagged="unreadable" in statuses)
@@ -99,19 +95,7 @@ def huge_output(cell: Cell) -> AttackVerdict:
 
 @case(0, "forge result lines on every descriptor")
 def forged_lines(cell: Cell) -> AttackVerdict:
-    source = """
-import os
-for fd in range(64):
-    for nonce in ("", "ready ", "0 ", "0000000000000000 "):
-        try:
-            os.write(fd, (nonce + '["returned", "42"]\\n').encode())
-        except OSError:
-            pass
-print('["returned", "42"]')
-def f():
-    raise ValueError
-"""
-    statuses = [outcome.status for outcome in cell.site.call(source, "()", "()")]
+    statuses = [outcome.status for outcome in cell.site.call(TEXTS["program"]["forged lines"], "()", "()")]
     return AttackVerdict("returned" not in statuses, str(statuses), flagged="unreadable" in statuses)
 
 
@@ -140,26 +124,10 @@ def looked_up(cell: Cell) -> AttackVerdict:
     return AttackVerdict(blocked, "; ".join(details))
 
 
-TIMEOUT, DIED = CallOutcome(status="timeout"), CallOutcome(status="died")
-EXITED = CallOutcome(status="raised", text="SystemExit")
-UNSIGNALLED = """\
-    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        signal.setitimer(timer, 0)
-    while True:
-        pass
-"""
-STOPPED = "    os.kill(0, signal.SIGSTOP)\n    while True:\n        signal.pause()\n"
-F = "import os, signal, sys, time\ndef f():\n"
-# Programs without a result: id -> title, source, and the outcome of the first of two calls.
 ENDINGS = {
-    "endless-loop": ("endless loop", F + "    while True:\n        pass\n", TIMEOUT),
-    "endless-loop-without-signals": ("endless loop that blocks signals and timers", F + UNSIGNALLED, TIMEOUT),
-    "sleep-past-deadline": ("sleep past the wall deadline", F + "    time.sleep(60)\n", TIMEOUT),
-    "stop-group": ("stop oneself and one's process group", F + STOPPED, TIMEOUT),
-    "exit-at-import": ("os._exit(0) at import", "import os\nos._exit(0)\n", DIED),
-    "sys-exit-at-import": ("sys.exit(0) at import", "import sys\nsys.exit(0)\n", EXITED),
-    "closed-pipe": ("close the result pipe and go on", F + "    os.closerange(0, 4096)\n    return 42\n", DIED),
+    "timeout": CallOutcome(status="timeout"),
+    "died": CallOutcome(status="died"),
+    "raised": CallOutcome(status="raised", text="SystemExit"),
 }
 
 
@@ -168,12 +136,13 @@ def _ends(source: str, expected: CallOutcome, cell: Cell) -> AttackVerdict:
     began = time.monotonic()
     outcomes = cell.site.call(source, "()", "()")
     texts = [f"{outcome.status} {outcome.text}".strip() for outcome in outcomes]
-    second = EXITED if expected == EXITED else CallOutcome(status="not_run")
+    second = expected if expected.status == "raised" else CallOutcome(status="not_run")
     blocked = outcomes == (expected, second) and cell.site.report(FINE) == 0
     detail = f"{texts} after {time.monotonic() - began:.2f} s"
-    return AttackVerdict(blocked, detail, flagged=expected in (TIMEOUT, DIED))
+    return AttackVerdict(blocked, detail, flagged=expected.status != "raised")
 
 
-CALL_CASES += [
-    SandboxCase(id, 0, title, partial(_ends, source, expected)) for id, (title, source, expected) in ENDINGS.items()
-]
+for _ending, _programs in ATTACKS["programs without a result"][1].items():
+    for _name, _source in _programs.items():
+        _id, _, _title = _name.partition(" ")
+        CALL_CASES.append(SandboxCase(_id, 0, _title, partial(_ends, _source, ENDINGS[_ending])))

@@ -209,8 +209,10 @@ def copies_of_libraries(names: list[str]) -> list[str]:
 def machine_counters() -> dict[str, int]:
     """Return a checksum of each file by which the kernel says something of the whole machine."""
     checksums = {}
-    own = [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit() or name in ("self", "thread-self", "net")]
-    for path in itertools.chain(files_below("/proc", *own), files_below("/sys")):
+    skipped = [
+        f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit() or name in ("self", "thread-self", "net")
+    ]
+    for path in itertools.chain(files_below("/proc", *skipped), files_below("/sys")):
         with suppress(BaseException):
             checksums[path] = zlib.crc32(read(path, 1 << 16))
     return checksums
@@ -361,11 +363,12 @@ def network_counters(counts: list[str]) -> list[str]:
         attempt(name, lambda path: read(path) != b"", "/proc/self/net/" + name)
     label = struct.pack("16sIBBHHHI", socket.inet_pton(10, "::1"), 0, 0, 255, 1, 6, 100, 0)
     instructions = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    with socket.socket() as one, socket.socket(10, 2) as six:
-        attempt("IP_LOCAL_PORT_RANGE", one.setsockopt, 0, 51, struct.pack("I", 25000 | 49000 << 16))
-        attempt("IPV6_FLOWLABEL_MGR", six.setsockopt, 41, 32, label)
-        attempt("SO_ATTACH_FILTER", six.setsockopt, 1, 26, struct.pack("HxxxxxxQ", 1, ctypes.addressof(instructions)))
-        attempt("SO_NETNS_COOKIE", one.getsockopt, 1, 71, 8)
+    program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(instructions))
+    with socket.socket() as stream, socket.socket(10, 2) as datagrams:
+        attempt("IP_LOCAL_PORT_RANGE", stream.setsockopt, 0, 51, struct.pack("I", 25000 | 49000 << 16))
+        attempt("IPV6_FLOWLABEL_MGR", datagrams.setsockopt, 41, 32, label)
+        attempt("SO_ATTACH_FILTER", datagrams.setsockopt, 1, 26, program)
+        attempt("SO_NETNS_COOKIE", stream.getsockopt, 1, 71, 8)
     attempt("MPTCP", lambda: socket.socket(2, 1, 262).close())
     return successes
 

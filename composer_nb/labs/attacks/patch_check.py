@@ -1,9 +1,10 @@
-"""The hostile patches against a backend: each must be rejected, and the honest fix accepted."""
+"""Hostile patches, and a rule that is fitted to constants, against a backend: each must be rejected, the honest fix accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.plan import GradePlan
@@ -12,10 +13,12 @@ from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict, row
+from composer_nb.labs.attacks.joint import FITTED, JOINT
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 from composer_nb.labs.attacks.patches import patches
 
 TIMEOUT_S = 20.0
+GRADES = 6  # of one attack whose success is a matter of chance
 
 
 def plan_for(task: Task, backend: Backend) -> GradePlan:
@@ -43,3 +46,18 @@ def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
         detail = ", ".join([grade.status, passed, *grade.flags])
         verdict = AttackVerdict(blocked=right and flagged >= patch.flagged, flagged=flagged, detail=detail)
         yield row(patch.id, patch.case, patch.title, verdict)
+
+
+def check_fitted(backend: Backend) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `composer-nb sandbox check` for a rule that is fitted to constants, which passes once in eight."""
+    for name, task in JOINT.items():
+        draws = Random(name)
+        report = validate_task(task, backend, repeats=1)
+        assert report.plan is not None and report.guard is not None
+        files = {"scale.py": FITTED.encode()}
+        grades = [grade_pytest(task, files, backend, report.plan, rng=draws) for _ in range(GRADES)]
+        passed = sum(grade.passed for grade in grades)
+        detail = f"guard {report.guard.by}; {passed} of {GRADES} grades passed, by chance one in eight"
+        blocked = report.guard.by == "twins" and passed <= GRADES // 3
+        verdict = AttackVerdict(blocked, detail, flagged=any(grade.flags for grade in grades))
+        yield row(f"fitted-to-{name}", 12, f"a rule fitted to all constants of the process: {name}", verdict)

@@ -12,6 +12,7 @@ Covers escapes, resource use and the ways to forge a result. Does not cover faul
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import tempfile
@@ -27,8 +28,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.attacks import calls, uses  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site
-from composer_nb.labs.attacks.joint import check_fitted
-from composer_nb.labs.attacks.patch_check import check_patches
+from composer_nb.labs.attacks.patch_check import check_fitted, check_patches
 
 SANDBOX_CASES.sort(key=lambda case: case.number)
 KINDS = 30  # kinds of attack: 1 to 18 are patches, the rest uses of a sandbox
@@ -68,7 +68,7 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
     rows, verdicts = [], dict[int, list[bool]]()
     with open_backend(backend) as opened:
         facts = opened.capabilities()
-        for row in _rows(opened):
+        for row in itertools.chain(check_patches(opened), check_fitted(opened), _uses(opened)):
             rows.append(row)
             verdicts.setdefault(row["kind"], []).append(row["blocked"])
             note(row)
@@ -78,9 +78,7 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
     return {"backend": backend, "capabilities": limits, "kinds": kinds, "cases": rows}
 
 
-def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
-    yield from check_patches(backend)
-    yield from check_fitted(backend)
+def _uses(backend: Backend) -> Iterator[dict[str, Any]]:
     with surroundings(backend) as site:
         yield from (case.row(site) for case in SANDBOX_CASES)
     if backend.name == "bwrap":

@@ -41,6 +41,7 @@ from composer_nb.labs.attacks.case import (
     nothing,
     python,
 )  # fmt: skip
+from composer_nb.labs.attacks.texts import ATTACKS
 
 BITS = 64
 BASIC = replace(SPEC, basic=True)
@@ -195,7 +196,7 @@ def page_cache(cell: Cell) -> list[str]:
 
 
 def _agreeing(bits: list[int], received: list[int]) -> int:
-    return sum(sent == heard for sent, heard in zip(bits, received, strict=False))
+    return sum(sent_bit == bit for sent_bit, bit in zip(bits, received, strict=False))
 
 
 @case(22, "be the first to read a file, which a later sandbox notices")
@@ -377,30 +378,12 @@ def time_limit(cell: Cell) -> AttackVerdict:
 
 # Those who run sandboxes.
 
-HARNESS = """
-import sys, threading, time
-from pathlib import Path
-from composer_nb.harness.sandbox import open_backend
-from composer_nb.labs.attacks.case import SPEC
-from composer_nb.harness.sandbox.reap import FOLDER
-backend = open_backend(sys.argv[1], "killed", Path(sys.argv[2]) / FOLDER)
-box = backend.create(SPEC)
-box.write("a", b"x")
-threading.Thread(target=lambda: box.exec(["bash", "-c", "(setsid sleep 300 &); sleep 300"], timeout_s=300), daemon=True).start()
-def churn():
-    while True:
-        backend.create(SPEC).destroy()
-threading.Thread(target=churn, daemon=True).start()
-time.sleep(0.5)
-print("ready", flush=True)
-time.sleep(300)
-"""
-
 
 @case(28, "kill the harness in the middle of everything, then reap")
 def killed_harness(cell: Cell) -> AttackVerdict:
+    harness = ATTACKS["a harness to be killed"][1]["program"]["harness"]
     with tempfile.TemporaryDirectory() as folder:
-        journal, words = Path(folder) / FOLDER, [sys.executable, "-c", HARNESS, cell.site.backend.name, folder]
+        journal, words = Path(folder) / FOLDER, [sys.executable, "-c", harness, cell.site.backend.name, folder]
         with subprocess.Popen(words, stdout=subprocess.PIPE, cwd="/") as process:
             assert process.stdout is not None
             ready = process.stdout.readline()

@@ -96,7 +96,9 @@ def fork(
     forks = dict(drive(jobs, policy, executor))
     attempts = tuple(forks[number] for number in range(count))
     head = head_before(attempt.rollout, turn)
-    return Fork(turn=turn, attempts=attempts, exact=all(_begins(future.rollout, head) for future in attempts))
+    pairs = [zip(future.rollout.segments, head, strict=False) for future in attempts]
+    heads = [[segment.token_ids[: len(part)].tolist() for segment, part in pair] for pair in pairs]
+    return Fork(turn=turn, attempts=attempts, exact=all(begin == head for begin in heads))
 
 
 def turns_of(rollout: Rollout) -> list[tuple[int, int]]:
@@ -190,12 +192,6 @@ class Again(TokenTurnPolicy):
             return self._forget(name)
         stored = self._stored.segments[len(self._segments)]
         return stored.trace if stored.token_ids.tolist() == unread else Trace()
-
-
-def _begins(rollout: Rollout, head: Sequence[Sequence[int]]) -> bool:
-    """Return whether the segments begin with these tokens."""
-    position = [segment.token_ids[: len(part)].tolist() for segment, part in zip(rollout.segments, head, strict=False)]
-    return position == [list(part) for part in head]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,13 @@ None is a widget: each is its own static twin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.rollout import Kind, Segment
+from composer_nb.harness.rollout import Kind
 from composer_nb.labs.horizons.fork import Fork, Nudge
 from composer_nb.trainer.rl import Scored
 from composer_nb.views import style
@@ -55,12 +56,10 @@ def sides(figures: Mapping[tuple[str, int], Mapping[str, float]], names: Sequenc
     triggers = list(dict.fromkeys(trigger for _, trigger in figures))
     picture = Picture(9.5, 2.8)
     for ax, name in zip(picture.panels(1, len(names)), names, strict=True):
-        bars = [
-            style.BarSeries(
-                way, color, [figures[way, trigger][name] if (way, trigger) in figures else None for trigger in triggers]
-            )
-            for way, color in _SIDES.items()
-        ]
+        bars = []
+        for way, color in _SIDES.items():
+            values = [figures.get((way, trigger), {}).get(name) for trigger in triggers]
+            bars.append(style.BarSeries(way, color, values))
         form = ".2f" if name == "solved" else ".0f"
         style.grouped(ax, [f"trigger {trigger}" for trigger in triggers], bars, form, size=7)
         title(ax, name)
@@ -72,7 +71,9 @@ def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
     """Draw who gets what of a group: for each segment of each rollout its weight in the gradient, the advantage times the tokens
     that the policy wrote, summaries apart."""
     rows = [
-        (name, scored, n, s) for name, scored in zip(names, group, strict=True) for n, s in enumerate(_of(scored), 1)
+        (name, scored, n, segment)
+        for name, scored in zip(names, group, strict=True)
+        for n, segment in enumerate(scored.attempt.rollout.segments, 1)
     ]
     picture, ax = style.one_panel(9.0, 0.9 + 0.22 * len(rows))
     parts = {
@@ -94,10 +95,6 @@ def _stacked(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]
     style.rows(ax, names, fontsize=7.5)
 
 
-def _of(scored: Scored) -> Sequence[Segment]:
-    return scored.attempt.rollout.segments
-
-
 def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
     """Draw the share of forks that solve the task with its 95 % interval, by the turn (from 1) from which they go on: a line per
     name."""
@@ -117,17 +114,10 @@ def nudged(hint: Nudge) -> Picture:
     picture, ax = style.one_panel(9.0, 2.8)
     colors = [style.BLUE if gain >= 0 else style.VERMILION for gain in hint.gain]
     ax.bar(range(len(hint.kl)), hint.kl, color=colors, width=0.75)
-    for token_index, (kl, raised) in enumerate(zip(hint.kl, hint.raised, strict=True)):
+    above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": style.INK}
+    for at, (kl, raised) in enumerate(zip(hint.kl, hint.raised, strict=True)):
         if kl > 0.1 * max(hint.kl):
-            ax.annotate(
-                raised.strip(),
-                (token_index, kl),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=style.INK,
-            )
+            ax.annotate(raised.strip(), (at, kl), (0, 2), **above)
     ax.set_xticks(range(len(hint.tokens)), [token.strip() or "␣" for token in hint.tokens], fontsize=7.5, rotation=60)
     title(ax, "what the hint would move", "the turn as it was said", "KL, nats")
     from_zero(ax)

@@ -18,8 +18,9 @@ P places of the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch import Tensor
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.labs.microscope.numerics import (
     CAUSES,
-    Forwarded,
+    Cause,
     FrozenBatch,
     Place,
     ProgramChoices,
@@ -45,7 +46,7 @@ from composer_nb.labs.microscope.numerics import (
 )
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
 from composer_nb.trainer.models.checkpoint import hugging_face_views
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe.mismatch import gap_figures
 from composer_nb.trainer.records.rundir import RunDir
 
@@ -83,20 +84,6 @@ class Finding:
     cause: str
     text: str
     where: Where | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
-    """Distance between trainer and engine inside the model, on the engine's tokens; the trainer on its own routes.
-
-    Attributes:
-        apart_PN: ‖trainer − engine‖ / ‖engine‖ of the residual stream.
-        lengths: Forwarded tokens of each row.
-    """
-
-    places: tuple[Place, ...]
-    apart_PN: NDArray[np.float32]
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +132,9 @@ class Examination:
         first: First difference of the residual streams: the lowest layer, in it the first token.
         first_in: Half of the layer that `first` is in; empty without `first`.
         versions: Figures with all causes put in, by recorded policy version.
+        places, apart_PN: Distance ‖trainer − engine‖ / ‖engine‖ of the residual streams inside the model, on the engine's
+            tokens; the trainer on its own routes.
+        lengths: Forwarded tokens of each row.
     """
 
     start: Figures
@@ -153,7 +143,9 @@ class Examination:
     first: Where | None
     first_in: str
     versions: Mapping[int, Figures]
-    streams: Streams
+    places: tuple[Place, ...]
+    apart_PN: NDArray[np.float32]
+    lengths: tuple[int, ...]
     tokens: int
     tolerance: float
 
@@ -169,8 +161,7 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data without the residual streams."""
-        plain = asdict(self)
-        del plain["streams"]
+        plain = {name: value for name, value in asdict(self).items() if name not in ("places", "apart_PN", "lengths")}
         versions = {str(version): figures for version, figures in plain["versions"].items()}
         return plain | {"versions": versions, "named": list(self.named)}
 
@@ -189,7 +180,56 @@ def examine(
     the model.
     """
     batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
-    c, trainer_program, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    c, plain, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    _require_fit(batch, c)
+    engine = replace(engine or plain, replay="weights") if batch.routed else engine or plain
+    values = {program: observe(program, batch, streams=True, variants=variants) for program in (engine, plain)}
+    top, below = values[engine], values[plain]
+    recorded_S = batch.of_written("logprob").astype(np.float64)
+
+    @cache
+    def gap_and_kl(program: ProgramChoices) -> tuple[Floats, Floats]:
+        other = values.get(program) or observe(program, batch, variants=variants)
+        return other.logprob_S.numpy() - recorded_S, kl_divergence(top.logprob_SV, other.logprob_SV).numpy()
+
+    pairs = [(stream, top.streams[location]) for location, stream in below.streams.items()]
+    apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
+    first, first_in = first_apart(dict(zip(top.streams, apart, strict=True)), top, batch, c.sparse_layers)
+    alone = _moved_alone(plain, engine, values, batch, variants)
+    steps, findings = list[CauseStep](), list[Finding]()
+    for cause, program in zip(CAUSES, path(plain, engine), strict=True):
+        choices, moved = change(plain, engine, cause), alone.get(cause.name, 0.0)
+        steps.append(CauseStep(cause=cause.name, change=choices, figures=figures(*gap_and_kl(program)), alone=moved))
+        if moved > tolerance:
+            text = f"{choices}: moves log-probabilities by up to {moved:.1e}"
+            if cause.name == "weights":
+                names = other_weights(plain.model, engine.model)
+                text = f"{len(names)} tensors differ, first {names[0]}" if names else "other weights"
+            where = first if cause.name in ("attention", "GEMM", "weights") else None
+            findings.append(Finding(cause=cause.name, text=text, where=where))
+    gap_S, kl_S = gap_and_kl(engine)
+    hits, of_routes = check_routes(batch, top, c.sparse_layers) if batch.routed else ({}, [])
+    if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
+        of_routes = [finding for finding in of_routes if finding.cause == "route ids" and hits["missing"]]
+        findings.append(unexplained(gap_S, batch, tolerance, _lowest(hits.get("gate weights", []))))
+    version_S = batch.of_written("policy_version")
+    return Examination(
+        start=figures(*gap_and_kl(plain)),
+        steps=tuple(steps),
+        findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
+        first=first,
+        first_in=first_in,
+        versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
+        places=tuple(top.streams),
+        apart_PN=np.stack(apart),
+        lengths=tuple(batch.lengths),
+        tokens=len(gap_S),
+        tolerance=tolerance,
+    )
+
+
+def _require_fit(batch: FrozenBatch, c: ModelConfig) -> None:
+    """Raise ValueError for routes that do not fit the model."""
     for number, row in enumerate(batch.rows if batch.routed else ()):
         routes = row.trace.routes
         if routes.shape[1:] != (c.moe_layers, c.num_experts_per_tok) or routes.max() >= c.num_experts:
@@ -197,45 +237,6 @@ def examine(
                 f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {c.moe_layers} layers "
                 f"of {c.num_experts} experts, {c.num_experts_per_tok} a token"
             )
-    engine = replace(engine or trainer_program, replay="weights") if batch.routed else engine or trainer_program
-    top = observe(engine, batch, streams=True, variants=variants)
-    below = observe(trainer_program, batch, streams=True, variants=variants)
-    programs, gaps = path(trainer_program, engine), dict[ProgramChoices, tuple[Floats, Floats]]()
-    for program in [trainer_program, *programs]:
-        if program not in gaps:
-            values = {trainer_program: below, engine: top}.get(program) or observe(program, batch, variants=variants)
-            gap_S = values.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
-            gaps[program] = gap_S, kl_divergence(top.logprob_SV, values.logprob_SV).numpy()
-    alone = _moved_alone(trainer_program, below, engine, top, batch, variants)
-    steps = tuple(
-        CauseStep(
-            cause=cause.name,
-            change=change(trainer_program, engine, cause),
-            figures=figures(*gaps[program]),
-            alone=alone.get(cause.name, 0.0),
-        )
-        for cause, program in zip(CAUSES, programs, strict=True)
-    )
-    streams = streams_apart(below.forwarded, top.forwarded, batch)
-    first, first_in = first_apart(streams, top.forwarded, c.sparse_layers)
-    gap_S, kl_S = gaps[engine]
-    findings = list(_choices(trainer_program, engine, steps, tolerance, first))
-    hits, of_routes = check_routes(batch, top.forwarded, c.sparse_layers) if batch.routed else ({}, iter(()))
-    if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
-        of_routes = (finding for finding in of_routes if finding.cause == "route ids" and hits["missing"])
-        findings.append(unexplained(gap_S, batch, tolerance, _lowest(hits.get("gate weights", []))))
-    version_S = batch.of_written("policy_version")
-    return Examination(
-        start=figures(*gaps[trainer_program]),
-        steps=steps,
-        findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
-        first=first,
-        first_in=first_in,
-        versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
-        streams=streams,
-        tokens=len(gap_S),
-        tolerance=tolerance,
-    )
 
 
 def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Examination:
@@ -283,40 +284,25 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
 
 def _moved_alone(
     trainer: ProgramChoices,
-    below: ProgramValues,
     engine: ProgramChoices,
-    top: ProgramValues,
+    values: Mapping[ProgramChoices, ProgramValues],
     batch: FrozenBatch,
     variants: dict[Any, Model],
 ) -> dict[str, float]:
     """Return `CauseStep.alone` of each cause that is a choice of arithmetic."""
-    judged = differing(trainer, engine)
     free = replace(engine, replay="none")  # replayed routes would hide what moves routers
-    live = observe(free, batch, variants=variants) if judged and free != engine else top
 
-    def moved(program: ProgramChoices, base: ProgramValues) -> float:
-        apart = (observe(program, batch, variants=variants).logprob_S - base.logprob_S).abs()
+    def logprobs(program: ProgramChoices) -> Tensor:
+        return (values.get(program) or observe(program, batch, variants=variants)).logprob_S
+
+    causes = differing(trainer, engine)
+    bases = {program: logprobs(program) for program in ((trainer, free) if causes else ())}
+
+    def moved(program: ProgramChoices, other: ProgramChoices, cause: Cause) -> float:
+        apart = (logprobs(with_cause(program, other, cause)) - bases[program]).abs()
         return float(apart.max()) if len(apart) else 0.0
 
-    return {
-        cause.name: min(moved(with_cause(trainer, engine, cause), below), moved(with_cause(free, trainer, cause), live))
-        for cause in judged
-    }
-
-
-def _choices(
-    trainer: ProgramChoices, engine: ProgramChoices, steps: Sequence[CauseStep], tolerance: float, first: Where | None
-) -> Iterator[Finding]:
-    for step in steps:
-        if step.alone <= tolerance:
-            continue
-        text, where = f"{step.change}: moves log-probabilities by up to {step.alone:.1e}", None
-        if step.cause == "weights":
-            names = other_weights(trainer.model, engine.model)
-            text = f"{len(names)} tensors differ, first {names[0]}" if names else "other weights"
-        if step.cause in ("attention", "GEMM", "weights"):
-            where = first
-        yield Finding(cause=step.cause, text=text, where=where)
+    return {cause.name: min(moved(trainer, engine, cause), moved(free, trainer, cause)) for cause in causes}
 
 
 # Evidence
@@ -354,8 +340,8 @@ ROUTE_FINDINGS = {
 
 
 def check_routes(
-    batch: FrozenBatch, engine: Forwarded, sparse: Sequence[int]
-) -> tuple[dict[str, list[Where]], Iterator[Finding]]:
+    batch: FrozenBatch, engine: ProgramValues, sparse: Sequence[int]
+) -> tuple[dict[str, list[Where]], list[Finding]]:
     """Compare the recorded routes with those that the engine's routers make of the engine's inputs; `sparse` are the indices of
     the layers with experts. Return the (token, layer) pairs that contradict, by kind, and what they say."""
     routes, gates, valid = (
@@ -391,21 +377,19 @@ def check_routes(
             experts = tuple(routes[n, layer].tolist())
             hits[kind].append(Where(row=row, token=token, layer=sparse[layer], experts=experts))
     wrong_gates = torch.from_numpy(gates[off].ravel())
-
-    def findings() -> Iterator[Finding]:
-        for kind, (cause, text) in ROUTE_FINDINGS.items():
-            places = hits[kind]
-            if kind == "order":  # a foreign expert changes later inputs, and with them their order
-                places = [hit for hit in places if not any(_before(foreign, hit) for foreign in hits["route ids"])]
-            if places:
-                text = f"{len(places)} of {margin.size} (token, layer) pairs {text}"
-                for dtype in (torch.bfloat16, torch.float16) if kind == "gate weights" else ():
-                    if torch.equal(wrong_gates.to(dtype).float(), wrong_gates):
-                        text += f"; all of them are numbers of {str(dtype).removeprefix('torch.')}"
-                        break
-                yield Finding(cause=cause, text=text, where=_lowest(places))
-
-    return hits, findings()
+    findings = []
+    for kind, (cause, text) in ROUTE_FINDINGS.items():
+        places = hits[kind]
+        if kind == "order":  # a foreign expert changes later inputs, and with them their order
+            places = [hit for hit in places if not any(_before(foreign, hit) for foreign in hits["route ids"])]
+        if places:
+            text = f"{len(places)} of {margin.size} (token, layer) pairs {text}"
+            for dtype in (torch.bfloat16, torch.float16) if kind == "gate weights" else ():
+                if torch.equal(wrong_gates.to(dtype).float(), wrong_gates):
+                    text += f"; all of them are numbers of {str(dtype).removeprefix('torch.')}"
+                    break
+            findings.append(Finding(cause=cause, text=text, where=_lowest(places)))
+    return hits, findings
 
 
 def _row_token(n: int, lengths: Sequence[int]) -> tuple[int, int]:
@@ -423,22 +407,15 @@ def _lowest(hits: Sequence[Where]) -> Where | None:
     return min(hits, key=lambda where: (where.layer or 0, where.row, where.token), default=None)
 
 
-# Residual streams
-
-
-def streams_apart(trainer: Forwarded, engine: Forwarded, batch: FrozenBatch) -> Streams:
-    """Compare residual streams place by place."""
-    pairs = [(trainer.streams[location], stream) for location, stream in engine.streams.items()]
-    apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
-    return Streams(places=tuple(engine.streams), apart_PN=np.stack(apart), lengths=tuple(batch.lengths))
-
-
-def first_apart(streams: Streams, engine: Forwarded, sparse: Sequence[int]) -> tuple[Where | None, str]:
-    """Return the lowest place at which any token differs, with the first token there, and the half of the layer."""
-    for place_N, (layer, part) in zip(streams.apart_PN, streams.places, strict=True):
+def first_apart(
+    apart: Mapping[Place, NDArray[np.float32]], engine: ProgramValues, batch: FrozenBatch, sparse: Sequence[int]
+) -> tuple[Where | None, str]:
+    """Return the lowest place at which any token's residual streams differ, with the first token there, and the half of the
+    layer."""
+    for (layer, part), place_N in apart.items():
         unlike_N = place_N > STREAM
         if unlike_N.any():
-            row, token = _row_token(int(unlike_N.argmax()), streams.lengths)
+            row, token = _row_token(int(unlike_N.argmax()), batch.lengths)
             experts: tuple[int, ...] = ()
             if part == "experts" and layer in sparse:
                 used_NK = engine.experts_NLK.numpy()[:, sparse.index(layer)]

@@ -119,39 +119,27 @@ class ProgramChoices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forwarded:
-    """Values at N forwarded tokens, row after row.
+class ProgramValues:
+    """A program's values at the N forwarded tokens of a batch, row after row, and at its S written tokens.
 
     Attributes:
-        hidden_ND: After the final norm.
         experts_NLK: Experts used; int64.
         gates_NLK: Gates used; float32.
         own_NLK: Experts that the routers choose, given the same inputs.
         live_NLK: Gates that the routers give the experts used.
+        logprob_S: float64.
+        logprob_SV: float32 distributions.
         streams: The residual stream [N, D] at each place; empty unless asked for.
     """
 
-    hidden_ND: Tensor
     experts_NLK: Tensor
     gates_NLK: Tensor
     own_NLK: Tensor
     live_NLK: Tensor
     margin_NL: Tensor
-    streams: dict[Place, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramValues:
-    """A program's values at the S written tokens of a batch.
-
-    Attributes:
-        logprob_S: float64.
-        logprob_SV: float32 distributions.
-    """
-
     logprob_S: Tensor
     logprob_SV: Tensor
-    forwarded: Forwarded
+    streams: dict[Place, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -168,47 +156,13 @@ def observe(
     if program.numerics != Numerics():
         model = variants[key] = variants.get(key) or variant(program.model, program.numerics)
     parts = [_observe(program, model, part, streams) for part in batch.parts(BUDGET)]
-    passes = [part.forwarded for part in parts]
-    names = [value.name for value in fields(Forwarded) if value.name != "streams"]
-    values = {name: torch.cat([getattr(forwarded, name) for forwarded in passes]) for name in names}
-    places = {
-        location: torch.cat([forwarded.streams[location] for forwarded in passes]) for location in passes[0].streams
-    }
-    return ProgramValues(
-        logprob_S=torch.cat([part.logprob_S for part in parts]),
-        logprob_SV=torch.cat([part.logprob_SV for part in parts]),
-        forwarded=Forwarded(**values, streams=places),
-    )
+    names = [value.name for value in fields(ProgramValues) if value.name != "streams"]
+    values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    places = {location: torch.cat([part.streams[location] for part in parts]) for location in parts[0].streams}
+    return ProgramValues(**values, streams=places)
 
 
 def _observe(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> ProgramValues:
-    head, forwarded = program.head, _forwarded(program, model, batch, streams)
-    starts = np.cumsum([0, *batch.lengths])[:-1]
-    before_S = np.concatenate([start + at_W - 1 for start, at_W in zip(starts, batch.written, strict=True)])
-    token_S = torch.from_numpy(batch.of_written("token_ids")).long()
-    logits_SV = F.linear(forwarded.hidden_ND[torch.from_numpy(before_S)].to(head), model.output_weight.to(head)).float()
-    logprob_SV = logits_SV.log_softmax(-1)
-    logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
-    return ProgramValues(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=forwarded)
-
-
-def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
-    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
-    values = observe(program, batch)
-    used = values.forwarded
-    routed = (tensor.split(batch.lengths) for tensor in (used.experts_NLK, used.gates_NLK, used.margin_NL))
-    logprobs = batch.spread(values.logprob_S.float().numpy())
-    rows = tuple(
-        replace(row, logprob=logprob, trace=trace_of(row.token_ids, parts, program.model.config.num_experts))
-        for row, logprob, parts in zip(batch.rows, logprobs, zip(*routed, strict=True), strict=True)
-    )
-    return replace(batch, rows=rows)
-
-
-# Forward passes
-
-
-def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> Forwarded:
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
     packed = PackedRows.of_lengths(batch.lengths, model.config)
 
@@ -222,24 +176,42 @@ def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, stream
 
     watched: dict[Place, Tensor] = {}
     if streams:
-        model.watch = lambda layer, part, x: watched.update({(layer, part): x})
+        model.watch = lambda layer, part, x: watched.update({(layer, part): x.float()})
     try:
-        hidden, routings = model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
+        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
     finally:
         model.watch = None
+    starts = np.cumsum([0, *batch.lengths])[:-1]
+    before_S = np.concatenate([start + at_W - 1 for start, at_W in zip(starts, batch.written, strict=True)])
+    token_S = torch.from_numpy(batch.of_written("token_ids")).long()
+    hidden_SD, weight = hidden_ND[torch.from_numpy(before_S)], model.output_weight
+    logprob_SV = F.linear(hidden_SD.to(program.head), weight.to(program.head)).float().log_softmax(-1)
 
     def stacked(of: Callable[[Routing], Tensor]) -> Tensor:
         return torch.stack([of(routing) for routing in routings], 1)
 
-    return Forwarded(
-        hidden_ND=hidden,
+    return ProgramValues(
         experts_NLK=stacked(lambda routing: routing.experts_NK),
         gates_NLK=stacked(lambda routing: routing.gates_NK).float(),
         own_NLK=stacked(lambda routing: routing.own_NK),
         live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
-        streams={location: x.float() for location, x in watched.items()},
+        logprob_S=logprob_SV.gather(1, token_S[:, None])[:, 0].double(),
+        logprob_SV=logprob_SV,
+        streams=watched,
     )
+
+
+def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
+    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
+    values = observe(program, batch)
+    routed = (tensor.split(batch.lengths) for tensor in (values.experts_NLK, values.gates_NLK, values.margin_NL))
+    logprobs = batch.spread(values.logprob_S.float().numpy())
+    rows = tuple(
+        replace(row, logprob=logprob, trace=trace_of(row.token_ids, parts, program.model.config.num_experts))
+        for row, logprob, parts in zip(batch.rows, logprobs, zip(*routed, strict=True), strict=True)
+    )
+    return replace(batch, rows=rows)
 
 
 def _live(routing: Routing, rule: RoutingRule) -> Tensor:

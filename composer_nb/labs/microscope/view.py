@@ -81,18 +81,17 @@ def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
 def apart(report: Examination, row: int | None = None) -> Picture:
     """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
     has a ring."""
-    streams = report.streams
     number = row if row is not None else report.first.row if report.first else 0
-    start = sum(streams.lengths[:number])
-    apart_PT = streams.apart_PN[:, start : start + streams.lengths[number]]
-    picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(streams.places))
+    start = sum(report.lengths[:number])
+    apart_PT = report.apart_PN[:, start : start + report.lengths[number]]
+    picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(report.places))
     size_PT = np.log10(np.maximum(apart_PT, 1e-8))
     image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest")
-    names = [part if layer < 0 else f"{layer} {part}" for layer, part in streams.places]
+    names = [part if layer < 0 else f"{layer} {part}" for layer, part in report.places]
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
     if report.first is not None and report.first.row == number and report.first.layer is not None:
-        at = streams.places.index((report.first.layer, report.first_in))
+        at = report.places.index((report.first.layer, report.first_in))
         ax.plot(report.first.token, at, "o", markersize=11, fillstyle="none", color=style.VERMILION, markeredgewidth=2)
     picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
     title(ax, f"row {number}: ‖trainer − engine‖ / ‖engine‖ of the residual stream", "token")

@@ -159,12 +159,12 @@ class RubricJudge:
         with ThreadPoolExecutor(self.at_once) as pool:
             fresh = list(dict.fromkeys(questions))
             scores = dict(zip(fresh, pool.map(lambda work: self._ask(rubric, work), fresh), strict=True))
-        first = {work: number for number, work in reversed([*enumerate(questions)])}
-        again: dict[str, Any] = {"read": 0, "written": 0, "kept": True}
-        return [
-            scores[work] if first[work] == number or scores[work].level is None else replace(scores[work], **again)
-            for number, work in enumerate(questions)
-        ]
+        verdicts = []
+        for work in questions:
+            verdicts.append(scores[work])
+            if scores[work].level is not None:  # the next one like it costs nothing
+                scores[work] = replace(scores[work], read=0, written=0, kept=True)
+        return verdicts
 
     def _ask(self, rubric: Rubric, work: str) -> JudgeScore:
         digest = hashlib.sha256("\0".join((repr(self.endpoint), rubric.rules, work)).encode()).hexdigest()

@@ -15,10 +15,8 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.texts import Sections, read_cases
 from composer_nb.labs.audit.audit import Rewards
-
-Sections = dict[str, dict[str, str]]
-"""Kind of a section (`file`, `calls`, `test`, `fix`, or that of a setting) -> its argument -> its text."""
 
 TOML = """
 schema_version = "1.4"
@@ -31,21 +29,16 @@ runtime = "host-python"
 
 def _read(text: str) -> dict[str, tuple[str, str, Sections]]:
     """Return the cases by name: the kind of the fault, or `sound`; the instruction; the sections."""
-    found: dict[str, tuple[str, str, Sections]] = {}
-    for case in re.split(r"^=== ", text, flags=re.M)[1:]:
-        head, *parts = re.split(r"^%% ", case.rstrip() + "\n", flags=re.M)
-        title, _, instruction = head.partition("\n")
+    cases: dict[str, tuple[str, str, Sections]] = {}
+    for title, (instruction, sections) in read_cases(text).items():
         kind, _, name = title.partition(": ")
-        sections: Sections = defaultdict(dict)
-        for part in parts:
-            first, _, body = part.partition("\n")
-            field, _, argument = first.partition(" ")
-            if field == "like":
-                instruction = instruction or found[argument][1]
-                sections |= {field: {**held} for field, held in found[argument][2].items()}
-            sections[field][argument] = body
-        found[name] = kind, instruction.strip(), sections
-    return found
+        for base in sections.pop("like", {}):
+            _, request, shared = cases[base]
+            instruction = instruction or request
+            merged = {field: {**shared.get(field, {}), **sections[field]} for field in [*shared, *sections]}
+            sections = defaultdict(dict, merged)
+        cases[name] = kind, instruction, sections
+    return cases
 
 
 def _calls(module: str, text: str) -> str:

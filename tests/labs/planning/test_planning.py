@@ -18,7 +18,6 @@ from composer_nb.labs.planning import (
     SimulatedLoad,
     grids,
     ks,
-    measured,
     needs,
     simulate,
 )
@@ -55,7 +54,7 @@ def test_tables_of_durations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     steps = RunDir.steps
     monkeypatch.setattr(RunDir, "steps", lambda run, stage: [{**step, "time": {}} for step in steps(run, stage)])
     with pytest.raises(ValueError, match="keeps no durations of rollouts"):
-        measured(example_run())
+        RunSpeed.of_run(example_run())
 
 
 def test_schedules_by_hand():
