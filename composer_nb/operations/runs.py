@@ -336,12 +336,11 @@ def change(args: argparse.Namespace) -> int:
 
     Names and types are checked before the run sees them.
     """
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import open_run, settings_at
     from composer_nb.trainer.services.journal import change_live, request_change
-    from composer_nb.trainer.settings import from_dict, override
 
     run, changes = open_run(args.path.resolve()), dict[str, Any]()
-    current = reduce(override, run.changed_live().values(), from_dict(run.settings()))
+    current = settings_at(run)
     for name, text in overrides(args.pairs).items():
         current = change_live(current, name, text)
         changes[name] = reduce(getattr, name.split("."), current)
