@@ -136,12 +136,13 @@ def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenize
 
 def test_dealing_is_deterministic_and_complete() -> None:
     tasks = [own(number) for number in range(100)]
-    dealt = deal_tasks(tasks, DataSettings())
-    assert {kind: len(part) for kind, part in dealt.items()} == {"heldout": 20, "tune": 10, "rl": 70}
-    assert sorted(task.id for part in dealt.values() for task in part) == sorted(task.id for task in tasks)
-    assert deal_tasks(tasks[::-1], DataSettings()) == dealt
-    fewer = deal_tasks(tasks, DataSettings(heldout_tasks=4, tune_tasks=2))
-    assert {kind: len(part) for kind, part in fewer.items()} == {"heldout": 4, "tune": 2, "rl": 94}
+    for data, sizes in ((DataSettings(), (20, 10, 70)), (DataSettings(heldout_tasks=4, tune_tasks=2), (4, 2, 94))):
+        dealt = deal_tasks(tasks, data)
+        assert {kind: len(part) for kind, part in dealt.items()} == dict(
+            zip(("heldout", "tune", "rl"), sizes, strict=True)
+        )
+        assert sorted(task.id for part in dealt.values() for task in part) == sorted(task.id for task in tasks)
+        assert deal_tasks(tasks[::-1], data) == dealt
 
 
 def side(dealt: dict[str, list[Task]], tasks: Iterable[Task]) -> set[str]:
@@ -216,28 +217,24 @@ def planned(number: int, **metadata: str) -> Task:
     return with_plan(task, GradePlan(digest=digest(task), tests={}))
 
 
-def test_tasks_of_ones_own_are_dealt_into_the_run(tmp_path: Path, checkpoint: Path) -> None:
+def test_tasks_of_ones_own_are_dealt_into_the_run_and_demonstrations_are_not_held_out(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     tasks = [own(number) for number in range(30)]
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     values = {**ALONE, "env.tasks": str(tmp_path / "tasks.jsonl"), "model.start": str(checkpoint)}
     s = stages(tmp_path, override(Settings(), {**values, "limits.tokens": 200}))
     make_tokenizer(s)
     make_data(s)
-    dealt = deal_tasks(tasks, s.settings.data)
+    dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data)
     assert {kind: load_tasks(s.run.path / "data" / f"{kind}.jsonl") for kind in dealt} == dealt
     info = s.run.finished("data")
     assert info is not None and info["tasks"] == {"heldout": 6, "tune": 3, "rl": 21}
-
-
-def test_demonstrations_are_at_tasks_that_are_not_held_out(tmp_path: Path) -> None:
-    save_tasks([own(number) for number in range(30)], tmp_path / "tasks.jsonl")
-    values = {"env.tasks": str(tmp_path / "tasks.jsonl"), "data.demonstrations": 5}
-    settings = override(Settings(), values)
-    dealt = deal_tasks(own_tasks(settings.env), settings.data)
-    made = {chunk.kind: chunk for chunk in chunks(settings, dealt)}
+    assert not chunks(s.settings, dealt)
+    shown = override(s.settings, {"data.demonstrations": 5, "data.mistaken_demonstrations": 2048})
+    made = {chunk.kind: chunk for chunk in chunks(shown, dealt)}
     assert {kind: len(chunk.own) for kind, chunk in made.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
     assert side(dealt, [*made["clean"].own, *made["mistaken"].own]) == {"rl"} and made["mistaken"].mistake_rate == 0.5
-    assert not chunks(override(settings, ALONE), dealt)
 
 
 def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Path) -> None:
@@ -321,82 +318,59 @@ def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert EnvSettings(tasks="env_of_mine:Mine").own.tasks() == []
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
-    with pytest.raises(ValueError, match="neither a path nor MODULE:CLASS"):
-        _ = EnvSettings(tasks="not_there_either:Mine").own
+    for number, text in enumerate(("def", "raise SystemExit(0)", "raise RuntimeError('no\\nluck')", "")):
+        (tmp_path / f"broken_{number}.py").write_text(f"{text}\n")
+        with pytest.raises(ValueError, match=f"^env.tasks='broken_{number}:Mine': neither a path nor MODULE:CLASS .*$"):
+            own_tasks(EnvSettings(tasks=f"broken_{number}:Mine"))
 
 
-FAULTS = {
-    "Nothing": ("return None", "tasks\\(\\) ended in TypeError: 'NoneType' object is not iterable$"),
-    "Raises": ("raise ValueError('boom\\nand more')", r"tasks\(\) ended in ValueError: boom \(.*faulty_env.py:\d+\)"),
-    "Exits": ("raise SystemExit(0)", r"tasks\(\) ended in SystemExit: 0 \(.*faulty_env.py:\d+\)"),
-    "Empty": ("return []", r"tasks\(\) has no task"),
-    "Texts": ("return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
-    "Twice": ("return [TASK, TASK]", r"tasks\(\) gives the id 'own-0' more than once"),
-}
-
-
-CLASSES = {
+FAULTY = {
+    # What `tasks` gives.
+    "Nothing": ("def tasks(self): pass", r"tasks\(\) ended in TypeError: 'NoneType' object is not iterable$"),
+    "Raises": (
+        "def tasks(self): raise ValueError('boom\\nand more')",
+        r"tasks\(\) ended in ValueError: boom \(.*_env.py:\d+\)",
+    ),
+    "Exits": ("def tasks(self): raise SystemExit(0)", r"tasks\(\) ended in SystemExit: 0 \(.*_env.py:\d+\)"),
+    "Empty": ("def tasks(self): return []", r"tasks\(\) has no task"),
+    "Texts": ("def tasks(self): return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
+    "Twice": ("def tasks(self): return [own(0), own(0)]", r"tasks\(\) gives the id 'own-0' more than once"),
+    # What the class is.
     "Needs": ("def __init__(self, x): ...", "can be imported .*missing 1 required"),
     "Breaks": ("def __init__(self): raise RuntimeError('no data')", "can be imported .*RuntimeError.*no data"),
     "Leaves": ("def __init__(self): raise SystemExit(0)", "can be imported .*SystemExit"),
-    "Without": ("pass", "ended in AttributeError: .*'tasks'"),
-    "Names": ("tasks = lambda self: [TASK]; tools = ['grep']", "tools must be a ToolSet, and is list"),
-    "Number": ("tasks = lambda self: [TASK]; reward = 1.0", r"reward must be called as reward\(rollout, grade\)"),
-    "Short": ("tasks = lambda self: [TASK]; reward = lambda self, x: 1", r"reward must be called as .*too many"),
-}
-
-
-@pytest.mark.parametrize("name", [*FAULTS, *CLASSES])
-def test_what_an_environment_of_ones_own_does_wrong_is_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    classes = [f"class {each}:\n    def tasks(self):\n        {body}\n" for each, (body, _) in FAULTS.items()]
-    classes += [f"class {each}:\n    {body}\n" for each, (body, _) in CLASSES.items()]
-    head = "from tests.trainer.recipe.test_prepare import own\nTASK = own(0)\n"
-    (tmp_path / "faulty_env.py").write_text(head + "\n".join(classes))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "faulty_env", raising=False)
-    [_, why] = (FAULTS | CLASSES)[name]
-    with pytest.raises(ValueError, match=f"^env.tasks='faulty_env:{name}': .*{why}") as caught:
-        own_tasks(EnvSettings(tasks=f"faulty_env:{name}"))
-    assert "\n" not in str(caught.value)
-
-
-TRIED = {
-    "Raises": (
+    "Without": ("tasks = property()", "ended in AttributeError: .*'tasks'"),
+    "Names": ("tools = ['grep']", "tools must be a ToolSet, and is list"),
+    "Number": ("reward = 1.0", r"reward must be called as reward\(rollout, grade\)"),
+    "Short": ("reward = lambda self, x: 1", r"reward must be called as .*too many"),
+    # What its reward returns.
+    "Fails": (
         "def reward(self, rollout, grade): return grade.nothing",
-        r"Raises.reward.* ended in AttributeError: .*tried_env.py:\d+",
+        r"Fails.reward.* ended in AttributeError: .*_env.py:\d+",
     ),
-    "Text": (
-        "def reward(self, rollout, grade): return 'good'",
-        r"Text.reward.* returned 'good' \(str\); it must return a finite",
-    ),
+    "Text": ("def reward(self, rollout, grade): return 'good'", r"returned 'good' \(str\); it must return a finite"),
     "Nan": ("def reward(self, rollout, grade): return float('nan')", r"Nan.reward.* returned nan \(float\)"),
-    "Nothing": ("def reward(self, rollout, grade): pass", r"Nothing.reward.* returned None \(NoneType\)"),
-    "Stops": (
-        "def reward(self, rollout, grade): breakpoint()",
-        r"Stops.reward.*: breakpoint\(\) has no terminal ",
-    ),
+    "Absent": ("def reward(self, rollout, grade): pass", r"Absent.reward.* returned None \(NoneType\)"),
+    "Stops": ("def reward(self, rollout, grade): breakpoint()", r"Stops.reward.*: breakpoint\(\) has no terminal "),
     "Blocks": ("def reward(self, rollout, grade): time.sleep(1e9)", r"did not return within \d s \(limits.seconds\)"),
-    "Other": ("def reward(self, rollout): return 1.0", r"reward must be called as reward\(rollout, grade\)"),
 }
 
 
 @pytest.fixture
-def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a run on tasks of one's own from the example's checkpoint; classes of TRIED and `Good`, by `env.tasks`."""
-    good = "def reward(self, rollout, grade): return float(grade.passed) + len(rollout.segments[0].token_ids) + rollout.calls"
-    bodies = {name: body for name, (body, _) in TRIED.items()} | {"Good": good}
-    classes = [f"class {name}(Tasks):\n    {body}\n" for name, body in bodies.items()]
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a run from the example's checkpoint on the classes of FAULTY, `Good` or `Tools`, as `env.tasks` names them."""
+    bodies = {name: body for name, (body, _) in FAULTY.items()} | {
+        "Good": "def reward(self, rollout, grade): return grade.passed + len(rollout.segments[0].token_ids) + rollout.calls",
+        "Tools": "tools = ToolSet.tiny()",
+    }
     head = "import time\nfrom composer_nb.harness.tools.toolset import ToolSet\n"
     head += "from tests.trainer.recipe.test_prepare import own\n"
     head += "class Tasks:\n    def tasks(self):\n        return [own(n) for n in range(9)]\n"
-    tools = "class Tools(Tasks):\n    tools = ToolSet.tiny()\n"
-    (tmp_path / "tried_env.py").write_text("\n".join([head, *classes, tools]))
+    classes = (f"class {name}(Tasks):\n    {body}\n" for name, body in bodies.items())
+    (tmp_path / "faulty_env.py").write_text("\n".join([head, *classes]))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "tried_env", raising=False)
-    start = EXAMPLES[0] / "weights" / "final"
-    return ALONE | {"model.start": str(start), "limits.seconds": 1.0}
+    monkeypatch.delitem(sys.modules, "faulty_env", raising=False)
+    return ALONE | {"model.start": str(EXAMPLES[0] / "weights" / "final"), "limits.seconds": 1.0}
 
 
 def no_terminal() -> None:
@@ -404,16 +378,17 @@ def no_terminal() -> None:
     raise BdbQuit
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_a_bad_reward_is_named_before_the_run_starts(
-    name: str, tried: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_environment_is_one_line_before_the_run_starts(
+    name: str, faulty: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = override(Settings(), tried | {"env.tasks": f"tried_env:{name}"})
+    settings = override(Settings(), faulty | {"env.tasks": f"faulty_env:{name}"})
     monkeypatch.setattr(sys, "breakpointhook", no_terminal)
-    with pytest.raises(ValueError, match=TRIED[name][1]) as caught:
+    with pytest.raises(ValueError, match=FAULTY[name][1]) as caught:
         new_run(tmp_path / "runs", "run", settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "runs").exists()
-    new_run(tmp_path / "runs", "run", override(Settings(), tried | {"env.tasks": "tried_env:Good"}))
+    if name == "Stops":
+        new_run(tmp_path / "runs", "run", override(Settings(), faulty | {"env.tasks": "faulty_env:Good"}))
 
 
 @pytest.mark.parametrize(
@@ -425,33 +400,22 @@ def test_a_bad_reward_is_named_before_the_run_starts(
     ],
 )
 def test_a_setting_that_the_class_replaces_is_refused(
-    name: str, value: Any, of: str, tried: dict[str, Any], tmp_path: Path
+    name: str, value: Any, of: str, faulty: dict[str, Any], tmp_path: Path
 ) -> None:
-    settings = override(Settings(), tried | {"env.tasks": f"tried_env:{of}"})
-    with pytest.raises(ValueError, match=f"^{name}: has no effect, because env.tasks='tried_env:{of}' has"):
+    settings = override(Settings(), faulty | {"env.tasks": f"faulty_env:{of}"})
+    with pytest.raises(ValueError, match=f"^{name}: has no effect, because env.tasks='faulty_env:{of}' has"):
         new_run(tmp_path / "runs", "run", override(settings, {name: value}))
     if name != "env.tools":
         with pytest.raises(ValueError, match=f"^{name}: has no effect"):
             change_live(settings, name, value)
 
 
-@pytest.mark.parametrize("text", ["def", "raise SystemExit(0)", "raise RuntimeError('no\\nluck')"])
-def test_a_module_that_ends_while_it_is_imported_is_named(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_env.py").write_text(f"{text}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="^env.tasks='broken_env:Mine': neither a path nor MODULE:CLASS .*$") as caught:
-        own_tasks(EnvSettings(tasks="broken_env:Mine"))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "good", [1.0]])
-def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: EnvSettings, value: Any) -> None:
+def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: EnvSettings) -> None:
     [task, *_] = own_tasks(mine)
     rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
     done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
-    with pytest.raises(ValueError, match=f"of {task.id} returned .* it must return a finite number"):
-        score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: value)
+    for value in (float("inf"), [1.0]):
+        with pytest.raises(ValueError, match=f"of {task.id} returned .* it must return a finite number"):
+            score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade, value=value: value)
     [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: np.float32(0.5))
     assert scored.reward.total == 0.5

@@ -1,7 +1,8 @@
-"""Following a run from its files; `test_services_ray.py` starts one for real."""
+"""Runs that depend on no notebook, followed from their files, and processes whose life ends with their parent's."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from composer_nb.cli import main
 from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.reap import started
+from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe import detached, launch
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import RunFailed, start_or_resume
@@ -113,7 +116,51 @@ def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_sa
 def test_it_is_refused_before_it_is_started(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other settings"):
         start_detached(run.path, Settings(seed=9))
-    with pytest.raises(FileNotFoundError, match="no run here"):
-        start_detached(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match="no run here"):
-        follow(tmp_path / "elsewhere")
+    for call in (start_detached, follow):
+        with pytest.raises(FileNotFoundError, match="no run here"):
+            call(tmp_path / "elsewhere")
+
+
+PARENT = """
+import os, subprocess, sys, time
+command = [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), "slow_to_import"]
+subprocess.Popen(command)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a module writes when it is imported; it then takes a minute."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "Path(__file__).with_name('said').write_text(f'{os.getpid()} {sys.argv[1:]} {__name__}')\n"
+        "time.sleep(60 * (len(sys.argv) < 2))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "said"
+
+
+def test_it_runs_a_module_as_the_main_one_but_nothing_once_its_parent_is_gone(module: Path) -> None:
+    command = [sys.executable, "-m", "composer_nb.trainer.recipe.child"]
+    assert (
+        subprocess.run([*command, str(os.getppid()), "slow_to_import", "one"]).returncode == 1 and not module.exists()
+    )
+    assert subprocess.run([*command, str(os.getpid()), "slow_to_import", "one", "two"]).returncode == 0
+    assert module.read_text().split(" ", 1)[1] == "['one', 'two'] __main__"
+
+
+def test_it_ends_with_its_parent_while_it_imports(module: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT])
+    deadline = time.monotonic() + patience(60)
+    while not (module.exists() and module.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(module.read_text().split()[0])
+    tick = started(pid)
+    assert tick is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    while started(pid) == tick:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
