@@ -40,7 +40,6 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
         calls=(
             ("report", {"path": EXAMPLE}),
             ("report", {"path": "gone"}),
-            ("compare", {"paths": [EXAMPLE, EXAMPLE]}),
             ("report", {"path": EXAMPLE, "html": "page.html"}),
             ("set", {"path": EXAMPLE}),
             ("weights_log", {"store": "memory://runs"}),
@@ -48,8 +47,8 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
     )
     assert set(tools) == {name.replace(" ", "_") for name in READS}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    (report, failed), gone, (compared, _), html, unknown, url = answers
-    assert not failed and json.loads(report)["seed"] == 0 and json.loads(compared)
+    (report, failed), gone, html, unknown, url = answers
+    assert not failed and json.loads(report)["seed"] == 0
     assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
     assert html[1] and "no argument 'html'" in html[0]
     assert unknown[1] and "no tool 'set'" in unknown[0]
