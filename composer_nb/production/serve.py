@@ -91,9 +91,7 @@ class ThreadServer:
         try:
             self._socket = socket.create_server((host, port), family=family, reuse_port=shared)
         except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"--host {host} --port {port}: {error}; give another one, or port 0 for any that is free"
-            ) from None
+            raise ValueError(f"--host {host} --port {port}: {error}; give another one") from None
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="serve", daemon=True)

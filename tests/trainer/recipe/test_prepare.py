@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, with_plan
 from composer_nb.harness.rewards import RewardSettings
@@ -30,14 +29,14 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.tour.expert import ScriptedPolicy
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import format_of
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe import recipe
 from composer_nb.trainer.recipe.launch import new_run
 from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, make_tokenizer, own_tasks
 from composer_nb.trainer.recipe.reader import EXAMPLES
-from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
+from composer_nb.trainer.recipe.recipe import midtrain
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.rl import score_groups
@@ -80,44 +79,34 @@ def stages(path: Path, settings: Settings) -> Stages:
 # A checkpoint
 
 
-def test_a_run_from_a_checkpoint_has_its_tokenizer_its_sizes_and_its_weights(checkpoint: Path, tmp_path: Path) -> None:
-    settings = override(Settings(), {**ALONE, "model.start": str(checkpoint), "limits.tokens": 200})
-    s = stages(tmp_path, settings)
-    make_tokenizer(s)
-    midtrain(s)
-    fine_tune(s)
-    assert (s.run.path / "data" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
-    before = load_pretrained(checkpoint)
-    assert settings.agent_model == before.config
-    for name in ("base", "midtrained", "start"):
-        after = load_pretrained(s.run.path / "weights" / name)
-        assert carried(s.run.path / "weights" / name, "qwen").limits == settings.limits
-        assert after.config == before.config
-        for old, new in zip(before.parameters(), after.parameters(), strict=True):
-            assert torch.equal(old.bfloat16(), new.bfloat16())
-    assert s.run.finished("midtrain") is not None and not s.run.steps("midtrain")
+def refused(folder: Path, **dotted: Any) -> str:
+    """Return why there is no run with these settings: one line, before anything is made."""
+    with pytest.raises((ValueError, OSError)) as error:
+        new_run(folder / "runs", "run", override(Settings(), dotted))
+    assert not (folder / "runs").exists() and "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_a_checkpoint_is_refused_where_it_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
-    def refused(**dotted: Any) -> str:
-        with pytest.raises(ValueError) as error:
-            new_run(tmp_path / "runs", "run", override(Settings(), {"model.start": str(checkpoint), **ALONE, **dotted}))
-        assert not (tmp_path / "runs").exists() and "\n" not in str(error.value)
-        return str(error.value)
-
-    assert refused(**{"model.start": "gone"}) == "model.start='gone': no such folder"
-    assert "config.json is missing" in refused(**{"model.start": str(tmp_path)})
-    assert "limits.tokens=600: must be at most model.max_position_embeddings (512, of model.start)" in refused(
-        **{"limits.tokens": 600}
-    )
-    assert refused(**{"model.hidden_size": 64}) == "model.hidden_size=64: model.start has 32; leave it out"
-    for renderer in ("qwen", "kimi"):
-        assert "lacks the tokens" in (said := refused(**{"env.renderer": renderer})) and "env.renderer" in said
-    assert "set model.start" in refused(**{"env.renderer": "qwen", "model.start": ""})
+    messages: dict[str, dict[str, Any]] = {
+        "model.start='gone': no such folder": {"model.start": "gone"},
+        "config.json is missing": {"model.start": str(tmp_path)},
+        "limits.tokens=600: must be at most model.max_position_embeddings (512, of model.start)": {
+            "limits.tokens": 600
+        },
+        "model.hidden_size=64: model.start has 32; leave it out": {"model.hidden_size": 64},
+        "with env.renderer='qwen': ": {"env.renderer": "qwen"},
+        "with env.renderer='kimi': ": {"env.renderer": "kimi"},
+        "set model.start": {"env.renderer": "qwen", "model.start": ""},
+    }
+    for message, changes in messages.items():
+        assert message in refused(tmp_path, **{"model.start": str(checkpoint), **ALONE, **changes})
     (checkpoint / "tokenizer.json").write_text("{")
-    assert "damaged" in refused()
+    assert "damaged" in refused(tmp_path, **{"model.start": str(checkpoint)}, **ALONE)
     (checkpoint / "tokenizer.json").unlink()
-    assert "a checkpoint needs its tokenizer beside it" in refused()
+    assert "a checkpoint needs its tokenizer beside it" in refused(
+        tmp_path, **{"model.start": str(checkpoint)}, **ALONE
+    )
 
 
 def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenizer) -> None:
@@ -180,32 +169,27 @@ def test_few_tasks_still_make_three_sides_and_fewer_are_refused() -> None:
 
 
 def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    def refused(tasks: list[Task], **dotted: Any) -> str:
-        save_tasks(tasks, tmp_path / "tasks.jsonl")
-        values = {"env.tasks": str(tmp_path / "tasks.jsonl"), **dotted}
-        with pytest.raises((ValueError, OSError)) as error:
-            new_run(tmp_path / "runs", "run", override(Settings(), values))
-        assert not (tmp_path / "runs").exists() and "\n" not in str(error.value)
-        return str(error.value)
-
     three = [own(number) for number in range(3)]
     script = own(4, grader="script", tests={"test.sh": "true"}, solution={})
-    unplanned = own(5, grader="pytest", tests={"test_f.py": "def test_0(): pass\n"})
-    assert "holds no task" in refused([])
-    assert "gone: no task file or folder here" in refused([], **{"env.tasks": "gone"})
-    assert "task own-4: has the grader `script`" in refused([*three, script])
-    assert "task own-5: has no plan of its tests" in refused([*three, unplanned])
+    other = planned(7).model_copy(update={"tests": {"test_f.py": "def test_1(): pass\n"}})
+    messages = {
+        "holds no task": [],
+        "at least 3 tasks": three[:2],
+        "task own-4: has the grader `script`": [*three, script],
+        "task own-5: has no plan of its tests": [*three, own(5, **HIDDEN)],
+        "env.tasks: task own-6: not a plan of hidden tests: ": [*three, own(6, **HIDDEN, metadata={PLAN: '{"x": 1}'})],
+        "own-7: its plan was made for other hidden tests": [*three, other],
+        "in the image gone, which bwrap does not have": [*three, planned(8, image="gone")],
+        "are missing or not those": [*three, planned(8, **{PACKAGES: "gone"})],
+    }
+    for message, tasks in messages.items():
+        save_tasks(tasks, tmp_path / "tasks.jsonl")
+        assert message in refused(tmp_path, **{"env.tasks": str(tmp_path / "tasks.jsonl")})
+    assert "gone: no task file or folder here" in refused(tmp_path, **{"env.tasks": "gone"})
     with pytest.raises(
         ValueError, match=r"env\.tools='grep,find': there is no tool find; there are read_file, .*, or give tiny"
     ):
         override(Settings(), {"env.tools": "grep,find"})
-    assert "at least 3 tasks" in refused(three[:2])
-    damaged = own(6, **HIDDEN, metadata={PLAN: '{"x": 1}'})
-    assert "env.tasks: task own-6: not a plan of hidden tests: " in refused([*three, damaged])
-    other = planned(7).model_copy(update={"tests": {"test_f.py": "def test_1(): pass\n"}})
-    assert "own-7: its plan was made for other hidden tests" in refused([*three, other])
-    for key, why in (("image", "in the image gone, which bwrap does not have"), (PACKAGES, "are missing or not those")):
-        assert why in refused([*three, planned(8, **{key: "gone"})]), "a place that cannot be had"
 
 
 HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0(): pass\n"}}

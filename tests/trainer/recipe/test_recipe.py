@@ -19,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_nb import cli
+from composer_nb.harness.environment import carried
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
@@ -163,6 +164,9 @@ def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(who
     assert {(run.path / "weights" / name / "model.safetensors").read_bytes() for name in names} == {
         weights(whole)["start"]
     }
+    tokenizers = (run.path / "data" / "tokenizer.json", whole.path / "weights" / "start" / "tokenizer.json")
+    assert len({file.read_bytes() for file in tokenizers}) == 1
+    assert carried(run.path / "weights" / "start", "qwen").limits == from_dict(run.settings()).limits
     scores = [{**report["eval"][name], "same_as": ""} for name in names]
     assert scores[0] == scores[1] == scores[2] and scores[0]["n_tasks"] == report["data"]["tasks"]["heldout"]
     assert [report["eval"][name].get("same_as") for name in (*names, "final")] == [None, "base", "base", None]
