@@ -286,7 +286,7 @@ def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
     for shown in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):
         emit(given, None, lambda shown=shown: shown)
     out = capsys.readouterr().out
-    assert all(f"{letter} \\x1b]0;owned" in out for letter in "abcd")
+    assert all(f"{letter} \\x1b]0;own" in out for letter in "abcd")
     assert not set("\x1b\x07\r\u202e") & set(out)
 
 
