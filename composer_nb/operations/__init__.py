@@ -3,7 +3,7 @@
     @command("report", RUN, JSON)
     def report(args: argparse.Namespace) -> int:
         'Summarize a run.'
-        summary = build_report(open_run(args.path))
+        summary = build_report(ReadOnly(args.path))
         return emit(args, summary, lambda: table(summary))
 
 The first line of the docstring is the help text. A command returns the exit status. It raises ValueError and the like for errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from composer_nb.trainer.learning.infill import gap_tokens
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
-from composer_nb.trainer.models.transformer import Model, ModelConfig, Yarn
+from composer_nb.trainer.models.transformer import ModelConfig, Yarn
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.recipe import run_recipe
 from composer_nb.trainer.recipe.report import build_report
@@ -95,19 +94,8 @@ SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.ste
 def test_stretched_twice_is_stretched_once_by_both() -> None:
     config = ModelConfig(max_position_embeddings=128)
     once = config.stretched(6.0)
-    assert (
-        once.yarn == Yarn(factor=6.0, original_max_position_embeddings=128, mscale_all_dim=0.0)
-        and once.max_position_embeddings == 768
-    )
-    assert config.stretched(2.0).stretched(3.0) == once
-
-
-def test_what_turns_fast_stays_and_what_turns_slowly_is_stretched() -> None:
-    config = ModelConfig(max_position_embeddings=2048)
-    plain, long = (Model(c).rope_table(torch.zeros(1)) for c in (config, config.stretched(4.0)))
-    sharper = 0.1 * math.log(4) + 1  # both of queries and keys, so that their products grow by its square
-    torch.testing.assert_close(long[:2048, :, 0], sharper * plain[:, :, 0])
-    torch.testing.assert_close(long[4 * 2047, :, -1], sharper * plain[2047, :, -1], rtol=1e-3, atol=1e-3)
+    assert once.yarn == Yarn(factor=6.0, original_max_position_embeddings=128, mscale_all_dim=0.0)
+    assert once.max_position_embeddings == 768 and config.stretched(2.0).stretched(3.0) == once
 
 
 def test_the_phase_takes_its_share_in_rows_as_long_as_all_positions() -> None:
