@@ -44,8 +44,9 @@ def test_everything_is_looked_at_and_all_that_is_missing_has_a_cost_and_a_cure()
     for finding in findings:
         assert finding.found, finding
         assert finding.ok or (finding.cost and finding.mend and "\n" not in finding.mend), finding
-    text = drawn(findings)
-    assert all(finding.name in text for finding in findings)
+    markup = CheckResult("markup", "[/red] cannot [bold]start[/bold]", False, "c", "m")
+    text = drawn([*findings, markup])
+    assert all(finding.name in text for finding in findings) and markup.found in text
 
 
 def test_a_machine_that_lacks_everything_is_told_what_each_costs(programs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -89,36 +90,31 @@ def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: p
     program(programs, "nvidia-smi", "echo 'H100 80GB'; echo 'H100 80GB'")
     driver = doctor.driver_gpus()
     assert driver == ("H100 80GB", "H100 80GB")
-
     monkeypatch.setattr(doctor, "probe_torch", lambda: CPU_TORCH)
     first, warning = doctor.device_line().splitlines()
     assert first == "torch 2.13.0+cpu on CPU"
     assert "H100 80GB" in warning and "build without CUDA" in warning and "torch==2.13.0" in warning
     assert "2.13.0+cpu" not in doctor.check_gpu(CPU_TORCH, driver).mend, "the same build would come again"
+    for torch, gpus, ok, found in (
+        (BLIND_TORCH, driver, False, "CUDA 12.8"),
+        (None, driver, False, "cannot be imported"),
+        (CUDA_TORCH, driver, True, "H100"),
+        (CPU_TORCH, (), False, "none"),
+    ):
+        check = doctor.check_gpu(torch, gpus)
+        assert check.ok == ok and found in check.found and not check.required
 
-    blind = doctor.check_gpu(BLIND_TORCH, driver)
-    assert not blind.ok and "CUDA 12.8" in blind.found and "driver" in blind.mend
-    assert "cannot be imported" in doctor.check_gpu(None, driver).found
-    assert doctor.check_gpu(CUDA_TORCH, driver).ok
-    gpu = doctor.check_gpu(CPU_TORCH, ())
-    assert (gpu.found, gpu.ok, gpu.required) == ("none", False, False)
 
-
-def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_torch_and_too_many_threads_are_findings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    threads = doctor.check_threads(CUDA_TORCH, cores=2.0)
+    assert not threads.ok and threads.mend == "export OMP_NUM_THREADS=2"
+    assert doctor.check_threads(CUDA_TORCH, cores=8.0).ok and doctor.check_threads(CPU_TORCH, cores=0.5).ok
     monkeypatch.setitem(sys.modules, "torch", None)
     reason = doctor.probe_torch()
-    assert isinstance(reason, str)
-    assert reason in doctor.device_line()
+    assert isinstance(reason, str) and reason in doctor.device_line()
     finding = next(finding for finding in doctor.diagnose() if finding.name == "torch")
     assert reason in finding.found and not doctor.healthy([finding])
-
-
-def test_more_threads_than_cores_are_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    finding = doctor.check_threads(CUDA_TORCH, cores=2.0)
-    assert not finding.ok and finding.mend == "export OMP_NUM_THREADS=2"
-    assert doctor.check_threads(CUDA_TORCH, cores=8.0).ok
-    assert doctor.check_threads(CPU_TORCH, cores=0.5).ok, "one thread is the least there is"
 
 
 @pytest.mark.parametrize("argv0, same", [("python", True), (sys.executable, True), ("/elsewhere/bin/python", False)])
@@ -131,8 +127,3 @@ def test_a_kernel_of_another_interpreter_is_found(argv0: str, same: bool, tmp_pa
     finding = doctor.check_kernel()
     assert finding.ok is same
     assert same or finding.found == argv0
-
-
-def test_text_of_the_machine_is_not_read_as_markup():
-    finding = CheckResult("sandbox", "[/red] cannot [bold]start[/bold]", False, "c", "m")
-    assert finding.found in drawn([finding])

@@ -3,7 +3,7 @@
     @command("report", RUN, JSON)
     def report(args: argparse.Namespace) -> int:
         'Summarize a run.'
-        summary = build_report(open_run(args.path))
+        summary = build_report(ReadOnly(args.path))
         return emit(args, summary, lambda: table(summary))
 
 The first line of the docstring is the help text. A command returns the exit status. It raises ValueError and the like for errors
@@ -102,27 +102,18 @@ def pick(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 def console() -> Console:
     """Return a console as wide as the terminal, or wide enough for all tables if output is a file. It escapes what a terminal
     would obey in any text (`visible_lines`): names and texts may be those of a foreign run."""
-    from rich.console import Console, RenderHook
+    from rich.console import Console
     from rich.segment import Segment
 
     from composer_nb.harness.untrusted import visible_lines
 
-    class Escaped:
-        def __init__(self, renderable: Any) -> None:
-            self.renderable = renderable
-
-        def __rich_console__(self, screen: Console, options: Any) -> Iterator[Segment]:
-            for part in screen.render(self.renderable, options):
+    class EscapingConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for part in super().render(renderable, options):
                 yield part if part.control else Segment(visible_lines(part.text), part.style)
 
-    class Escaping(RenderHook):
-        def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [Escaped(renderable) for renderable in renderables]
-
-    terminal = Console(highlight=False)
-    terminal = terminal if terminal.is_terminal else Console(highlight=False, width=130)
-    terminal.push_render_hook(Escaping())
-    return terminal
+    terminal = EscapingConsole(highlight=False)
+    return terminal if terminal.is_terminal else EscapingConsole(highlight=False, width=130)
 
 
 def emit(args: argparse.Namespace, result: Any, render: Callable[[], Any], status: int = 0) -> int:

@@ -59,11 +59,11 @@ def from_run(args: argparse.Namespace) -> int:
     from composer_nb.jobs.file import load_job
     from composer_nb.operations.runs import tour_notebook
     from composer_nb.trainer.recipe.launch import absolute
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.settings import Settings, changed, from_dict, override
     from composer_nb.views.page import text_table
 
-    run = open_run(args.path)
+    run = ReadOnly(args.path)
     settings, out = absolute(from_dict(run.settings())), args.out or Path(f"{run.path.name}.yml")
     if out.exists():
         raise ValueError(f"{out}: is there already; give another file as --out")

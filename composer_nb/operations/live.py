@@ -9,14 +9,12 @@ The page is served on this machine's loopback only, and only reads the run's fol
 from __future__ import annotations
 
 import html
-import socket
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from composer_nb.production.serve import ThreadServer
 from composer_nb.trainer.recipe.reader import ReadOnly, read_status
 from composer_nb.views import dashboard
 from composer_nb.views.page import document, image
@@ -34,7 +33,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-s
 _BODY = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
 
-class LivePage:
+class LivePage(ThreadServer):
     """A page at `url` that follows the run in `path`. This is a context manager.
 
     Raises ValueError for a port that is in use."""
@@ -42,11 +41,6 @@ class LivePage:
     def __init__(self, path: Path, port: int = 0) -> None:
         """`port`: 0 means any free port."""
         self.path = path
-        try:
-            self._socket = socket.create_server(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"--port {port}: {error}; give another one") from None
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         self._lock, self._picture, self._rest_until = threading.Lock(), "", 0.0
         self._drawn: tuple[Any, ...] | None = None
         self._rollouts: list[StoredRollout] = []
@@ -57,24 +51,8 @@ class LivePage:
             Route("/rollouts/{place:int}", self._read),
         ]
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-        app = Starlette(routes=routes, middleware=[hosts])
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="page", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-    def wait(self) -> None:
-        """Wait until the page is closed, or Ctrl-C."""
-        while self._thread.is_alive():  # as `ChatServer.wait`
-            time.sleep(0.1)
+        super().__init__(Starlette(routes=routes, middleware=[hosts]), "127.0.0.1", port, timeout_graceful_shutdown=1)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
 
     def _page(self, request: Request) -> Response:
         heading = f"<h1>{html.escape(self.path.name)}</h1>"

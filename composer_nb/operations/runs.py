@@ -190,11 +190,11 @@ def tour_notebook() -> Path:
 @command("report", RUN, JSON)
 def report(args: argparse.Namespace) -> int:
     """Summarize a run."""
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import build_report
     from composer_nb.views.report import table
 
-    summary = build_report(open_run(args.path))
+    summary = build_report(ReadOnly(args.path))
     scores = summary.get("eval", {})
     if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
@@ -215,12 +215,12 @@ def headroom(args: argparse.Namespace) -> int:
     from composer_nb.harness.store import load_attempts
     from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.trainer import headroom as room
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.settings import Settings, override
     from composer_nb.views.page import text_table
 
     if (args.path / "run.db").is_file():
-        report = room.run_headroom(open_run(args.path), args.policy or "start")
+        report = room.run_headroom(ReadOnly(args.path), args.policy or "start")
     elif not args.policy:
         raise ValueError(f"{args.path}: no run; for tasks give --policy too")
     else:
@@ -336,12 +336,11 @@ def change(args: argparse.Namespace) -> int:
 
     Names and types are checked before the run sees them.
     """
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import open_run, settings_at
     from composer_nb.trainer.services.journal import change_live, request_change
-    from composer_nb.trainer.settings import from_dict, override
 
     run, changes = open_run(args.path.resolve()), dict[str, Any]()
-    current = reduce(override, run.changed_live().values(), from_dict(run.settings()))
+    current = settings_at(run)
     for name, text in overrides(args.pairs).items():
         current = change_live(current, name, text)
         changes[name] = reduce(getattr, name.split("."), current)

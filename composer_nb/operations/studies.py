@@ -24,10 +24,10 @@ def microscope(args: argparse.Namespace) -> int:
 
     from composer_nb.labs.microscope import view
     from composer_nb.labs.microscope.microscope import examine_run
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views.page import text_table
 
-    report = examine_run(open_run(args.path), args.engine, step=args.step, rollouts=args.rollouts)
+    report = examine_run(ReadOnly(args.path), args.engine, step=args.step, rollouts=args.rollouts)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))
     rows = text_table(list(view.rows(report)), view.HEAD)
     return emit(args, report.to_dict(), lambda: Group(view.headline(report), rows, causes))
@@ -46,11 +46,11 @@ def scaling(args: argparse.Namespace) -> int:
 
     from composer_nb.harness.files import write_atomic
     from composer_nb.labs.scaling import predictions
-    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views.midtraining import against_tokens, tokens_seen
     from composer_nb.views.page import text_table
 
-    points = open_run(args.path).steps("midtrain")
+    points = ReadOnly(args.path).steps("midtrain")
     if len(points) < 3 or args.loss not in points[0]:
         raise ValueError(f"{args.path}: fewer than three measurements of {args.loss!r} in mid-training")
     tokens, loss = tokens_seen(points).tolist(), [point[args.loss] for point in points]

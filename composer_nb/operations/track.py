@@ -17,15 +17,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe.reader import ReadOnly
+from composer_nb.trainer.recipe.reader import ReadOnly, logged_steps
 
 log = logging.getLogger(__name__)
 PROJECT = "composer_nb"
@@ -115,27 +114,6 @@ def parse(names: str) -> list[str]:
     return trackers
 
 
-@dataclass(slots=True)
-class Sent:
-    """What was sent to a tracker: the number of bytes of metrics.jsonl (`offset`), and the last step of each stage."""
-
-    offset: int = 0
-    steps: dict[str, int] = field(default_factory=dict)
-
-    def rows(self, raw: bytes) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield (step, figures) of the complete lines in `raw`, which begins at the offset. Each counts as sent once the next is
-        requested. Steps that are repeated after a crash are skipped."""
-        for line in raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True):
-            row = json.loads(line)
-            stage, step = row.pop("stage"), row.pop("step")
-            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
-            figures = {f"{stage}/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}
-            if step > self.steps.get(stage, 0) and figures:
-                yield step, figures
-                self.steps[stage] = step
-            self.offset += len(line)
-
-
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
@@ -147,17 +125,24 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
-    sent_file, metrics = home_of(run) / "trackers" / f"{name}.json", run.path / "metrics.jsonl"
+    sent_file = home_of(run) / "trackers" / f"{name}.json"
     sent_file.parent.mkdir(parents=True, exist_ok=True)
-    sent = Sent(**json.loads(sent_file.read_text())) if sent_file.is_file() else Sent()
+    sent: dict[str, int] = json.loads(sent_file.read_text())["steps"] if sent_file.is_file() else {}
     tracker, rest, ended = None, EVERY_S, False
     try:
         while not ended:
             ended = until()
             try:
                 tracker = tracker or TRACKERS[name](run, _dotted(run.settings()))
-                for step, figures in sent.rows(metrics.read_bytes()[sent.offset :] if metrics.is_file() else b""):
-                    tracker[0](figures, step)
+                for stage, points in logged_steps(run.path / "metrics.jsonl").items():
+                    for step in sorted(step for step in points if step > sent.get(stage, 0)):
+                        numbers = {
+                            key: x for key, x in points[step].items() if key != "step" and type(x) in (int, float)
+                        }
+                        figures = {f"{stage}/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)}
+                        if figures:
+                            tracker[0](figures, step)
+                        sent[stage] = step
                 rest = EVERY_S
             except Exception as error:  # of any of the four libraries
                 if ended:
@@ -165,7 +150,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 if rest == EVERY_S:
                     log.warning("%s: %s; what is missing is sent later", name, error)
                 rest = min(2 * rest, LATEST_S)
-            write_json(sent_file, asdict(sent))
+            write_json(sent_file, {"steps": sent})
             wake = time.monotonic() + rest
             while not ended and time.monotonic() < wake and not until():
                 time.sleep(0.2)

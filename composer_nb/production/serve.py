@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
 from ipaddress import ip_address
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -83,7 +82,36 @@ Answer = TypeVar("Answer")
 Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
 
 
-class ChatServer:
+class ThreadServer:
+    """Serves an application in a thread while this context is open. `port` 0 is any free port; with `shared`, several servers of
+    a machine may listen on one. `options` are those of uvicorn. Raises ValueError for an invalid address, or one in use."""
+
+    def __init__(self, app: Any, host: str, port: int, shared: bool = False, **options: Any) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, reuse_port=shared)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--host {host} --port {port}: {error}; give another one") from None
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, **options)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="serve", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def wait(self) -> None:
+        """Wait until the server is closed, or Ctrl-C."""
+        while self._thread.is_alive():  # Python 3.11 takes a thread for ended whose `join` was interrupted
+            time.sleep(0.1)
+
+
+class ChatServer(ThreadServer):
     """A context manager that serves while it is open."""
 
     def __init__(
@@ -114,13 +142,22 @@ class ChatServer:
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, reuse_port=shared)
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"--host {host} --port {port}: {error}; give another one, or port 0 for any that is free"
-            ) from None
+        super().__init__(
+            self._serve,
+            host,
+            port,
+            shared,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=self.most + SPARE_CONNECTIONS,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=KEEP_S,
+            timeout_graceful_shutdown=5,
+        )
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
@@ -129,51 +166,22 @@ class ChatServer:
         self._listed |= {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._serve,
-                interface="asgi3",
-                http="h11",
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                limit_concurrency=self.most + SPARE_CONNECTIONS,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_keep_alive=KEEP_S,
-                timeout_graceful_shutdown=5,
-            )
-        )
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="serve", daemon=True)
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self._socket.getsockname()[1]}/v1"
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.should_exit = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._thread.join()
+        super().__exit__(*error)
         self._threads.shutdown()
-        self._socket.close()
 
     def drain(self) -> None:
         """Refuse new requests, and wait until those under way are answered, but no longer than DRAIN_S."""
         self._draining = True
         wait([*self._work], DRAIN_S)
-
-    def wait(self) -> None:
-        """Wait until the server is closed, or Ctrl-C."""
-        while self._thread.is_alive():  # Python 3.11 takes a thread for ended whose `join` was interrupted
-            time.sleep(0.1)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""

@@ -57,11 +57,8 @@ def bases_picture(rows: Sequence[Mapping[str, Any]]) -> Picture:
     picture = Picture(9.5, 0.8 + 0.35 * len(rows))
     kinds = {"fresh_knowledge": "fresh knowledge (more is better)", "state_distance": "state tracking, edits (less)"}
     kinds["bits_per_byte"] = "codebase, bits per byte (less)"
-    panels = picture.panels(1, 3, sharey=True)
-    for ax, (kind, text) in zip(panels, kinds.items(), strict=True):
-        ax.barh([row["base"] for row in rows], [row[kind] for row in rows], color=style.BLUE)
-        title(ax, text)
-    panels[0].invert_yaxis()
+    for ax, (kind, text) in zip(picture.panels(1, 3, sharey=True), kinds.items(), strict=True):
+        title(style.bars(ax, {row["base"]: row[kind] for row in rows}, style.BLUE), text)
     return picture
 
 

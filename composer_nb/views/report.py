@@ -16,7 +16,8 @@ from rich.console import Group
 from rich.table import Table
 
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.trainer.recipe.reader import read_status, stages_of
+from composer_nb.trainer.recipe.launch import stages_of
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores

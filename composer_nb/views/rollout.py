@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,7 @@ from composer_nb.production.record import served as served_by
 from composer_nb.trainer.learning.retrace import Recomputed, recompute
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.prompts import tasks_by_id
-from composer_nb.trainer.recipe.reader import telling_step
-from composer_nb.trainer.records.batches import load_batch
+from composer_nb.trainer.recipe.reader import stored_groups
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.page import Html, box
@@ -58,18 +56,8 @@ class StoredRollout:
         return self.attempt.rollout.segments[self.number]
 
     @property
-    def chain(self) -> list[StoredRollout]:
-        """The rollout once for each of its segments."""
-        return [replace(self, number=number) for number in range(len(self.attempt.rollout.segments))]
-
-    @property
     def trainer(self) -> Recomputed | None:
         return self.recomputed[self.number] if self.recomputed else None
-
-    @property
-    def token_advantages(self) -> NDArray[np.float64] | None:
-        """The advantage of each token, float64 [T]; None for a rollout that RL did not train on."""
-        return None if self.advantage is None else np.full(len(self.segment.token_ids), self.advantage)
 
     @property
     def heading(self) -> str:
@@ -90,16 +78,11 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
 
 def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
     """Return the rollouts of RL step `step` (from 1; −1 is the last that trained on something), with advantages and routes."""
-    steps = len(run.steps("rl"))
-    number = (telling_step(run) if step == -1 else step) - 1
-    if not 0 <= number < steps:
-        raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
-    tasks = tasks_by_id(run.path)
-    tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
+    number, groups = stored_groups(run, step)
+    tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number}"
     return [
         StoredRollout(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
-        for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet"))
-        for group in load_batch(path, tasks)
+        for group in groups
         for scored in group
     ]
 
@@ -134,15 +117,15 @@ def with_trainer(stored: StoredRollout, model: Model) -> StoredRollout:
 def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False) -> Html:
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
-    parts, key, chain = list[str](), dict[str, Tint](), stored.chain
-    for link in chain:
-        segment, colours = link.segment, colouring(link.segment, color, link.token_advantages, link.trainer)
-        key |= {text: tint for tint, text in colours.key}
-        if len(chain) > 1:
+    parts, key, segments = list[str](), dict[str, Tint](), stored.attempt.rollout.segments
+    for number, segment in enumerate(segments):
+        link = replace(stored, number=number)
+        tints, meanings = colouring(segment, color, stored.advantage, link.trainer)
+        key |= {text: tint for tint, text in meanings}
+        if len(segments) > 1:
             origin = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
-            heading = f"segment {link.number + 1}: {len(segment.token_ids)} tokens, {origin}"
-            parts.append(f'<div class="head">{heading}</div>')
-        parts += _folding(link, colours.tints, unfold)
+            parts.append(f'<div class="head">segment {number + 1}: {len(segment.token_ids)} tokens, {origin}</div>')
+        parts += _folding(link, tints, unfold)
     chip = '<span class="chip" style="background:{}">{}</span>'
     chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
     return box(
@@ -291,17 +274,12 @@ class Tint:
         return f"rgba({red},{green},{blue},{OPAQUE * self.strength:.2f})"
 
 
-class Colouring(NamedTuple):
-    """Tints of T tokens (None for tokens that the agent read) and their meaning."""
+def colouring(
+    segment: Segment, by: ColorBy, advantage: float | None, trainer: Recomputed | None
+) -> tuple[list[Tint | None], tuple[tuple[Tint, str], ...]]:
+    """Return the tint of each token of a segment (None for tokens that the agent read), and what the tints mean.
 
-    tints: list[Tint | None]
-    key: tuple[tuple[Tint, str], ...]
-
-
-def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: Recomputed | None) -> Colouring:
-    """Return the tint of each token of a segment, by its `advantage` or other values, float64 [T].
-
-    Raise ValueError when `by` needs what is missing: advantages, or the values of a trainer."""
+    Raise ValueError when `by` needs what is missing: an advantage, or the values of a trainer."""
     low, high = Tint(style.ORANGE), Tint(style.SKY)
     if by == "advantage" and advantage is None:
         raise ValueError(
@@ -312,7 +290,10 @@ def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: 
     values: NDArray[Any] = np.ones(len(segment.acted))
     key: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
     if advantage is not None and by == "advantage":
-        values, key = advantage, ((low, "worse than expected, made less likely"), (high, "better, made likelier"))
+        values, key = (
+            advantage * values,
+            ((low, "worse than expected, made less likely"), (high, "better, made likelier")),
+        )
     elif trainer is not None and by == "ratio":
         values = log_ratio(segment, trainer) / DRIFT
         key = ((low, "the trainer finds it less likely"), (high, "likelier"))
@@ -320,7 +301,7 @@ def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: 
         values, key = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
     hues = [style.SKY if value > 0 else style.ORANGE for value in values]
     tints = [Tint(hue, min(1.0, abs(value))) for hue, value in zip(hues, values.tolist(), strict=True)]
-    return Colouring([tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], key)
+    return [tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], key
 
 
 def log_ratio(segment: Segment, trainer: Recomputed) -> NDArray[np.float32]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.terms.registry import called
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style
 from composer_nb.views.page import Html, box
@@ -38,19 +38,15 @@ def turns(attempt: Attempt) -> Html:
     for turn in attempt.rollout.turns:
         number += not turn.beside
         color = f' style="color:{style.VERMILION}"' if turn.error else ""
-        call = f"<td{color}>{as_html(_call(turn.call))}</td>"
+        call = f"<td{color}>{as_html(_call(turn))}</td>"
         answer = f'<td class="quiet">{as_html(turn.observation)}</td>'
         rows.append(f'<tr><td class="quiet">{"" if turn.beside else number}</td>{call}{answer}</tr>')
     return box(f'<table class="mono">{"".join(rows)}</table>')
 
 
-def _call(text: str) -> str:
-    try:
-        call = json.loads(text)
-        arguments = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
-        return f"{call['name']}({arguments})"
-    except (json.JSONDecodeError, TypeError, KeyError):  # what the agent wrote was no call
-        return text
+def _call(turn: Turn) -> str:
+    name, arguments = called(turn)
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" if name else turn.call
 
 
 def _line(old: str, new: str) -> str:

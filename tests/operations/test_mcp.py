@@ -40,18 +40,19 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
         calls=(
             ("report", {"path": EXAMPLE}),
             ("report", {"path": "gone"}),
-            ("compare", {"paths": [EXAMPLE, EXAMPLE]}),
             ("report", {"path": EXAMPLE, "html": "page.html"}),
             ("set", {"path": EXAMPLE}),
+            ("weights_log", {"store": "memory://runs"}),
         )
     )
     assert set(tools) == {name.replace(" ", "_") for name in READS}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    (report, failed), gone, (compared, _), html, unknown = answers
-    assert not failed and json.loads(report)["seed"] == 0 and json.loads(compared)
+    (report, failed), gone, html, unknown, url = answers
+    assert not failed and json.loads(report)["seed"] == 0
     assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
     assert html[1] and "no argument 'html'" in html[0]
     assert unknown[1] and "no tool 'set'" in unknown[0]
+    assert url[1] and "is no path" in url[0]
 
 
 ELSEWHERE = [
@@ -72,27 +73,23 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given"), ELSEWHERE)
-def test_a_reader_opens_no_url_and_nothing_outside_of_its_folder(
-    name: str, given: dict[str, Any], tmp_path: Path
-) -> None:
+INSIDE = [
+    ("weights log", {"store": "runs/tour"}),
+    ("report", {"path": "runs/../runs/tour"}),
+    ("compare", {"paths": ["runs/a", "runs/b"]}),
+    ("plan", {"run": "runs/a", "steps": 20}),
+    ("jobs status", {}),
+]
+
+
+def test_a_reader_opens_what_lies_in_its_folder_and_no_url_and_nothing_outside(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("/etc")
-    with pytest.raises(ValueError, match=r"is no path; this server reads the runs below|lies outside of"):
+    for name, given in ELSEWHERE:
+        with pytest.raises(ValueError, match=r"is no path; this server reads the runs below|lies outside of"):
+            require_inside(name, COMMANDS[name].arguments, given, tmp_path)
+    for name, given in INSIDE:
         require_inside(name, COMMANDS[name].arguments, given, tmp_path)
-
-
-def test_a_reader_opens_what_lies_in_its_folder(tmp_path: Path) -> None:
-    for name, given in (
-        ("weights log", {"store": "runs/tour"}),
-        ("report", {"path": str(tmp_path / "runs/tour")}),
-        ("compare", {"paths": ["runs/a", "runs/b"]}),
-        ("plan", {"run": "runs/a", "steps": 20}),
-        ("jobs status", {}),
-    ):
-        require_inside(name, COMMANDS[name].arguments, given, tmp_path)
-    _, [answer] = talk(calls=(("weights_log", {"store": "memory://runs"}),))
-    assert answer[1] and "is no path" in answer[0]
 
 
 def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:

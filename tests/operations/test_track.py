@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb import cli
+from composer_nb.harness.files import write_json
 from composer_nb.operations import track
 from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.records.rundir import RunDir
 
 LINES = [
     {"stage": "sft", "step": 1, "loss": 0.5, "name": "x"},
@@ -41,22 +44,22 @@ def run(copy_of: Callable[[Any], Any]) -> Path:
     return path
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=12),
-    st.lists(st.integers(0, 400), max_size=4),
-)
-def test_each_step_is_sent_once_wherever_reading_stops(steps: list[tuple[str, int]], stops: list[int]) -> None:
-    raw = "".join(line({"stage": stage, "step": step, "x": 1.0}) for stage, step in steps).encode()
-    sent, got, highest = track.Sent(), [], dict[str, int]()
-    for stop in [*sorted(min(stop, len(raw)) for stop in stops), len(raw)]:
-        sent = track.Sent(**json.loads(json.dumps({"offset": sent.offset, "steps": sent.steps})))
-        got += [(next(iter(figures))[0], step) for step, figures in sent.rows(raw[sent.offset : stop])]
-    wanted = []
-    for stage, step in steps:
-        if step > highest.get(stage, 0):
-            highest[stage] = step
-            wanted.append((stage, step))
-    assert got == wanted and sent.offset == len(raw)
+@given(st.lists(st.integers(0, 400), max_size=4), st.integers(1, 6))
+def test_each_step_is_sent_once_wherever_reading_stops_also_when_steps_are_made_again(
+    cuts: list[int], lost: int
+) -> None:
+    """A run that is resumed writes its metrics anew, without the steps that it lost, and then makes these again."""
+    rows = [line({"stage": stage, "step": step, "x": step}) for stage in "ab" for step in range(1, 8)]
+    text, sent = "".join(rows), list[tuple[str, int]]()
+    tracker = {"mlflow": lambda *_: (lambda figures, step: sent.append((*figures, step)), lambda: None)}
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(track, "TRACKERS", tracker)
+        run = RunDir(Path(folder))
+        write_json(run.path / "settings.json", {})
+        for written in (*(text[:cut] for cut in sorted(cuts)), "".join(rows[:-lost]), text):
+            (run.path / "metrics.jsonl").write_text(written)
+            track.follow(run.path, "mlflow", lambda: True)
+    assert sent == [(f"{stage}/x", step) for stage in "ab" for step in range(1, 8)]
 
 
 def board(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -135,21 +138,10 @@ READ = {"tensorboard": board, "mlflow": mlflow, "trackio": trackio, "wandb": wan
 @pytest.mark.parametrize("name", READ)
 def test_what_was_sent_is_there_once_also_after_an_end_in_between(run: Path, name: str, tmp_path: Path) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed; the extra trackers brings it")
-    quiet = {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "HOME": str(tmp_path),
-    }
-    command = [
-        sys.executable,
-        "-c",
-        PROGRAM,
-        str(run),
-        name,
-        str(Path(__file__).parent),
-        line(LINES[3])[9:] + line(LINES[4]),
-    ]
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    quiet["TRACKIO_DIR"] = str(tmp_path / "trackio")
+    rest = line(LINES[3])[9:] + line(LINES[4])
+    command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), rest]
     done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
     [found] = [json.loads(each[6:]) for each in done.stdout.splitlines() if each.startswith("found ")]
     assert {key: sorted(map(tuple, rows)) for key, rows in found.items()} == WANTED
@@ -182,23 +174,24 @@ def test_a_service_that_fails_is_named_once_and_gets_everything_later(
     assert "composer-nb track" in caplog.records[-1].getMessage()
 
 
-def test_an_unknown_tracker_or_one_that_is_not_there_is_named(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_tracker_is_named_and_nothing_is_written_into_an_excerpt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["track", str(run), "--to", "tensorboard,neptune"]) == 2
-    assert "--track neptune: there are tensorboard, wandb, trackio, mlflow" in capsys.readouterr().err
-    monkeypatch.setattr(track, "find_spec", lambda name: None)
-    assert cli.main(["track", str(run), "--to", "wandb"]) == 2
-    assert "pip install 'composer-nb[trackers]'" in capsys.readouterr().err
-
-
-def test_nothing_is_written_into_an_excerpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     stored = example_run().path
-    before = sorted((path, path.stat().st_mtime_ns) for path in (stored, stored.parent, *stored.rglob("*")))
+
+    def state() -> list[tuple[Path, int]]:
+        return sorted((path, path.stat().st_mtime_ns) for path in (stored, stored.parent, *stored.rglob("*")))
+
+    before = state()
+    assert cli.main(["track", str(stored), "--to", "tensorboard,neptune"]) == 2
+    assert "--track neptune: there are tensorboard, wandb, trackio, mlflow" in capsys.readouterr().err
     assert cli.main(["track", str(stored), "--to", "tensorboard"]) == 0
-    assert sorted((path, path.stat().st_mtime_ns) for path in (stored, stored.parent, *stored.rglob("*"))) == before
+    assert state() == before
     [home] = (tmp_path / "runs" / "tracked").iterdir()
     assert home.name.startswith("example-") and {path.name for path in home.iterdir()} == {"tensorboard", "trackers"}
     assert board(home)["rl/reward"]
+    monkeypatch.setattr(track, "find_spec", lambda name: None)
+    assert cli.main(["track", str(stored), "--to", "wandb"]) == 2
+    assert "pip install 'composer-nb[trackers]'" in capsys.readouterr().err

@@ -30,14 +30,10 @@ def work(tmp_path: Path) -> Work:
     return run_agent(tmp_path / "mine", "do it", f"scripted:{tmp_path / 'script.json'}", tmp_path / "out")
 
 
-def test_a_conversation_is_text_and_nothing_else(work: Work) -> None:
+def test_a_conversation_and_a_diff_are_text_and_nothing_else(work: Work) -> None:
     text = agent.conversation(work.conversation.turns).text
     assert "&lt;b&gt;I&lt;/b&gt;" in text and "<b>" not in text and "<img" not in text and text.count("<details>") == 2
-
-
-def test_a_diff_is_coloured_and_escaped(work: Work) -> None:
-    text = agent.diff(work.diff).text
-    assert "+a = 1 &lt; 2" in text and "#00996622" in text
+    assert "+a = 1 &lt; 2" in (text := agent.diff(work.diff).text) and "#00996622" in text
 
 
 @pytest.mark.parametrize("clicked", ["Accept", "Reject"])

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,52 +60,35 @@ def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
     assert len(shown) == 9
     faint = [line for line in shown["reward"].lines if line.get_alpha() == 0.3]
     assert list(faint[0].get_ydata()) == [point["reward"] for point in tiny_run.steps("rl")]
-    bars = {text.get_text(): bar.get_width() for text, bar in _rows(shown["sampled tokens"])}
-    assert bars == {why: n for why, n in tiny_run.ledger().items() if n}
-    seconds = {text.get_text(): bar.get_width() for text, bar in _rows(shown["seconds of complete stages"])}
-    assert seconds == seen.stages
-    assert dashboard.utilisation(seen) == pytest.approx(
-        sum(p["time"]["train_s"] for p in seen.steps) / sum(p["time"]["wall_s"] for p in seen.steps)
+    tokens = {why: n for why, n in tiny_run.ledger().items() if n}
+    for name, values in (("sampled tokens", tokens), ("seconds of complete stages", seen.stages)):
+        rows = zip(shown[name].get_yticklabels(), shown[name].patches, strict=True)
+        assert {text.get_text(): bar.get_width() for text, bar in rows} == values
+    train, wall = (sum(p["time"][name] for p in seen.steps) for name in ("train_s", "wall_s"))
+    assert dashboard.utilisation(seen) == pytest.approx(train / wall)
+
+
+def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
+    seen = read_status(run.path)
+    texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
+    assert texts.count("RL has no step yet") == 6 and "none yet" in texts
+    assert dashboard.headline(seen) == "it: dead, tokenizer" and dict(dashboard.facts(seen))["process"].startswith(
+        "none"
     )
-
-
-def _rows(ax: Any) -> list[tuple[Any, Any]]:
-    return list(zip(ax.get_yticklabels(), ax.patches, strict=True))
-
-
-def test_rollouts_under_way_are_stacked_by_group(run: RunDir) -> None:
-    from dataclasses import replace
-
-    slots = (
-        PromptSlot(slot=7, size=4, done=3, running=1, training=False),
-        PromptSlot(slot=9, size=4, done=0, running=2, training=False),
-    )
-    seen = replace(read_status(run.path), slots=slots, served=3, steps=(POINT | {"step": 1},) * 4, versions=4)
-    heights = {
-        container.get_label(): [bar.get_height() for bar in container]
-        for container in panels(seen)["rollouts in flight, by prompt"].containers
-    }
+    for name in ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"):
+        run.finish(name, 1.0, {"pass_at_1": 0.5})
+    run.commit("rl", 4, {}, [(at, POINT) for at in range(1, 5)])
+    with live(run):
+        assert dashboard.headline(read_status(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
+    slots = (PromptSlot(7, size=4, done=3, running=1, training=False), PromptSlot(9, 4, 0, 2, training=False))
+    seen = replace(read_status(run.path), slots=slots, served=3, versions=4)
+    assert dashboard.headline(seen) == "it: dead, rl 4 of 20 steps"
+    bars = panels(seen)["rollouts in flight, by prompt"].containers
+    heights = {container.get_label(): [bar.get_height() for bar in container] for container in bars}
     assert heights == {"finished": [3, 0], "to sample again": [1, 2], "not dispatched": [0, 2]}
     told = dict(dashboard.facts(seen))
     assert told["in flight"] == "2 groups: of 8 rollouts 3 finished, 3 to be sampled again; 0 groups in training"
     assert told["weight versions"].startswith("4 made") and "batch 3 of 4" in told["weight versions"]
-
-
-def test_a_run_that_has_just_begun_says_why_there_is_nothing(run: RunDir) -> None:
-    seen = read_status(run.path)
-    texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
-    assert texts.count("RL has no step yet") == 6 and "none yet" in texts
-    assert dashboard.headline(seen) == "it: dead, tokenizer"
-    assert dict(dashboard.facts(seen))["process"].startswith("none")
-
-
-def test_the_headline_tells_how_far_and_how_long(run: RunDir) -> None:
-    for name in ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"):
-        run.finish(name, 1.0, {})
-    run.commit("rl", 4, {}, [(at, POINT) for at in range(1, 5)])
-    with live(run):
-        assert dashboard.headline(read_status(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
-    assert dashboard.headline(read_status(run.path)) == "it: dead, rl 4 of 20 steps"
 
 
 def test_the_still_board_needs_nothing_else_and_lets_no_markup_through(run: RunDir) -> None:

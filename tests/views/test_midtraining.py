@@ -21,23 +21,17 @@ def test_tokens_are_added_up_from_the_step_that_is_named():
         midtraining.tokens_seen(POINTS, begin=5)
 
 
-def test_a_figure_of_fits_shows_the_points_the_lines_and_the_errors():
+def test_figures_show_the_points_the_lines_and_the_errors():
     tokens = np.array([1e3, 2e3, 4e3, 8e3, 1.6e4])
     loss = 5.0 * tokens**-0.5
     fits = [fit_loss(tokens[:3], loss[:3], shape) for shape in ("log-linear", "power")]
     ax, errors = midtraining.against_tokens(tokens, loss, fits, 3, "what").axes
-    seen, unseen = ax.lines[:2]
-    assert list(seen.get_ydata()) == list(loss[:3]) and list(unseen.get_ydata()) == list(loss[3:])
-    straight, power = errors.lines[:2]
-    assert list(straight.get_ydata()) == pytest.approx((fits[0].predict(tokens[3:]) - loss[3:]).tolist())
-    assert power.get_ydata() == pytest.approx([0, 0], abs=1e-9), "these points lie on a power"
-
-
-def test_mixtures_are_drawn_side_by_side():
+    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [list(loss[:3]), list(loss[3:])]
+    assert list(errors.lines[0].get_ydata()) == pytest.approx((fits[0].predict(tokens[3:]) - loss[3:]).tolist())
+    assert errors.lines[1].get_ydata() == pytest.approx([0, 0], abs=1e-9), "these points lie on a power"
     runs = {"with": ([1, 2], [3, 2.5], [1, 0.5]), "without": ([1, 2], [3, 4], [1, 0.4])}
-    code, agent = midtraining.mixtures(runs, "bits a byte").axes
-    assert [list(line.get_ydata()) for line in code.lines] == [[3, 2.5], [3, 4]]
-    assert [list(line.get_ydata()) for line in agent.lines] == [[1, 0.5], [1, 0.4]]
+    for place, panel in enumerate(midtraining.mixtures(runs, "bits a byte").axes, 1):
+        assert [list(line.get_ydata()) for line in panel.lines] == [curves[place] for curves in runs.values()]
 
 
 def rows() -> list[TokenRow]:
@@ -47,16 +41,8 @@ def rows() -> list[TokenRow]:
 
 def test_influence_stays_within_a_row_and_goes_forward(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    model = Model(
-        ModelConfig(
-            vocab_size=31,
-            hidden_size=16,
-            num_hidden_layers=2,
-            head_dim=8,
-            moe_intermediate_size=8,
-            max_position_embeddings=64,
-        )
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8, "moe_intermediate_size": 8}
+    model = Model(ModelConfig(vocab_size=31, max_position_embeddings=64, **sizes))
     moved = midtraining.influence(model, rows())
     row = np.repeat([0, 1, 2], [5, 2, 4])
     place = np.arange(len(row))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from random import Random
 
@@ -37,12 +36,10 @@ from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.prompts import tasks_by_id
-from composer_nb.trainer.recipe.reader import stored_steps, telling_step, weights_before
-from composer_nb.trainer.records.batches import load_batch
+from composer_nb.trainer.recipe.reader import settings_at, stored_groups, weights_before
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_streams
-from composer_nb.trainer.settings import Settings, from_dict, override
+from composer_nb.trainer.settings import Settings, from_dict
 
 # Advantages up to this size are not trained on (`rl.trains`).
 NO_SIGNAL = 1e-6
@@ -69,19 +66,8 @@ class StoredBatch:
 def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
     """Return the batch of RL step `step` (from 1; −1 is the last that trained on something). Raises ValueError for a step whose
     rollouts are missing or damaged."""
-    number = telling_step(run) if step == -1 else step
-    if number not in (there := stored_steps(run)):
-        raise ValueError(f"RL step {number}: its rollouts are not in {run.path.name}, which has those of {there}")
-    tasks = tasks_by_id(run.path)
-    files = sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet"))
-    groups = tuple(tuple(group) for file in files for group in load_batch(file, tasks))
-    return StoredBatch(step=number, groups=groups, settings=settings_at(run, number))
-
-
-def settings_at(run: RunDir, step: int) -> Settings:
-    """Return the settings that RL step `step` (from 1) ran with: those of the start, and what was changed since."""
-    applied = (values for at, values in run.changed_live().items() if int(at) <= step)
-    return reduce(override, applied, from_dict(run.settings()))
+    number, groups = stored_groups(run, step)
+    return StoredBatch(step=number, groups=tuple(map(tuple, groups)), settings=settings_at(run, number))
 
 
 # Rewards and advantages

@@ -19,6 +19,7 @@ from typing import Literal
 
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, RunFailed, new_run, settle, start_or_resume
+from composer_nb.trainer.recipe.reader import whole_lines
 from composer_nb.trainer.records.rundir import RunDir, open_run
 from composer_nb.trainer.services.head import begin, end, holder
 from composer_nb.trainer.settings import Settings
@@ -54,19 +55,16 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
     An interrupt (Ctrl-C) does not affect the run.
     """
     run = open_run(run_dir)
-    log_file, last = run.path / SAID, ""
-    at, first = 0, True
+    log_file = run.path / SAID
+    count: int | None = None  # lines that are printed
     while True:
         live = holder(run.path / LOCK) is not None
-        text = log_file.read_bytes()[at:] if log_file.is_file() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        at += len(whole)
-        new = whole.decode("utf-8", "replace").splitlines()
-        for line in new[max(0, len(new) - lines) :] if first else new:
+        text = whole_lines(log_file.read_bytes()) if log_file.is_file() else []
+        for line in text[max(0, len(text) - lines) if count is None else count :]:
             say(line)
-        last, first = (new or [last])[-1], False
+        count = len(text)
         if not live:
-            return "complete" if last.startswith(COMPLETE) else "dead"
+            return "complete" if text and text[-1].startswith(COMPLETE) else "dead"
         time.sleep(POLL_S)
 
 

@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
@@ -26,11 +25,16 @@ from composer_nb.trainer.records.rundir import RunDir, create, open_run, provena
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
 from composer_nb.trainer.services.head import PROCESS, SILENT, claim, held, holder, last_words
-from composer_nb.trainer.settings import Settings, from_dict, override, to_dict, to_flat
+from composer_nb.trainer.settings import Settings, changed, from_dict, override, to_dict, to_flat
 
 # Files in a run directory: the lock of its launcher, and the launcher's log.
 LOCK, SAID = "launch.lock", "said.log"
 COMPLETE = "the run is complete"
+# Stages of a complete run, in the order of the recipe.
+STAGES = (
+    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
+    *("rl", "eval_final", "numerics"),
+)
 
 
 class RunFailed(RuntimeError):
@@ -43,6 +47,13 @@ class RunFailed(RuntimeError):
 
 class RunBusy(ValueError):
     """Another launcher is working on the run."""
+
+
+def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
+    if (until := settings.get("until", "rl")) != "rl":
+        return STAGES[: STAGES.index(until) + 1]
+    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
 
 
 def start_or_resume(
@@ -102,11 +113,8 @@ def _begun(newest: Path, settings: Settings) -> tuple[RunDir | None, str]:
     run = RunDir(path)
     run_settings = from_dict(run.settings())
     package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
-    if not same(run_settings, settings):
-        old, new = (to_flat(settings_tree) for settings_tree in (run_settings, absolute(settings)))
-        parts = [f"{name}={old[name]}, now {new[name]}" for name in old if old[name] != new[name]]
-        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        return None, f"{path} was begun with {'; '.join(parts[:3])}{more}"
+    if differences := _differences(run_settings, settings):
+        return None, f"{path} was begun with {differences}"
     if package != provenance()["package_digest"]:
         return None, f"{path} was begun by another version of this package"
     return run, ""
@@ -153,9 +161,12 @@ def absolute(settings: Settings) -> Settings:
     return override(settings, files)
 
 
-def same(saved: Settings, settings: Settings) -> bool:
-    """Return whether a run with these settings may go on with those; a run that its gate refused may go on without it."""
-    return saved in (merged := replace(settings, rl=replace(settings.rl, gate=saved.rl.gate)), absolute(merged))
+def _differences(saved: Settings, settings: Settings) -> str:
+    """Return how settings differ from those of a run, as `seed=1, now 2`; "" if the run may go on with them. A run that its gate
+    refused may go on without it."""
+    old, new = to_flat(saved), min((changed(saved, tree) for tree in (settings, absolute(settings))), key=len)
+    parts = [f"{name}={old[name]}, now {value}" for name, value in new.items() if name != "rl.gate"]
+    return "; ".join(parts[:3]) + f" and {len(parts) - 3} more" * (len(parts) > 3)
 
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
@@ -167,10 +178,9 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
         if settings in (None, run_settings):
             return run_settings
         assert settings is not None
-        if not same(run_settings, settings):
-            raise ValueError(
-                f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
-            )
+        if differences := _differences(run_settings, settings):
+            why = f"{run.path} was started with other settings (settings.json): {differences}"
+            raise ValueError(f"{why}; resume it without any, or start a new run")
         if run.excerpt is not None or run.pointer("rl") or run.finished("rl") is not None:
             return run_settings
         settings = absolute(settings)
@@ -193,7 +203,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     rl_comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
     if rl_comes and not settings.services.address:  # the nodes of a cluster are checked once the run is attached to it
         require_room_for_rl(settings, [this_machine()])
-    last = settings.until if settings.until != "rl" else "eval_control" if settings.control_steps else "numerics"
+    last = stages_of(to_dict(settings))[-1]
     if run.finished(last) is None:
         _run_ranks(run, settings.ranks, say)
     if last == "numerics" and settings.rl.gate and (reason := refusal(run)):

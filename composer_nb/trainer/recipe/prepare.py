@@ -140,24 +140,21 @@ class Chunk:
 
 def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None) -> list[Chunk]:
     """Return all chunks of data of a run. For `dealt` custom tasks these are demonstrations only, at most one per task."""
-    d = settings.data
-    kinds: list[tuple[str, int, bool, float | None]] = [
+    d, pieces = settings.data, list[Chunk]()
+    for kind, count, heldout, rate in (
         ("heldout", d.heldout_tasks, False, None),
         ("structures", d.structure_tasks, True, None),
         ("tune", d.tune_tasks, True, 0.0 if d.demonstrations or d.mistaken_demonstrations else None),
         ("rl", d.rl_tasks, False, None),
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
         ("clean", d.demonstrations, False, 0.0),
-    ]
-    tasks_by_kind = {
-        kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds
-    }
-    return [
-        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, tasks_by_kind[kind][at : at + CHUNK])
-        for kind, count, heldout, rate in kinds
-        if dealt is None or rate is not None
-        for number, at in enumerate(range(0, count if dealt is None else len(tasks_by_kind[kind]), CHUNK))
-    ]
+    ):
+        custom = () if dealt is None else tuple(dealt["tune" if kind == "tune" else "rl"][:count])
+        size = count if dealt is None else len(custom) * (rate is not None)
+        for number, at in enumerate(range(0, size, CHUNK)):
+            tasks = custom[at : at + CHUNK]
+            pieces.append(Chunk(kind, number, min(CHUNK, size - at), heldout, rate, tasks))
+    return pieces
 
 
 def make_data(s: Stages) -> None:

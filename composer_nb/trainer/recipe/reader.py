@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,20 +26,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.trainer.prompts import Order, prompt_order
-from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID
+from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
+from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, stages_of
+from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir, open_run, well_formed
+from composer_nb.trainer.rl import Scored
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
-from composer_nb.trainer.settings import from_dict
+from composer_nb.trainer.settings import Settings, from_dict, override
 
 # Excerpts of full runs with seeds 0 and 1; the second holds only scores.
 EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example", "example_seed_1"))
-# Stages of a complete run, in the order of the recipe.
-STAGES = (
-    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
-    *("rl", "eval_final", "numerics"),
-)
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
 # Number of bytes at the end of a run's log that are searched for its last line.
 TAIL = 65_536
@@ -171,13 +169,6 @@ class Status:
         return max([services["bound"], *applied]) if services["on"] else 0
 
 
-def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
-    if (until := settings.get("until", "rl")) != "rl":
-        return STAGES[: STAGES.index(until) + 1]
-    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
-
-
 def read_status(path: Path) -> Status:
     """Return the state of the run in `path` at this moment. Raises FileNotFoundError if there is no run, and ValueError for
     malformed records."""
@@ -198,7 +189,7 @@ def read_status(path: Path) -> Status:
         stages = {str(name): float(seconds) for name, seconds, _ in results}
         infos = {str(name): json_of(info) for name, _, info in results}
         services = _services(db)
-    logged, last_line = _logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
+    logged, last_line = logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
     records = [run.path / name for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID)]
     written = [record.stat().st_mtime for record in records if record.is_file()]
     missing = [name for name in stages_of(settings) if name not in stages]
@@ -280,7 +271,7 @@ def _last_line(file: Path) -> str:
     return ""
 
 
-def _logged_steps(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
+def logged_steps(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the last entry of metrics.jsonl for each step, by stage and step."""
     points: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(whole_lines(file.read_bytes()) if file.is_file() else (), 1):
@@ -418,6 +409,22 @@ def _rl_files(run: RunDir) -> list[tuple[int, Path]]:
 def stored_steps(run: RunDir) -> list[int]:
     """Return the durable RL steps, from 1, whose rollouts are stored (an excerpt stores few)."""
     return sorted({number + 1 for number, _ in _rl_files(run)})
+
+
+def stored_groups(run: RunDir, step: int = -1) -> tuple[int, list[list[Scored]]]:
+    """Return an RL step, from 1 (−1: `telling_step`), and the groups that it trained on. Raises ValueError for a step whose
+    rollouts are missing or damaged."""
+    number, stored = telling_step(run) if step == -1 else step, stored_steps(run)
+    if number not in stored:
+        raise ValueError(f"RL step {number}: its rollouts are not in {run.path.name}, which has those of {stored}")
+    tasks = tasks_by_id(run.path)
+    return number, [group for at, file in _rl_files(run) if at == number - 1 for group in load_batch(file, tasks)]
+
+
+def settings_at(run: RunDir, step: int | None = None) -> Settings:
+    """Return the settings that RL step `step` (from 1) ran with, or those of now: what was changed live included."""
+    applied = (values for at, values in run.changed_live().items() if step is None or int(at) <= step)
+    return reduce(override, applied, from_dict(run.settings()))
 
 
 def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:

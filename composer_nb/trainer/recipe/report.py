@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.trainer.recipe.reader import STAGES, read_status, rl_tables, solved_by_task, stages_of
+from composer_nb.trainer.recipe.launch import STAGES, stages_of
+from composer_nb.trainer.recipe.reader import read_status, rl_tables, solved_by_task
 from composer_nb.trainer.records.rundir import RunDir, well_formed
 from composer_nb.trainer.rl import FAILED
 from composer_nb.trainer.settings import from_dict, to_dict
@@ -65,7 +66,7 @@ def _built(run: RunDir) -> dict[str, Any]:
     provenance_file = beneath(run.path, "provenance.json")
     provenance = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
     spent = {**{name: seconds for name, (_, seconds) in status.checkpoints.items()}, **status.stages}
-    wall_s = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
+    wall_s: dict[str, float] = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
     if scored := [seconds for name, seconds in spent.items() if name.startswith("eval_")]:
         wall_s["eval"] = sum(scored)
     wall_s["total"] = sum(spent.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,24 +44,16 @@ def test_differing_leaves_have_dotted_names():
     assert differing(first, first) == {}
 
 
-def test_a_run_and_a_copy_of_it_differ_in_nothing(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
-    found = compare(tiny_run, copy_of(tiny_run))
-    assert found["settings"] == found["provenance"] == {}
-    report = build_report(tiny_run)
-    assert list(found["eval"]) == list(report["eval"])
+def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run, report = copy_of(tiny_run), build_report(tiny_run)
+    found = compare(tiny_run, run)
+    assert found["settings"] == found["provenance"] == {} and list(found["eval"]) == list(report["eval"])
     for name, part in found["eval"].items():
-        assert part["difference"] == {
-            "pass_at_1": 0.0,
-            "ci95": [0.0, 0.0],
-            "paired": True,
-            "n_tasks": [report["eval"][name]["n_tasks"]] * 2,
-        }
+        counts = [report["eval"][name]["n_tasks"]] * 2
+        assert part["difference"] == {"pass_at_1": 0.0, "ci95": [0.0, 0.0], "paired": True, "n_tasks": counts}
         assert part["scores"][0] == part["scores"][1] and part["scores"][0]["ci95"] == report["eval"][name]["ci95"]
     assert found["train"]["steps"] == [3, 3] and found["wall_s"]["rl"] == [report["wall_s"]["rl"]] * 2
 
-
-def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
-    run = copy_of(tiny_run)
     settings = json.loads((run.path / "settings.json").read_text())
     settings["rl"]["lr"], settings["seed"] = 0.5, 7
     (run.path / "settings.json").write_text(json.dumps(settings))
@@ -71,33 +62,30 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
     found = compare(tiny_run, run)
     assert found["settings"] == {"seed": [0, 7], "rl.lr": [Settings().rl.lr, 0.5]}
     del settings["mesh"], settings["loss"], settings["engine"]["numerics"]  # of a run from before there were these
+    settings["data"]["code"] = "<b>[red]"
     (run.path / "settings.json").write_text(json.dumps(settings))
-    assert compare(tiny_run, run)["settings"] == found["settings"]
-    assert [one["complete"] for one in found["runs"]] == [True, False]
-    assert found["eval"]["final"]["scores"][1] is None and "difference" not in found["eval"]["final"]
+    again = compare(tiny_run, run)
+    assert again["settings"] == found["settings"] | {"data.code": [Settings().data.code, "<b>[red]"]}
+    assert [one["complete"] for one in again["runs"]] == [True, False]
+    assert again["eval"]["final"]["scores"][1] is None and "difference" not in again["eval"]["final"]
+    Console(file=(out := io.StringIO()), width=160).print(table(again))
+    for text in ("data.code", "<b>[red]", "midtrained", "paired by task", "code and machine: none", "staleness_mean"):
+        assert text in out.getvalue()
+    text = page(again, {"scores": ("A caption.", b"\x89PNG")})
+    assert "&lt;b&gt;[red]" in text and "<b>" not in text and "A caption." in text
+    assert not re.search(r"https?://|<script|<link", text) and "not complete" in text
 
 
-def test_a_paired_difference_is_the_gain_that_a_report_takes_within_one_run(
-    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
-):
+def test_a_paired_difference_is_the_gain_that_a_report_takes_within_one_run(tmp_path: Path):
     """The same two sets of attempts, once as two policies of one run, once as one policy of two."""
-    random = np.random.default_rng(3)
-    tasks = [task.id for task in load_tasks(tiny_run.path / "data" / "heldout.jsonl")]
+    random, tasks = np.random.default_rng(3), [f"t{number}" for number in range(16)]
     old, new = ({task: list(random.random(4) < share) for task in tasks} for share in (0.3, 0.6))
-    one, other = copy_of(tiny_run), RunDir(tiny_run.path.parent / "other")
-    try:
-        for run, final in ((one, new), (other, old)):
-            made = scored(run.path, final)
-            assert made.path == run.path
-        scored(one.path, old, "midtrained")
-        score = {"pass_at_1": 0.0, "pass_greedy": 0.0, "best_of_k": 0.0}
-        gain = gained(one, {"midtrained": score, "final": score})
-        found = difference(other, one, "final", set(tasks))
-        assert found["ci95"] == gain["ci95"] and found["paired"] and found["n_tasks"] == [len(tasks)] * 2
-        expected = np.mean([np.mean(new[task]) - np.mean(old[task]) for task in tasks])
-        assert found["pass_at_1"] == pytest.approx(expected)
-    finally:
-        shutil.rmtree(other.path)
+    run, other = scored(tmp_path / "1", new), scored(tmp_path / "2", old)
+    scored(run.path, old, "midtrained")
+    gain = gained(run, {"midtrained": {}, "final": {}})
+    found = difference(other, run, "final", set(tasks))
+    assert found["ci95"] == gain["ci95"] and found["paired"] and found["n_tasks"] == [len(tasks)] * 2
+    assert found["pass_at_1"] == pytest.approx(np.mean([np.mean(new[task]) - np.mean(old[task]) for task in tasks]))
 
 
 def test_runs_on_other_tasks_are_compared_unpaired(tmp_path: Path):
@@ -131,19 +119,3 @@ def test_scores_and_their_difference_are_of_the_same_tasks() -> None:
         first, second = part["scores"]
         assert second["pass_at_1"] - first["pass_at_1"] == pytest.approx(part["difference"]["pass_at_1"]), name
         assert [first["n_tasks"], second["n_tasks"]] == part["difference"]["n_tasks"]
-
-
-def test_it_is_told_to_people(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
-    run = copy_of(tiny_run)
-    settings = json.loads((run.path / "settings.json").read_text())
-    settings["data"]["code"] = "<b>[red]"
-    (run.path / "settings.json").write_text(json.dumps(settings))
-    found = compare(tiny_run, run)
-    out = io.StringIO()
-    Console(file=out, width=160).print(table(found))
-    told = out.getvalue()
-    for text in ("data.code", "<b>[red]", "midtrained", "paired by task", "code and machine: none", "staleness_mean"):
-        assert text in told
-    text = page(found, {"scores": ("A caption.", b"\x89PNG")})
-    assert "&lt;b&gt;[red]" in text and "<b>" not in text and "A caption." in text
-    assert not re.search(r"https?://|<script|<link", text) and "not complete" not in text

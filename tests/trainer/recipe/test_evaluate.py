@@ -1,4 +1,4 @@
-"""Which tasks score which policy, and gains over what both were scored on."""
+"""Which tasks score which policy, gains over what both were scored on, and the sharpness of a start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe import recipe, report
 from composer_nb.trainer.settings import Settings, override
 
@@ -26,21 +28,10 @@ from composer_nb.trainer.settings import Settings, override
 def test_weak_policies_are_scored_on_fewer_tasks(
     monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, Any], wanted: tuple[int, int]
 ) -> None:
-    asked: list[tuple[int, int, float]] = []
-
-    def attempts(s: Any, model: Any, tasks: Any, samples: int, temperature: float) -> list[Any]:
-        asked.append((len(tasks), samples, temperature))
-        return []
-
-    monkeypatch.setattr(recipe, "evaluate_model", attempts)
-    s: Any = SimpleNamespace(
-        settings=override(Settings(), changes),
-        tasks={"heldout": list(range(300))}.get,
-        policy=lambda name: None,
-        ranks=SimpleNamespace(first=False),
-    )
-    assert recipe._score(s, name, "heldout") == ([], [])
-    assert asked == [(*wanted, 1.0), (wanted[0], 1, 0.0)]
+    monkeypatch.setattr(recipe, "evaluate_model", lambda s, model, tasks, *how: [(len(tasks), *how)])
+    s: Any = SimpleNamespace(settings=override(Settings(), changes), ranks=SimpleNamespace(first=False))
+    s.tasks, s.policy = {"heldout": list(range(300))}.get, lambda name: None
+    assert recipe._score(s, name, "heldout") == ([(*wanted, 1.0)], [(wanted[0], 1, 0.0)])
 
 
 def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +52,37 @@ def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypa
     assert found["over_stronger"] == pytest.approx(over)
     within = found["within_12"]["heldout"]
     assert (within["over"], within["gain"], within["n_tasks"]) == ("start", over["pass_at_1"], 3)
+
+
+@pytest.mark.parametrize(
+    ("solved", "factors", "best"),
+    [
+        ({1.0: 0, 1.5: 2, 2.0: 1}, (1.0, 1.5, 2.0), 1.5),
+        ({1.0: 1, 1.5: 1, 2.0: 1}, (2.0, 1.5, 1.0), 1.0),  # as it is, where nothing is gained
+        ({}, (), None),
+    ],
+)
+def test_the_best_factor_is_kept(
+    monkeypatch: pytest.MonkeyPatch, solved: dict[float, int], factors: tuple[float, ...], best: float | None
+) -> None:
+    model = Model(ModelConfig(vocab_size=264))
+    with torch.no_grad():
+        model.final_norm.fill_(0.5)
+
+    def attempts(s: Any, given: Model, tasks: Any, samples: int, temperature: float) -> list[Any]:
+        assert temperature == 1.0
+        count = solved[float(given.final_norm[0].detach()) / 0.5]
+        return [SimpleNamespace(grade=SimpleNamespace(passed=n < count)) for n in range(samples)]
+
+    monkeypatch.setattr(recipe, "evaluate_model", attempts)
+    told: list[str] = []
+    s: Any = SimpleNamespace(
+        settings=override(Settings(), {"sft.sharpness": factors}), ranks=SimpleNamespace(first=True)
+    )
+    s.tasks, s.say = {"tune": ["a task"]}.get, told.append
+    info: dict[str, Any] = {}
+    recipe.calibrate(s, model, info)
+    assert info.get("sharpness") == best and len(told) == (best is not None)
+    share = solved.get(best or 0.0, 0) / 2
+    assert info.get("sharpness_ci95", {}).get(str(best)) == (None if best is None else [share, share]), "of one task"
+    assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))

@@ -1,32 +1,55 @@
-"""Starting the ranks: one launcher a run, honest last words, forks that take over what they say and no more."""
+"""Starting and following runs: one launcher a run, honest last words, forks that take over what they say and no more; and
+processes whose life ends with their parent's. `test_services_ray.py` starts a detached run for real."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from composer_nb.cli import main
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe import launch
+from composer_nb.harness.sandbox.reap import started
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.trainer.recipe import detached, launch
+from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.services import head
+from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 
-PYTHON = sys.executable
-HOLDER = """
-import sys, time
+LAUNCHER = """
+import signal, sys, time
 from pathlib import Path
 from composer_nb.trainer.recipe import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have it ignored
 def ranks(run, world, say):
-    print("runs", flush=True)
+    say("step 1")
     time.sleep(60)
 launch._run_ranks = ranks
-launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
+try:
+    launch.start_or_resume(Path(sys.argv[1]), say=lambda line: None)
+except KeyboardInterrupt:
+    sys.exit(1)
 """
+
+
+def launcher(run: RunDir, program: str = LAUNCHER) -> subprocess.Popen[bytes]:
+    """Start a launcher, whose ranks take a minute, in a process of its own. It holds the run's lock on return."""
+    process = subprocess.Popen([sys.executable, "-c", program, str(run.path)])
+    while holder(run.path / "launch.lock") is None:
+        assert process.poll() is None
+        time.sleep(0.02)
+    return process
 
 
 @pytest.fixture
@@ -91,16 +114,12 @@ def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monke
 
 
 def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ranks: None) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "runs\n"
-    message = f"{run.path.name} is being run by process {holder.pid}"
-    with pytest.raises(RunBusy, match=message):
-        start_or_resume(run.path, say=quiet)
-    with pytest.raises(RunBusy, match=message):
-        start_or_resume(run.path.parent / "tour", say=quiet)  # by its other name
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    holder.stdout.close()
+    process = launcher(run)
+    for path in (run.path, run.path.parent / "tour"):  # its other name
+        with pytest.raises(RunBusy, match=f"{run.path.name} is being run by process {process.pid}"):
+            start_or_resume(path, say=quiet)
+    process.kill()
+    process.wait()
     go(run.path)
     go(run.path)
 
@@ -134,33 +153,27 @@ def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, 
 
 def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: RunDir, tmp_path: Path) -> None:
     before = [
-        *("data/tokenizer.json", "data/rl.jsonl", "weights/base/model.safetensors"),
-        *("weights/midtrained/model.safetensors", "weights/start/config.json", "rollouts/eval_base.parquet"),
-        *("rollouts/eval_midtrained.safetensors", "rollouts/eval_start.parquet"),
+        "data/tokenizer.json",
+        "data/rl.jsonl",
+        "weights/base/x",
+        "weights/midtrained/x",
+        "weights/start/config.json",
     ]
-    after = [
-        *("weights/control/model.safetensors", "weights/final/config.json", "weights/before_final/config.json"),
-        *("weights/v000012/config.json", "rollouts/eval_control.parquet", "rollouts/eval_final.safetensors"),
-        *("rollouts/rl_00001_0.parquet", "rollouts/eval_tune_000010.parquet", "checkpoints/rl-000001.safetensors"),
-    ]
-    for name in (*before, *after):
+    before += ["rollouts/eval_base.parquet", "rollouts/eval_midtrained.safetensors", "rollouts/eval_start.parquet"]
+    after = ["weights/control/x", "weights/final/x", "weights/before_final/x", "weights/v000012/config.json"]
+    after += [f"rollouts/{name}.parquet" for name in ("eval_control", "eval_final", "rl_00001_0", "eval_tune_000010")]
+    for name in (*before, *after, "checkpoints/rl-000001.safetensors"):
         (run.path / name).parent.mkdir(parents=True, exist_ok=True)
         (run.path / name).write_text(name)
     for stage in (*BEFORE_RL, "control", "eval_control"):
         run.finish(stage, 1.0, {})
         run.commit(stage, 5, {}, [(5, {"loss": 1.0})])
     forked = fork(run, Settings(), runs=tmp_path / "forks")
-    found = {
-        str(path.relative_to(forked.path))
-        for folder in ("data", "weights", "rollouts", "checkpoints")
-        for path in (forked.path / folder).rglob("*")
-        if path.is_file()
-    }
-    assert found == set(before)
+    folders = ("data", "weights", "rollouts", "checkpoints")
+    files = (path for folder in folders for path in (forked.path / folder).rglob("*") if path.is_file())
+    assert {str(path.relative_to(forked.path)) for path in files} == set(before)
     assert forked.finished("control") is None and forked.finished("eval_start") is not None
-    assert forked.steps("midtrain") == run.steps("midtrain") == [{"step": 5, "loss": 1.0}] and not forked.steps(
-        "control"
-    )
+    assert forked.steps("midtrain") == [{"step": 5, "loss": 1.0}] and not forked.steps("control")
 
 
 def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_not(tmp_path: Path, monkeypatch):
@@ -180,11 +193,110 @@ def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_n
         launch._run_services(run, said.append)
 
 
-@pytest.mark.parametrize(("code", "wrong"), [("nowhere", "neither 'stdlib' nor a folder"), (".", "only 0 usable")])
-def test_code_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, wrong: str
+def test_what_a_run_says_can_be_read_elsewhere_and_how_it_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert follow(run.path, said.append) == "dead" and not said
+    here: list[str] = []
+
+    def ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
+        for n in range(30):
+            say(f"step {n}")
+        run.finish("numerics", 0.0, {})
+
+    monkeypatch.setattr(launch, "_run_ranks", ranks)
+    start_or_resume(run.path, say=here.append)
+    assert follow(run.path, said.append) == "complete"
+    assert said == here[-20:] and said[-1].startswith("the run is complete")
+
+    def failing(run: RunDir, world: int, say: object) -> None:
+        raise RunFailed("rank 0 ended with 1: oh")
+
+    monkeypatch.setattr(launch, "_run_ranks", failing)
+    other = create(run.path.parent, "other")
+    write_json(other.path / "settings.json", run.settings())
+    with pytest.raises(RunFailed):
+        start_or_resume(other.path, say=here.append)
+    assert follow(other.path, said.append, lines=1) == "dead" and said[-1] == "rank 0 ended with 1: oh"
+
+
+def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:
+    process, begun, said = launcher(run), threading.Event(), list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        begun.set()
+
+    follower = threading.Thread(target=follow, args=(run.path, say))
+    follower.start()
+    assert begun.wait(120)
+    assert start_detached(run.path).path == run.path, "it is live, and left alone"
+    assert holder(run.path / "launch.lock") == process.pid
+    assert stop(run.path) and process.wait() == 1
+    follower.join(120)
+    assert said == ["step 1", "KeyboardInterrupt"] and not stop(run.path)
+
+
+def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_said(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"data.code='{code}': {wrong}"):
-        start_or_resume(None, override(Settings(), {"data.code": code}), runs=tmp_path / "runs")
-    assert not list(tmp_path.iterdir())
+    process, said = launcher(run, LAUNCHER.replace("signal.default_int_handler", "signal.SIG_IGN")), list[str]()
+    monkeypatch.setattr(detached, "END_S", 0.5)
+    monkeypatch.setattr(head, "SAY_S", 0.1)
+    assert stop(run.path, said.append) and process.wait() == -signal.SIGKILL
+    assert said[0] == f"{run.path.name}: process {process.pid} is asked to end its ranks, services and sandboxes"
+    assert all(line.startswith(f"waiting for process {process.pid} to end, ") for line in said[1:-1])
+    assert said[-1] == f"process {process.pid} was killed: it had not ended within 0.5 s"
+    assert main(["stop", str(run.path)]) == 0, "nothing lives"
+
+
+def test_it_is_refused_before_it_is_started(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other settings"):
+        start_detached(run.path, Settings(seed=9))
+    for call in (start_detached, follow):
+        with pytest.raises(FileNotFoundError, match="no run here"):
+            call(tmp_path / "elsewhere")
+
+
+PARENT = """
+import os, subprocess, sys, time
+command = [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), "slow_to_import"]
+subprocess.Popen(command)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a module writes when it is imported; it then takes a minute."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "Path(__file__).with_name('said').write_text(f'{os.getpid()} {sys.argv[1:]} {__name__}')\n"
+        "time.sleep(60 * (len(sys.argv) < 2))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "said"
+
+
+def test_it_runs_a_module_as_the_main_one_but_nothing_once_its_parent_is_gone(module: Path) -> None:
+    command = [sys.executable, "-m", "composer_nb.trainer.recipe.child"]
+    assert (
+        subprocess.run([*command, str(os.getppid()), "slow_to_import", "one"]).returncode == 1 and not module.exists()
+    )
+    assert subprocess.run([*command, str(os.getpid()), "slow_to_import", "one", "two"]).returncode == 0
+    assert module.read_text().split(" ", 1)[1] == "['one', 'two'] __main__"
+
+
+def test_it_ends_with_its_parent_while_it_imports(module: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT])
+    deadline = time.monotonic() + patience(60)
+    while not (module.exists() and module.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int(module.read_text().split()[0])
+    tick = started(pid)
+    assert tick is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    while started(pid) == tick:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

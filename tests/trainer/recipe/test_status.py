@@ -126,29 +126,28 @@ def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
     assert (seen.state, seen.last_line, seen.stage, seen.done) == ("dead", "", "tokenizer", 0)
     said, began = run.path / "said.log", time.time()
     said.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
+    assert wait_until(run.path, lambda seen: False, 60.0).state == "dead", "a run that is over changes no more"
     with live(run):
-        seen = read_status(run.path)
+        seen = wait_until(run.path, lambda seen: seen.state == "live", 60.0)
         assert (seen.state, seen.pid, seen.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
-        assert seen.quiet_s is not None and 0 <= seen.quiet_s <= time.time() - began + 1, (
-            "in whole seconds on some disks"
-        )
-    assert read_status(run.path).state == "dead"
+        assert seen.quiet_s is not None and 0 <= seen.quiet_s <= time.time() - began + 1  # whole seconds on some disks
+        with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'midtrain 20/100: loss 1.0'"):
+            wait_until(run.path, lambda seen: False, 0.1)
     said.write_text("a\nthe run is complete after 3 s: here\n")
     assert (read_status(run.path).state, read_status(run.path).stage) == ("complete", "")
 
 
-def finish(run: RunDir, *stages: str) -> None:
-    for name in stages:
-        run.finish(name, 1.0, {})
-
-
 def test_how_far_it_is_and_what_is_left(run: RunDir) -> None:
-    finish(run, "tokenizer", "data")
+    def finish(*stages: str) -> None:
+        for name in stages:
+            run.finish(name, 1.0, {})
+
+    finish("tokenizer", "data")
     run.commit("midtrain", 500, {}, [(500, {"loss": 1.0})], seconds=10.0)
     with live(run):
         seen = read_status(run.path)
         assert (seen.stage, seen.done, seen.total, seen.left_s) == ("midtrain", 500, 1600, pytest.approx(22.0))
-    finish(run, "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
+    finish("midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
     walls = [60.0, *[2.0] * 5]  # the first step waited for the services to start
     run.commit("rl", 6, {}, [(at + 1, step(wall=wall)) for at, wall in enumerate(walls)])
     assert read_status(run.path).left_s is None, "nobody works on it"
@@ -164,19 +163,11 @@ def test_a_line_that_is_being_written_is_not_read(run: RunDir) -> None:
     for at, reward in ((2, 0.2), (3, 0.3), (4, 0.4)):
         run.log("rl", at, step(reward))
     text = (run.path / "metrics.jsonl").read_text()
-    for cut in range(len(text) - len(text.splitlines()[-1]), len(text)):
-        (run.path / "metrics.jsonl").write_text(text[:cut])
-        if cut % 17 == 0:
-            with live(run):
-                assert [point["reward"] for point in read_status(run.path).steps] == [0.1, 0.2, 0.3]
-    (run.path / "metrics.jsonl").write_text(text)
+    last = len(text.splitlines()[-1])
     with live(run):
-        assert [(p["step"], p["reward"]) for p in read_status(run.path).steps] == [
-            (1, 0.1),
-            (2, 0.2),
-            (3, 0.3),
-            (4, 0.4),
-        ]
+        for cut, rewards in ((last, [0.1, 0.2, 0.3]), (1, [0.1, 0.2, 0.3]), (0, [0.1, 0.2, 0.3, 0.4])):
+            (run.path / "metrics.jsonl").write_text(text[: len(text) - cut])
+            assert [point["reward"] for point in read_status(run.path).steps] == rewards
     assert len(read_status(run.path).steps) == 2, "of a dead run only what is durable: the rest will be done again"
 
 
@@ -220,15 +211,6 @@ def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
     journal.close()
     seen = read_status(run.path)
     assert [c.step for c in seen.changes] == [2] and seen.bound == 5
-
-
-def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run: RunDir) -> None:
-    assert wait_until(run.path, lambda seen: False, 60.0).state == "dead", "a run that is over changes no more"
-    with live(run):
-        assert wait_until(run.path, lambda seen: seen.state == "live", 60.0).pid == os.getpid()
-        (run.path / "said.log").write_text("data …\n")
-        with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'data …'"):
-            wait_until(run.path, lambda seen: False, 0.1)
 
 
 def test_prompts_of_a_log_of_batches(run: RunDir) -> None:

@@ -1,11 +1,14 @@
-"""One setting, `kernels.recipe`, reaches the experts of the trainer and of the engine, and both then read the same numbers."""
+"""Settings that reach the model: formats of the experts, for trainer and engine, and layers that are computed again."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.policy import Request
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.learning.data import TokenRow
@@ -14,16 +17,12 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
 from composer_nb.trainer.models.variants import PAIRS, variant
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override
 
-CONFIG = ModelConfig(
-    vocab_size=31,
-    hidden_size=64,
-    num_hidden_layers=2,
-    head_dim=16,
-    moe_intermediate_size=32,
-    max_position_embeddings=64,
-)
+SIZES = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "moe_intermediate_size": 32}
+CONFIG = ModelConfig(**SIZES, max_position_embeddings=64)
 
 
 def model(recipe: str = "bf16") -> Model:
@@ -59,6 +58,7 @@ def test_a_model_learns_in_mxfp8_as_in_high_precision():
 def test_engine_and_trainer_read_the_same_numbers(recipe: str):
     """What the engine decodes one by one is what a forward pass over all of it gives."""
     net = model(recipe)
+    assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe=recipe)
     assert pack(net) is None and pack(model()) is not None, "the compiled engine has no formats"
     engine = Engine(net, stop=frozenset(), slots=4, max_length=64, temperature=1.0)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -74,6 +74,16 @@ def test_engine_and_trainer_read_the_same_numbers(recipe: str):
     torch.testing.assert_close(read, torch.tensor(single.logprobs), atol=2e-5, rtol=0)
 
 
-def test_other_forms_of_a_model_keep_its_kernels():
-    net = model("mxfp8")
-    assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe="mxfp8")
+def test_a_stage_recomputes_layers_if_it_is_set_to(tmp_path: Path):
+    found = []
+    for recompute in (False, True):
+        settings = override(Settings(), {"ranks": 1, "midtrain.recompute": recompute})
+        s = Stages(RunDir(tmp_path / str(recompute)), settings, Ranks(), Sandboxes(), lambda line: None)
+        net, calls = model(), list[int]()
+        net.watch = lambda layer, part, x, calls=calls: calls.append(layer) if part == "attention" else None
+        optimizer = s.optimizer(net, 0.1)
+        points = [train_step(net, rows(3), optimizer, s.ranks, lr=1e-3, balance=0.1, clip=1.0) for _ in range(2)]
+        found.append((points, [weight.detach().clone() for weight in net.parameters()]))
+        assert len(calls) == 2 * CONFIG.num_hidden_layers * (2 if recompute else 1)
+    (points, weights), (again, same) = found
+    assert points == again and all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))

@@ -1,0 +1,183 @@
+"""Runs of other shapes: one that ends before RL, one with a long-context phase, and one on tasks of every kind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb import cli
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
+from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
+from composer_nb.trainer.learning.data import TokenRow, code_rows, mixture, mixture_code, read_corpus
+from composer_nb.trainer.learning.data import gap_tokens
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import ModelConfig, Yarn
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.recipe import run_recipe
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, from_dict, override
+from composer_nb.views.report import pictures
+from tests.conftest import ROOT, TINY
+from tests.trainer.recipe.test_recipe import MICRO
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
+    """The tokenizer has tokens for gaps, the codebase is what the corpus holds out, and nothing follows mid-training."""
+    (tmp_path / "repositories").mkdir()
+    for name in ("kernels", "harness"):
+        (tmp_path / "repositories" / name).mkdir()
+        (tmp_path / "repositories" / name / "pyproject.toml").write_text('[project]\nlicense = "MIT"\n')
+        for path in (ROOT / "composer_nb" / name).rglob("*.py"):
+            copy = tmp_path / "repositories" / name / path.relative_to(ROOT / "composer_nb")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(path.read_text())
+    make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
+    sizes = {
+        "demonstrations": 8,
+        "mistaken_demonstrations": 0,
+        "rl_tasks": 12,
+        "heldout_tasks": 4,
+        "structure_tasks": 0,
+    }
+    values = {
+        f"data.{name}": value for name, value in {**sizes, "tune_tasks": 4, "level": "functions", "told": 0.0}.items()
+    }
+    values |= {"data.code": str(tmp_path / "corpus"), "until": "midtrain", "midtrain.infill.share": 0.5, "ranks": 1}
+    values |= {"midtrain.draft_steps": 3, "midtrain.draft_weight": 0.1, "sft.steps": 0}
+    settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
+    run = start_or_resume(None, settings, runs=tmp_path / "runs", name="alone", say=lambda line: None)
+    assert run.finished("midtrain") is not None and run.finished("sft") is None
+    points = run.steps("midtrain")
+    assert points[-1]["step"] == 10 and np.isfinite(points[-1]["heldout_code_loss"])
+    model = load_pretrained(run.path / "weights/midtrained")
+    assert load_draft(run.path / "weights/midtrained", model) and 0 <= run.finished("midtrain")["draft_same"] <= 1
+    tokenizer = load_tokenizer(run.path / "data")
+    assert len(set(gap_tokens(tokenizer))) == 3
+    heldout = code_rows(read_corpus(str(tmp_path / "corpus")).validation, tokenizer, 1.0, limit=48)
+    assert not any(set(gap_tokens(tokenizer)) & set(row.token_ids.tolist()) for row in heldout)
+    said: list[str] = []
+    start_or_resume(run.path, say=said.append)
+    assert len(said) == 1 and "the run is complete" in said[0]
+
+
+@pytest.mark.whole
+def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    model = load_pretrained(run.path / "weights/final")
+    save_draft(DraftHead(model.config.hidden_size), run.path / "weights/midtrained")
+    assert load_draft(run.path / "weights/final", model) is None
+    settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
+    with Sandboxes() as sandboxes:
+        run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
+    head, own = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
+    assert head is not None and own is not None and torch.equal(head.join.weight, own.join.weight)
+
+
+SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}
+
+
+def test_stretched_twice_is_stretched_once_by_both() -> None:
+    config = ModelConfig(max_position_embeddings=128)
+    once = config.stretched(6.0)
+    assert once.yarn == Yarn(factor=6.0, original_max_position_embeddings=128, mscale_all_dim=0.0)
+    assert once.max_position_embeddings == 768 and config.stretched(2.0).stretched(3.0) == once
+
+
+def test_the_phase_takes_its_share_in_rows_as_long_as_all_positions() -> None:
+    long, short = ([TokenRow(torch.zeros(n).numpy(), torch.zeros(n).numpy())] * 40 for n in (512, 100))
+    batches = list(mixture(long, short, steps=30, tokens=1000, code_first=0.0, code_share=0.6, seed=0))
+    taken = sum(len(row.token_ids) == 512 for batch in batches for row in batch)
+    assert taken == int(30 * 600 / 512) and taken <= mixture_code(30, 1000, 0.0, 0.6, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"limits.tokens": 513}, r"limits.tokens=513: .*\(512\).*extend.factor"),
+        ({"extend.steps": 0}, r"limits.tokens=272: .*\(256\)"),
+        ({"model.max_position_embeddings": 255}, r"model.max_position_embeddings=255: must be at least 256"),
+        ({"extend.tokens": 600}, r"extend.tokens=600: .*0.8.* one row of 512"),
+        ({"extend.factor": 0.5}, r"extend.factor=0.5: must be greater than or equal to 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        override(Settings(), SHORT | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
+    settings = override(Settings(), MICRO | SHORT | {"extend.tokens": 1024, "ranks": 2})
+    run = start_or_resume(None, settings, runs=tmp_path, say=lambda line: None)
+    for name in ("extended", "start", "final"):
+        config = load_pretrained(run.path / "weights" / name).config
+        assert config.max_position_embeddings == 512 and config.yarn.factor == 2, name
+    assert load_pretrained(run.path / "weights" / "midtrained").config.max_position_embeddings == 256
+    found = build_report(run)["extend"]
+    assert found["steps"] == 4 and found["last"]["heldout_long_loss"] < found["before"]["stretched"]
+    assert found["before"]["plain"] != found["before"]["stretched"]
+    assert "extend" in json.loads((run.path / "settings.json").read_text())
+    assert pictures(run)
+    again = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
+    assert (again.path / "weights" / "extended").is_dir() and again.finished("extend")
+
+
+KINDS = MICRO | {
+    "data.level": "repositories",
+    "data.kinds": "[bug,feature,tests,lint]",
+    "data.demonstrations": 4,
+    "data.mistaken_demonstrations": 12,
+    "data.rl_tasks": 12,
+    "data.heldout_tasks": 12,
+    "data.structure_tasks": 0,
+    "data.tune_tasks": 4,
+    "midtrain.steps": 2,
+    "sft.steps": 1,
+    "rl.steps": 1,
+    "rl.group": 2,
+    "rl.evaluate_every": 1,
+    "rl.gate": False,
+    "ranks": 1,
+    "limits.turns": 8,
+    "limits.tokens": 1500,
+    "limits.turn_tokens": 160,
+    "model.max_position_embeddings": 1500,
+}
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_every_kind_is_trained_on_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = json.dumps(KINDS["reward.weights"])
+    changed = {name: weights if name == "reward.weights" else value for name, value in KINDS.items()}
+    words = [word for name, value in changed.items() for word in ("--set", f"{name}={value}")]
+    assert cli.main(["tour", "--plain", "--runs", str(tmp_path), *words]) == 0
+    assert "solved by kind, final" in capsys.readouterr().out
+    run = tmp_path / "tour"
+    kinds = {
+        name: Counter(t.metadata.get("kind", "bug") for t in load_tasks(run / f"data/{name}.jsonl"))
+        for name in ("rl", "heldout")
+    }
+    assert set(kinds["rl"]) == set(kinds["heldout"]) == {"bug", "feature", "tests", "lint"}
+    report = json.loads((run / "report.json").read_text())
+    assert set(report["eval"]["final"]["by_kind"]) == set(kinds["heldout"])
+    assert cli.main(["tour", "--set", "data.kinds=[bug,poem]"]) == 2
+    assert cli.main(["tour", "--set", "data.kinds=[lint]", "--set", "data.level=functions"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "data.kinds" in said[0] and "are bugs" in said[1]
