@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
@@ -79,44 +77,24 @@ class EnginePair:
 
 
 class RemotePolicy:
-    """A proxy of an engine. Requests are sent with the next step, and a rollout's trace is returned by its release."""
+    """A policy in another process. Requests are sent with the next step."""
 
     def __init__(self, engine: RemoteService, name: str, capacity: int) -> None:
         """`name` distinguishes the engine's clients."""
         self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
-        self._sent: set[int] = set()
-        self._under_way: set[int] = set()
 
     def submit(self, request: Request) -> None:
         self._requests[request.rollout] = request
-        self._under_way.add(request.rollout)
 
     def step(self) -> list[Completion]:
-        if not self._under_way:
-            return []
-        requests = list(self._requests.values())
-        self._sent |= self._requests.keys()
-        self._requests.clear()
+        requests, self._requests = list(self._requests.values()), {}
         completions: list[Completion] = self._engine.wait("exchange", self._name, requests)
-        completions = [completion for completion in completions if completion.rollout in self._under_way]
-        self._under_way -= {completion.rollout for completion in completions}
-        return sorted(completions, key=lambda completion: completion.rollout)
+        return completions
 
-    def release(self, rollout: int) -> Trace | Future[Trace]:
-        unsent = self._requests.pop(rollout, None)
-        self._under_way.discard(rollout)
-        if rollout not in self._sent:
-            return Trace()
-        self._sent.discard(rollout)
-        trace: Future[Trace] = self._engine.call("release", rollout)
-        return trace if unsent is None else _extended(trace.result(), len(unsent.token_ids))
-
-
-def _extended(trace: Trace, count: int) -> Trace:
-    """Return a trace extended by `count` tokens that were never forwarded."""
-    arrays = {column.name: getattr(trace, column.name) for column in fields(trace)}
-    return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
+    def release(self, rollout: int) -> Future[Trace]:
+        self._requests.pop(rollout, None)
+        return self._engine.call("release", rollout)
 
 
 class EnvironmentService:
@@ -162,11 +140,11 @@ class EnvironmentService:
                 rollout, names = self._waiting.pop(0)
                 self._doing[rollout], self._since[rollout] = names, time.monotonic()
                 self._driver.add(rollout, rewarded(self._agent.attempt(self._tasks[names[0]], rollout), self._own))
-            for rollout, attempt in self._driver.round(seconds):
+            for rollout, attempt in self._driver.wait(max(until - time.monotonic(), 0.0)):
                 seconds_taken = time.monotonic() - self._since.pop(rollout)
                 outcomes.append(_outcome(self._doing.pop(rollout), attempt, seconds_taken))
-        alive = {self._doing[rollout][:2] for rollout in self._driver.moved & self._doing.keys()}
-        self._driver.moved.clear()
+        moved, self._driver.moved = self._driver.moved, set()
+        alive = {self._doing[rollout][:2] for rollout in moved & self._doing.keys()}
         return outcomes, alive | {names[:2] for _, names in self._waiting}
 
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[RolloutOutcome]:
