@@ -41,18 +41,21 @@ MAX_KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The tools, limits and sandboxes of attempts."""
+    """The tools, limits and sandboxes of attempts.
+
+    Attributes:
+        functions: Calls functions, for tasks of the grader `functions`.
+        backend: Makes the sandboxes of all other tasks.
+        clock: Clock in seconds by which `limits.seconds` counts.
+        opened: Called with the session of the tools, which another thread may abort.
+    """
 
     tools: ToolSet
     limits: Limits = LIMITS
     functions: Executor | None = None
-    """Calls functions, for tasks of the grader `functions`."""
     backend: Backend | None = None
-    """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
-    """Clock in seconds by which `limits.seconds` counts."""
     opened: Callable[[Session], None] = lambda session: None
-    """Called with the session of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,10 +233,13 @@ class GamedError(ValueError):
 
 @dataclass(slots=True)
 class Watch:
-    """The counts of the monitors over the steps of a run."""
+    """The counts of the monitors over the steps of a run.
+
+    Attributes:
+        steps: Counts by the number of batches trained before.
+    """
 
     steps: dict[int, Counter[str]] = field(default_factory=dict)
-    """Counts by the number of batches trained before."""
 
     @classmethod
     def of(cls, points: Iterable[Mapping[str, Any]]) -> Self:

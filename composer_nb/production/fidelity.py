@@ -194,7 +194,7 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     for side_name in PLACES:
         with open_in(side_name, task, agent) as side:
             texts.append(side.described())
-            replies.append([side.tools.observation(side.tools.answer(side.session, [call])[0]) for call in calls])
+            replies.append([side.tools.observation(side.tools.run(side.session, [call])[0]) for call in calls])
     rows: Iterable[tuple[str, ToolCall | None, str, str]] = [
         *((name, None, texts[0].get(name, ""), texts[1].get(name, "")) for name in {**texts[0], **texts[1]}),
         *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),

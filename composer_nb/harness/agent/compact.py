@@ -52,7 +52,11 @@ _ZEROS = re.compile("^0+(?=[0-9])")
 
 
 class _Form(NamedTuple):
-    """The written form of a tool's calls."""
+    """The written form of a tool's calls.
+
+    Attributes:
+        types: Types of all arguments, including optional ones.
+    """
 
     tool: str
     word: str
@@ -60,7 +64,6 @@ class _Form(NamedTuple):
     long: tuple[str, ...]
     head: re.Pattern[str]
     types: Mapping[str, Any]
-    """Types of all arguments, including optional ones."""
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> _Form:

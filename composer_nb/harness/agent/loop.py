@@ -35,16 +35,19 @@ without a call."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The turns of an agent, and the reason of its end (`Rollout.stop`)."""
+    """The turns of an agent, and the reason of its end (`Rollout.stop`).
+
+    Attributes:
+        read: Tokens read, summed over all turns, if counted.
+        why: Explanation of the stop `infrastructure`, and of `tokens` before the first turn.
+    """
 
     turns: tuple[Turn, ...]
     stop: str
     read: int = 0
-    """Tokens read, summed over all turns, if counted."""
     written: int = 0
     seconds: float = 0.0
     why: str = ""
-    """Explanation of the stop `infrastructure`, and of `tokens` before the first turn."""
 
     def rollout(
         self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str], before: dict[str, str]
@@ -110,7 +113,7 @@ def conversation(
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             report(spoken.said)
             calls = spoken.said.calls
-            replies = tools.answer(session, [written.call for written in calls])
+            replies = tools.run(session, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:

@@ -15,11 +15,14 @@ from composer_nb.harness.tools.tool_call import invalid
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A text as lines."""
+    """A text as lines.
+
+    Attributes:
+        ended: The last line has a newline.
+    """
 
     lines: tuple[str, ...]
     ended: bool = True
-    """The last line has a newline."""
     layout: TextFormat = field(default_factory=TextFormat)
 
     @classmethod

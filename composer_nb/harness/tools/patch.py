@@ -27,10 +27,13 @@ MOST_HUNKS = 500
 
 @dataclass(slots=True)
 class Hunk:
-    """Lines with their signs: " " stays, "-" is removed, "+" is added."""
+    """Lines with their signs: " " stays, "-" is removed, "+" is added.
+
+    Attributes:
+        anchors: Lines to look for first, one after the other.
+    """
 
     anchors: list[str] = field(default_factory=list)
-    """Lines to look for first, one after the other."""
     lines: list[tuple[str, str]] = field(default_factory=list)
     at_end: bool = False
 
@@ -44,12 +47,15 @@ Kind = Literal["add", "delete", "update"]
 
 @dataclass(slots=True)
 class FileChange:
-    """The change of one file."""
+    """The change of one file.
+
+    Attributes:
+        to: New path, if the file moves.
+    """
 
     kind: Kind
     path: str
     to: str | None = None
-    """New path, if the file moves."""
     hunks: list[Hunk] = field(default_factory=list)
 
 

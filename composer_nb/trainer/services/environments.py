@@ -12,11 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
@@ -75,44 +73,24 @@ class EnginePair:
 
 
 class RemotePolicy:
-    """A proxy of an engine. Requests are sent with the next step, and a rollout's trace is returned by its release."""
+    """A policy in another process. Requests are sent with the next step."""
 
     def __init__(self, engine: RemoteService, name: str, capacity: int) -> None:
         """`name` distinguishes the engine's clients."""
         self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
-        self._sent: set[int] = set()
-        self._under_way: set[int] = set()
 
     def submit(self, request: Request) -> None:
         self._requests[request.rollout] = request
-        self._under_way.add(request.rollout)
 
     def step(self) -> list[Completion]:
-        if not self._under_way:
-            return []
-        requests = list(self._requests.values())
-        self._sent |= self._requests.keys()
-        self._requests.clear()
+        requests, self._requests = list(self._requests.values()), {}
         completions: list[Completion] = self._engine.call("exchange", self._name, requests).result()
-        completions = [completion for completion in completions if completion.rollout in self._under_way]
-        self._under_way -= {completion.rollout for completion in completions}
-        return sorted(completions, key=lambda completion: completion.rollout)
+        return completions
 
-    def release(self, rollout: int) -> Trace | Future[Trace]:
-        unsent = self._requests.pop(rollout, None)
-        self._under_way.discard(rollout)
-        if rollout not in self._sent:
-            return Trace()
-        self._sent.discard(rollout)
-        trace: Future[Trace] = self._engine.call("release", rollout)
-        return trace if unsent is None else _extended(trace.result(), len(unsent.token_ids))
-
-
-def _extended(trace: Trace, count: int) -> Trace:
-    """Return a trace extended by `count` tokens that were never forwarded."""
-    arrays = {column.name: getattr(trace, column.name) for column in fields(trace)}
-    return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
+    def release(self, rollout: int) -> Future[Trace]:
+        self._requests.pop(rollout, None)
+        return self._engine.call("release", rollout)
 
 
 class EnvironmentService:
@@ -159,25 +137,25 @@ class EnvironmentService:
             if time_is_up or (self._lockstep and reports):
                 break
             if not (self._lockstep and self._grading):
-                self._converse(seconds)
+                self._converse(max(0.0, until - time.monotonic()))
             if self._lockstep or not self._conversations:
                 left = max(0.0, until - time.monotonic())
                 wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
-        alive = {name[:2] for _, name in self._waiting}
-        alive |= {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in self._driver.moved}
-        self._driver.moved.clear()
+        moved, self._driver.moved = self._driver.moved, set()
+        alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
+        alive |= {name[:2] for _, name in self._waiting}
         return reports + [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
 
     def _converse(self, seconds: float) -> None:
-        """Give free seats to those that wait, let each conversation make a step, and have those that ended graded."""
+        """Give free seats to those that wait, and have the conversations that end within about `seconds` graded."""
         while self._waiting and self._driver.room:
             rollout, name = self._waiting.pop(0)
             self._conversations[rollout] = name, time.monotonic()
             self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
-        for rollout, ended in self._driver.round(seconds) if self._conversations else ():
+        for rollout, ended in self._driver.wait(seconds) if self._conversations else ():
             name, since = self._conversations.pop(rollout)
             functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
             env = self._agent.environment(functions)
