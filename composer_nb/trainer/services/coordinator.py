@@ -209,19 +209,18 @@ class Coordinator:
         return [Joined(worker=pair.name, capacity=self.settings.slots)]
 
     def _on_work(self, reports: Sequence[Report]) -> list[Event]:
-        return [self._event(report) for report in reports]
-
-    def _event(self, report: Report) -> Event:
-        """Return the event of a worker's report. Workers count tokens by weight version, the orchestrator by step."""
-        if not isinstance(report, Finished):
-            return report
-        name, s = (report.slot, report.attempt, report.place), self.settings
-        self.rollout_seconds[name] = report.seconds
-        total = None
-        if s.rl.refill:
-            attempt = self.finished.load(name, self.tasks[report.slot])
-            total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
-        return replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
+        """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
+        events, s = list[Event](), self.settings
+        for report in reports:
+            if isinstance(report, Finished):
+                name, total = (report.slot, report.attempt, report.place), None
+                self.rollout_seconds[name] = report.seconds
+                if s.rl.refill:
+                    attempt = self.finished.load(name, self.tasks[report.slot])
+                    total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
+                report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
+            events.append(report)
+        return events
 
     def _pair_died(self, pair: EnginePair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined

@@ -53,22 +53,22 @@ class EnginePair:
     update: Future[Any] | None = None
     start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
-    _noted: float = field(default_factory=time.perf_counter)
-    _told: float = field(default_factory=time.perf_counter)
+    _counted: float = field(default_factory=time.perf_counter)
+    _reported: float = field(default_factory=time.perf_counter)
     _admitted: bool = False
     _without_s: float = 0.0
 
     def update_waits(self, admitted: bool) -> None:
         """Count the time without rollouts, and record whether any is `admitted` from now on."""
         now = time.perf_counter()
-        self._without_s += 0.0 if self._admitted else now - self._noted
-        self._noted, self._admitted = now, admitted
+        self._without_s += 0.0 if self._admitted else now - self._counted
+        self._counted, self._admitted = now, admitted
 
     def waits(self, idle: float) -> dict[str, float]:
         """Split the engine's idle share of the time since its last report: without rollouts, and with some."""
         self.update_waits(self._admitted)
-        without = min(idle, self._without_s / (self._noted - self._told))
-        self._told, self._without_s = self._noted, 0.0
+        without = min(idle, self._without_s / (self._counted - self._reported))
+        self._reported, self._without_s = self._counted, 0.0
         return {"trainer": without, "environments": idle - without}
 
 
@@ -136,8 +136,16 @@ class EnvironmentService:
             time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
             if time_is_up or (self._lockstep and reports):
                 break
-            if not (self._lockstep and self._grading):
-                self._converse(max(0.0, until - time.monotonic()))
+            while self._waiting and self._driver.room:
+                rollout, name = self._waiting.pop(0)
+                self._conversations[rollout] = name, time.monotonic()
+                self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
+            waits = not self._conversations or (self._lockstep and self._grading)  # for grades alone
+            for rollout, ended in () if waits else self._driver.wait(max(0.0, until - time.monotonic())):
+                name, since = self._conversations.pop(rollout)
+                functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                env = self._agent.environment(functions)
+                self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
             if self._lockstep or not self._conversations:
                 left = max(0.0, until - time.monotonic())
                 wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
@@ -148,18 +156,6 @@ class EnvironmentService:
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
         alive |= {name[:2] for _, name in self._waiting}
         return reports + [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
-
-    def _converse(self, seconds: float) -> None:
-        """Give free seats to those that wait, and have the conversations that end within about `seconds` graded."""
-        while self._waiting and self._driver.room:
-            rollout, name = self._waiting.pop(0)
-            self._conversations[rollout] = name, time.monotonic()
-            self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
-        for rollout, ended in self._driver.wait(seconds) if self._conversations else ():
-            name, since = self._conversations.pop(rollout)
-            functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
-            env = self._agent.environment(functions)
-            self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""

@@ -372,6 +372,18 @@ def test_settings_change_while_running():
 # Restart
 
 
+def test_a_lower_bound_on_restart_drops_what_is_too_old():
+    d = Driver(schedule(ahead=1, bound=4, window=1.0), 1000)
+    d.finish((0, 1, 0))
+    for slot in (1, 2):
+        d.finish_slot(slot)
+    d.trained()
+    d.finish_slot(3), d.finish_slot(4)
+    d.trained()
+    o = Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
+    assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
+
+
 def test_after_a_crash_the_batch_in_training_is_executed_again_and_the_rest_goes_on():
     d = Driver(schedule(ahead=2), 1000)
     for slot in (1, 2, 3):
