@@ -132,6 +132,7 @@ class EnvironmentService:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
         reports: list[Report] = [*self._give_up(set(cancel))]
+        earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
             time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
             if time_is_up or (self._lockstep and reports):
@@ -155,7 +156,10 @@ class EnvironmentService:
         moved, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
         alive |= {name[:2] for _, name in self._waiting}
-        return reports + [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
+        reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
+        for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
+            reports.append(Alive(slot=slot, attempt=attempt, place=place))
+        return reports
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
