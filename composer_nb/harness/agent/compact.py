@@ -150,8 +150,8 @@ class CompactRenderer(ChatRenderer):
         read = [self._part(part, part if n < len(cuts) else part[:-1], ended) for n, part in enumerate(parts)]
         if len(read) == 1 and not read[0].calls:
             return read[0]
-        calls = [each.calls[0].call if each.calls else invalid("bad call") for each in read]
-        texts = [each.calls[0].text if each.calls else DONE for each in read]
+        calls = [part.calls[0].call if part.calls else invalid("bad call") for part in read]
+        texts = [part.calls[0].text if part.calls else DONE for part in read]
         return Said(calls=tuple(Written(id=f"call_{n}", call=c, text=texts[n]) for n, c in enumerate(calls)))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:

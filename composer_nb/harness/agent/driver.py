@@ -132,7 +132,8 @@ class Driver(Generic[Result]):
             if self.lockstep:
                 seat.turn = Future()
                 self._requests[seat.position] = request, seat.turn
-                self._changed.notify_all()
+                if self._at_rest():
+                    self._changed.notify_all()
             else:
                 [seat.turn] = self.policy.start(request)
             return seat.turn
