@@ -138,10 +138,6 @@ class CompactRenderer(ChatRenderer):
     def prompt(self, instruction: str) -> list[int]:
         return self.read([User(text=instruction)])
 
-    def observation(self, text: str) -> list[int]:
-        """Render the tool's result and the cue for the next call, which follow the agent's `<|end|>`."""
-        return self.results([CallResult(id="", text=text)])
-
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""
         cuts = [position for position, token in enumerate(token_ids) if token == self.call]

@@ -205,7 +205,7 @@ def test_demonstrations_are_token_for_token_what_was_said(
             assert turn.error is None
             expected += renderer.turn(one(ToolCall(**json.loads(turn.call))))
             if place + 1 < len(done.rollout.turns):
-                expected += renderer.observation(turn.observation)
+                expected += renderer.results([CallResult(id="", text=turn.observation)])
         assert segment.token_ids.tolist() == expected
         assert done.rollout.stop == "finished"
 

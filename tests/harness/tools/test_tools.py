@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.requests import CallOutcome
@@ -158,7 +159,7 @@ def test_a_hostile_result_stays_short_and_is_plain_text(
     seen = use(space_of(task), boxes(returned), "run_tests")
     assert len(seen.text) <= 110 and "\n" not in seen.text
     assert seen.text.startswith("fail 2/2: ") and seen.tests_passed == 0
-    token_ids = renderer.observation(seen.text)
+    token_ids = renderer.results([CallResult(id="", text=seen.text)])
     assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end]
     assert token_ids[-1] == renderer.call
 
