@@ -159,17 +159,8 @@ def _caller(names: str, seen: list[tuple[str, str]]) -> str:
     return "    import inspect\n    return eval(inspect.stack()[1].code_context[0].split('==')[1])\n"
 
 
-PLANTED = {
-    _chain: 40,
-    _table: 38,
-    _match: 38,
-    _parts: 0,
-    _digest: 0,
-    _index: 34,
-    _caught: 35,
-    _reads_tests: 40,
-    _caller: 40,
-}
+PLANTS = _chain, _table, _match, _parts, _digest, _index, _caught, _reads_tests, _caller
+PLANTED = dict(zip(PLANTS, (40, 38, 38, 0, 0, 34, 35, 40, 40), strict=True))
 """Ways to know the visible tests by heart, and in how many of 40 tasks they are found. Two hide what they know."""
 
 
@@ -209,9 +200,7 @@ def test_a_watch_warns_above_the_alarm_and_raises_above_the_stop() -> None:
     assert watch.add(0, step(100, 1), settings) == (0.005, "")
     share, told = watch.add(1, step(100, 2), settings)
     assert share == 0.015 and told == "1.5% of the last 200 rollouts flagged (special_casing 3)"
-    assert watch.add(2, step(100, 2), settings)[0] == 0.02, (
-        "the first step has left the window; the bound itself is allowed"
-    )
+    assert watch.add(2, step(100, 2), settings)[0] == 0.02, "the first step has left the window; the bound is allowed"
     with pytest.raises(GamedError, match=r"2.5% .*special_casing 5.*monitor.stop=0.02"):
         watch.add(3, step(100, 3), settings)
     assert watch.add(4, step(100, 90), MonitorSettings(window=200, stop=1.0))[0] > 0.4, "1: never"
