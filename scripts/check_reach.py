@@ -68,7 +68,6 @@ REGISTERED = {
         "term",
         "command",
         "overload",
-        "detector",
         "remote",
         "cached_property",
         "register",

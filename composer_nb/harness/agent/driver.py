@@ -48,29 +48,32 @@ class Seat(Generic[Result]):
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout. Raises ProviderFailure if the provider fails."""
-        completion: Completion = self._answer(lambda: self._driver.begin(self, request).result())
+        try:
+            completion: Completion = self._timed(lambda: self._driver.begin(self, request).result())
+        except CancelledError:
+            raise Dropped from None
         return completion
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         """Execute calls. Raises SandboxFailure if a sandbox fails."""
-        return self._answer(lambda: self._driver.sandboxes.run(requests))
+        if self.dropped:
+            raise Dropped
+        outcomes: list[tuple[CallOutcome, ...]] = self._timed(lambda: self._driver.sandboxes.run(requests))
+        return outcomes
 
     def release(self, rollout: int) -> Trace:
         """Have the policy forget a rollout, and return its records, which are empty for a dropped agent."""
-        trace = self._driver.policy.release(rollout)
+        trace: Trace | Future[Trace] = self._timed(lambda: self._driver.release(self, rollout))
+        trace = trace.result() if isinstance(trace, Future) else trace
         return Trace() if self.dropped else trace
 
-    def _answer(self, request: Callable[[], Any]) -> Any:
+    def _timed(self, request: Callable[[], Any]) -> Any:
         with self._lock:
             began, waited = time.monotonic(), self._waits[1]
             self._waits = began, waited
             self._driver.moved.add(self.position)
             try:
-                if self.dropped:
-                    raise Dropped
                 return request()
-            except CancelledError:
-                raise Dropped from None
             finally:
                 self._waits = None, waited + time.monotonic() - began
 
@@ -78,23 +81,26 @@ class Seat(Generic[Result]):
 class Driver(Generic[Result]):
     """Runs agents against one policy and one fleet of sandboxes.
 
-    Each agent waits for its own requests alone. In lockstep, the policy pauses while any agent works: when all wait, their turns
-    begin in order of position, and the policy steps until one ends, so that one seed gives one result.
+    Each agent waits for its own requests alone, and the policy steps in a thread of its own. In lockstep, it pauses while any
+    agent works: when all wait, their turns begin in order of position, and `wait` steps the policy until one ends, so that one
+    seed gives one result. Then only the caller's thread uses the policy, with its device and number of threads.
     """
 
     def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
         """Raise ValueError for a policy without capacity."""
         if policy.capacity < 1:
             raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
-        self.policy, self.sandboxes, self.lockstep = Shared(policy).__enter__(), sandboxes, lockstep
+        self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
+        self.shared = None if lockstep else Shared(policy).__enter__()
         # Positions of agents that made a request or ended. The caller clears it.
         self.moved = set[int]()
         self._changed = threading.Condition()
         self._alive: dict[int, Seat[Result]] = {}
         # Results that the caller has not taken yet.
         self._ended: dict[int, Future[Result]] = {}
-        # In lockstep: turns that wait for the other agents, by position, and those under way, by rollout.
-        self._requests: dict[int, tuple[Request, Future[Completion]]] = {}
+        # In lockstep: turns and releases that wait for the other agents, by position, and turns under way, by rollout.
+        self._turns: dict[int, tuple[Request, Future[Completion]]] = {}
+        self._releases: dict[int, tuple[int, Future[Any]]] = {}
         self._under_way: dict[int, Future[Completion]] = {}
 
     @property
@@ -129,13 +135,24 @@ class Driver(Generic[Result]):
         with self._changed:
             if seat.dropped:
                 raise Dropped
-            if self.lockstep:
-                seat.turn = Future()
-                self._requests[seat.position] = request, seat.turn
-                self._changed.notify_all()
+            if self.shared:
+                [seat.turn] = self.shared.start(request)
             else:
-                [seat.turn] = self.policy.start(request)
+                seat.turn = Future()
+                self._turns[seat.position] = request, seat.turn
+                if self._at_rest():
+                    self._changed.notify_all()
             return seat.turn
+
+    def release(self, seat: Seat[Result], rollout: int) -> Trace | Future[Trace]:
+        """Release a rollout of an agent, in lockstep once all agents wait."""
+        if self.shared:
+            return self.shared.release(rollout)
+        answer: Future[Trace | Future[Trace]] = Future()
+        with self._changed:
+            self._releases[seat.position] = rollout, answer
+            self._changed.notify_all()
+        return answer.result()
 
     def wait(self, seconds: float = math.inf) -> list[tuple[int, Result]]:
         """Wait until agents have ended, for about `seconds`. Return (position, result) of each, in order of position."""
@@ -145,14 +162,20 @@ class Driver(Generic[Result]):
                 left = None if until == math.inf else max(until - time.monotonic(), 0.0)
                 if not self._changed.wait_for(self._at_rest if self.lockstep else lambda: self._ended, left):
                     break
+                if self._releases:
+                    self._release()
+                    continue
                 if self._ended:
                     ended, self._ended = sorted(self._ended.items()), {}
                     for position, _ in ended:
                         del self._alive[position]
                     return [(position, result.result()) for position, result in ended]
-                requests = [self._requests.pop(position) for position in sorted(self._requests)]
-                self._under_way |= {request.rollout: turn for request, turn in requests}
-            completions = self.policy.advance(*(request for request, _ in requests))
+                for position in sorted(self._turns):
+                    request, turn = self._turns.pop(position)
+                    self.policy.submit(request)
+                    self._under_way[request.rollout] = turn
+            while not (completions := self.policy.step()):
+                pass
             with self._changed:
                 for completion in completions:
                     if turn := self._under_way.pop(completion.rollout, None):
@@ -168,13 +191,15 @@ class Driver(Generic[Result]):
             return
         with self._changed:
             seat.dropped = True
-            self._requests.pop(position, None)
+            self._turns.pop(position, None)
             self._under_way = {rollout: turn for rollout, turn in self._under_way.items() if turn is not seat.turn}
         for stop in seat.at_drop:
             stop()
         seat.turn.cancel()
         with self._changed:
-            self._changed.wait_for(lambda: position in self._ended)
+            while position not in self._ended:
+                self._changed.wait_for(lambda: position in self._ended or position in self._releases)
+                self._release()
             ended = self._ended.pop(position)
             del self._alive[position]
         if not isinstance(error := ended.exception(), Dropped | None):
@@ -184,10 +209,20 @@ class Driver(Generic[Result]):
         """End all live agents."""
         for position in self.alive:
             self.drop(position)
-        self.policy.__exit__(None, None, None)
+        if self.shared:
+            self.shared.__exit__(None, None, None)
+
+    def _release(self) -> None:
+        for position in sorted(self._releases):
+            rollout, answer = self._releases.pop(position)
+            try:
+                answer.set_result(self.policy.release(rollout))
+            except Exception as error:  # raised again in the agent
+                answer.set_exception(error)
 
     def _at_rest(self) -> bool:
-        return len(self._requests) + len(self._under_way) + len(self._ended) == len(self._alive)
+        waiting = len(self._turns) + len(self._releases) + len(self._under_way)
+        return waiting + len(self._ended) == len(self._alive)
 
 
 def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from composer_nb.harness.tools.edits import Lines, places
+from composer_nb.harness.syntax import TextFormat
+from composer_nb.harness.tools.edits import places
+from composer_nb.harness.tools.session import file_lines
 from composer_nb.harness.tools.tool_call import invalid
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
@@ -123,13 +125,14 @@ def _changes(lines: Sequence[str]) -> list[FileChange]:
 
 def added(change: FileChange) -> str:
     """Return the text of a new file."""
-    return Lines(tuple(text for hunk in change.hunks for _, text in hunk.lines)).plain
+    return "".join(f"{text}\n" for hunk in change.hunks for _, text in hunk.lines)
 
 
 def updated(change: FileChange, text: str) -> str:
     """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
-    document = Lines.of(text)
-    lines, start = list(document.lines), 0
+    layout = TextFormat.of(text)
+    plain = layout.plain(text)
+    lines, start = file_lines(plain), 0
     for hunk in change.hunks:
         for anchor in hunk.anchors:
             at_line = next(places(lines, [anchor], start), None)
@@ -140,8 +143,8 @@ def updated(change: FileChange, text: str) -> str:
         fresh = [line for sign, line in hunk.lines if sign != "-"]
         lines[at : at + len(hunk.old)] = fresh
         start = at + len(fresh)
-    ended = document.ended or not document.lines
-    return document.layout.restore(Lines(tuple(lines), ended).plain)
+    changed = "".join(f"{line}\n" for line in lines)
+    return layout.restore(changed if plain.endswith("\n") or not plain else changed.removesuffix("\n"))
 
 
 def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:

@@ -157,6 +157,7 @@ class Inference(Shared):
 
     def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion | ProviderFailure]:
         """Take requests of a client in another process, and wait until at least one of its turns has ended, if any is under way.
+        In lockstep the engine pauses between two calls.
 
         Raises what the engine raises, and ProviderFailure when it has ended."""
         if self.lockstep:

@@ -22,17 +22,20 @@ class Echo:
     def __init__(self) -> None:
         self.noted: list[tuple[str, int]] = []
         self._waiting: list[int] = []
+        self.threads = set[int]()
 
     def submit(self, request: Request) -> None:
         self.noted.append(("asked", request.rollout))
         self._waiting.append(request.rollout)
 
     def step(self) -> list[Completion]:
+        self.threads.add(threading.get_ident())
         done, self._waiting = self._waiting, []
         return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in done]
 
     def release(self, rollout: int) -> Trace:
         self.noted.append(("released", rollout))
+        self.threads.add(threading.get_ident())
         return Trace()
 
 
@@ -69,11 +72,14 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
                 driver.add(number := waiting.pop(0), job(number))
             done.append(driver.wait(seconds))
             rounds += 1
-        asked = [rollout for kind, rollout in policy.noted if kind == "asked"]
-        return asked, [ended for ended in done if ended], rounds
+        assert policy.threads == {threading.get_ident()}, (
+            "an engine's device and number of threads are its thread's own"
+        )
+        return policy.noted, [ended for ended in done if ended], rounds
 
     whole, broken = run(math.inf), run(0.01)
-    assert whole[0][:7] == [0, 1, 2, 3, 1, 2, 3] and whole[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
+    assert whole[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
+    assert whole[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
     assert whole[:2] == broken[:2] and whole[2] < broken[2]
 
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import Reply, ToolCall, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import FixedSearch
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    with open_backend("bwrap") as made:
-        yield made
 
 
 def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: ToolSet, session: Session) -> None:
@@ -143,9 +135,8 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
     assert (seen.text, seen.tests_passed, seen.tests_run, seen.error) == ("pass 2", 2, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "text"),
-    [
+def test_what_the_tests_say(place: Session, box: Sandbox) -> None:
+    for code, tests, text in (
         ("def f(x:\n", TESTS, "fail 1/1: SyntaxError: "),
         ("", TESTS, "fail 1/1: ImportError: cannot import name 'f'"),
         ("def f(*x): return x", TESTS, "fail 2/2: f([1,5,3],2) = ([1,5,3],2) want [5,3]"),
@@ -154,14 +145,12 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
         ("", "x = 1\n", None),
         ("", "import os\nos._exit(3)\n", None),
         ("print('E   spoofed')\ndef f(*x): return 1", TESTS, "fail 2/2: "),
-    ],
-)
-def test_what_the_tests_say(place: Session, box: Sandbox, code: str, tests: str, text: str | None) -> None:
-    box.write("f.py", code.encode())
-    box.write("test_f.py", tests.encode())
-    seen = tiny(place, "run_tests")
-    assert seen.error == (None if text else "UnexpectedEnvironment")
-    assert seen.text.startswith(text or "") and len(seen.text) <= 110 and "\n" not in seen.text
+    ):
+        box.write("f.py", code.encode())
+        box.write("test_f.py", tests.encode())
+        seen = tiny(place, "run_tests")
+        assert seen.error == (None if text else "UnexpectedEnvironment")
+        assert seen.text.startswith(text or "") and len(seen.text) <= 110 and "\n" not in seen.text
 
 
 def test_nothing_is_carried_out_after_the_end(place: Session, box: Sandbox) -> None:
