@@ -67,7 +67,6 @@ REGISTERED = {
         "term",
         "command",
         "overload",
-        "detector",
         "remote",
         "cached_property",
         "case",

@@ -16,7 +16,7 @@ from typing import Any
 
 from composer_nb.harness.agent.chat import ChatRenderer, User
 from composer_nb.harness.agent.driver import Job, Seat
-from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse, silent
+from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, converse, silent
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.blocking import CallTimeout
@@ -41,18 +41,21 @@ MAX_KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The tools, limits and sandboxes of attempts."""
+    """The tools, limits and sandboxes of attempts.
+
+    Attributes:
+        functions: Calls functions, for tasks of the grader `functions`.
+        backend: Makes the sandboxes of all other tasks.
+        clock: Clock in seconds by which `limits.seconds` counts.
+        opened: Called with the session of the tools, which another thread may abort.
+    """
 
     tools: ToolSet
     limits: Limits = LIMITS
     functions: Executor | None = None
-    """Calls functions, for tasks of the grader `functions`."""
     backend: Backend | None = None
-    """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
-    """Clock in seconds by which `limits.seconds` counts."""
     opened: Callable[[Session], None] = lambda session: None
-    """Called with the session of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ def play(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = s
     )
     env.opened(work)
     try:
-        outcome = conversation(task.instruction, turn_policy, env.tools, work, env.limits, report, env.clock)
+        outcome = converse(task.instruction, turn_policy, env.tools, work, env.limits, report, env.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (outcome.read, outcome.written)

@@ -23,56 +23,65 @@ def first_segment(rollout: int) -> int:
 
 
 class SampledToken(NamedTuple):
-    """A token as it was drawn."""
+    """A token as it was drawn.
+
+    Attributes:
+        top: The most probable tokens and their log-probabilities.
+    """
 
     token: int
     logprob: float
     version: int
     top: Sequence[tuple[int, float]] = ()
-    """The most probable tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request for the next turn of a rollout. Tokens of earlier turns are not sent again: the policy keeps them."""
+    """A request for the next turn of a rollout. Tokens of earlier turns are not sent again: the policy keeps them.
+
+    Attributes:
+        rollout: Number of the rollout, unique during its life.
+        token_ids: Tokens between the last turn and the next: the prompt at first, then an observation.
+        max_tokens: Number of tokens after which the turn is cut.
+        temperature: Temperature of this turn; None: that of the policy.
+        top_p: Tokens are drawn from the smallest set with this total probability.
+        top_k: Tokens are drawn from this number of the most probable ones; 0: from all.
+        min_p: Tokens are drawn from those with at least this fraction of the highest probability.
+        priority: Lower values go first, from the next step on: 0 for users, 1 for rollouts.
+        user: Name of the user, which decides who gets a new version of the weights first.
+        heard: Called with every token as it is drawn, if the policy supports this.
+        top: Number of most probable tokens to report beside the drawn one.
+        allowed: Returns a mask [V] of the tokens that may follow the turn so far; only these are drawn. None: all may follow.
+    """
 
     rollout: int
-    """Number of the rollout, unique during its life."""
     token_ids: Sequence[int]
-    """Tokens between the last turn and the next: the prompt at first, then an observation."""
     max_tokens: int
-    """Number of tokens after which the turn is cut."""
     temperature: float | None = None
-    """Temperature of this turn; None: that of the policy."""
     top_p: float = 1.0
-    """Tokens are drawn from the smallest set with this total probability."""
     top_k: int = 0
-    """Tokens are drawn from this number of the most probable ones; 0: from all."""
     min_p: float = 0.0
-    """Tokens are drawn from those with at least this fraction of the highest probability."""
     priority: int = 1
-    """Lower values go first, from the next step on: 0 for users, 1 for rollouts."""
     user: str = ""
-    """Name of the user, which decides who gets a new version of the weights first."""
     heard: Callable[[SampledToken], None] | None = None
-    """Called with every token as it is drawn, if the policy supports this."""
     top: int = 0
-    """Number of most probable tokens to report beside the drawn one."""
     allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
-    """Returns a mask [V] of the tokens that may follow the turn so far; only these are drawn. None: all may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled turn."""
+    """One sampled turn.
+
+    Attributes:
+        token_ids: Tokens of the turn, ending with a stop token unless it was cut.
+        logprobs: Log-probability of each token under the distribution that it was drawn from.
+        policy_versions: Policy version of each token; -1 where no policy acted (a script).
+    """
 
     rollout: int
     token_ids: list[int]
-    """Tokens of the turn, ending with a stop token unless it was cut."""
     logprobs: list[float]
-    """Log-probability of each token under the distribution that it was drawn from."""
     policy_versions: list[int]
-    """Policy version of each token; -1 where no policy acted (a script)."""
 
 
 class TimeIsUp(Exception):
@@ -88,15 +97,19 @@ class ProviderFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Records of a policy for a rollout of T tokens. Arrays are empty for a policy without experts."""
+    """Records of a policy for a rollout of T tokens. Arrays are empty for a policy without experts.
+
+    Attributes:
+        routes: [T, L, K], of `route_dtype`. The last token was never forwarded: its row has no meaning, and its `route_valid`
+            is false.
+        checks: `route_checks` of every forwarded token, computed where the token was forwarded; 0 for other tokens.
+    """
 
     routes: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
-    """[T, L, K], of `route_dtype`. The last token was never forwarded: its row has no meaning, and its `route_valid` is false."""
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """`route_checks` of every forwarded token, computed where the token was forwarded; 0 for other tokens."""
 
     def head(self, count: int) -> Trace:
         """Return the trace of the first `count` tokens."""

@@ -26,17 +26,20 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One trainable sequence of T tokens. Raises ValueError if its streams differ in length."""
+    """One trainable sequence of T tokens. Raises ValueError if its streams differ in length.
+
+    Attributes:
+        logprob: Log-probability at sampling time; 0 for tokens that the agent did not write.
+        policy_version: Policy version of each token; -1 where no policy acted.
+        parent: Index, within the rollout, of the segment that this one continues; -1 for a segment that begins with the task.
+    """
 
     token_ids: NDArray[np.int32]
     kind: NDArray[np.uint8]
     logprob: NDArray[np.float32]
-    """Log-probability at sampling time; 0 for tokens that the agent did not write."""
     policy_version: NDArray[np.int32]
-    """Policy version of each token; -1 where no policy acted."""
     trace: Trace = field(default_factory=Trace)
     parent: int = -1
-    """Index, within the rollout, of the segment that this one continues; -1 for a segment that begins with the task."""
 
     def __post_init__(self) -> None:
         streams = {len(self.token_ids), len(self.kind), len(self.logprob), len(self.policy_version)}
@@ -95,55 +98,65 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call and the observation that answered it, with the model's text before it."""
+    """One call and the observation that answered it, with the model's text before it.
+
+    Attributes:
+        call: JSON of the call in OpenAI's form, or the original text if it could not be parsed; empty if there is no call.
+        said: Text beside the calls of a message, stored with its first call.
+        beside: Whether this call belongs to the same message as the one before.
+        seconds: Time from the message to the answer, if measured.
+        sampling: How a request had the tokens sampled, if not from the policy's own distribution (`temperature=0.7,
+            top_p=0.9`).
+    """
 
     call: str
-    """JSON of the call in OpenAI's form, or the original text if it could not be parsed; empty if there is no call."""
     observation: str
     error: str | None = None
     tests_passed: int | None = None
     tests_run: int | None = None
     said: str = ""
-    """Text beside the calls of a message, stored with its first call."""
     beside: bool = False
-    """Whether this call belongs to the same message as the one before."""
     seconds: float = 0.0
-    """Time from the message to the answer, if measured."""
     sampling: str = ""
-    """How a request had the tokens sampled, if not from the policy's own distribution (`temperature=0.7, top_p=0.9`)."""
 
 
 class Hint(NamedTuple):
-    """A text for the policy to read before one turn of a segment."""
+    """A text for the policy to read before one turn of a segment.
+
+    Attributes:
+        start: Position of the turn's first token.
+        stop: Position after its last token.
+        at: Position at which the hint is inserted, before the cue for the turn.
+    """
 
     start: int
-    """Position of the turn's first token."""
     stop: int
-    """Position after its last token."""
     at: int
-    """Position at which the hint is inserted, before the cue for the turn."""
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One attempt: tokens, calls with their answers, and the files left in the workspace."""
+    """One attempt: tokens, calls with their answers, and the files left in the workspace.
+
+    Attributes:
+        segments: Segments, which form a tree: each comes after its parent.
+        files: The workspace at the end, and the artifacts outside it by absolute path.
+        stop: Reason of the end: `finished`, a limit (`turns`, `tokens`, `time`), `interrupted` by the user, or
+            `infrastructure`, which is no fault of the agent.
+        counted: Tokens read and written as counted by an endpoint, which returns no token streams.
+        seconds: Time from the first message to the last, if measured.
+        before: The workspace at the start: the task's files.
+    """
 
     task_id: str
     segments: tuple[Segment, ...]
-    """Segments, which form a tree: each comes after its parent."""
     turns: tuple[Turn, ...]
     files: dict[str, str]
-    """The workspace at the end, and the artifacts outside it by absolute path."""
     stop: str
-    """Reason of the end: `finished`, a limit (`turns`, `tokens`, `time`), `interrupted` by the user, or `infrastructure`, which
-    is no fault of the agent."""
     counted: tuple[int, int] = (0, 0)
-    """Tokens read and written as counted by an endpoint, which returns no token streams."""
     seconds: float = 0.0
-    """Time from the first message to the last, if measured."""
     before: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The workspace at the start: the task's files."""
 
     @property
     def tokens(self) -> int:

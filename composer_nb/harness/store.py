@@ -44,6 +44,8 @@ _COUNTS = {
     "timeouts": pa.int64(),
     "rewards": pa.string(),
 }
+# Columns that are fields of the grade as they are.
+_GRADE = "status", "calls", "calls_failed", "timeouts"
 # Number of tokens and parent of each segment. Older files lack these columns: their rollouts have one segment.
 _CHAIN = {name: pa.list_(pa.int64()) for name in ("segments", "parents")}
 # `tests`, `turns` and `files` are JSON. `files` has the changes of the task's files, with null for a deleted one.
@@ -137,24 +139,21 @@ def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[T
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:
-    return {
+    rollout, grade = attempt.rollout, attempt.grade
+    plain = {name: getattr(grade, name) for name in ("passed", *_GRADE)}
+    return plain | {
         "task_id": attempt.task.id,
-        "stop": attempt.rollout.stop,
-        "status": attempt.grade.status,
-        "passed": attempt.grade.passed,
-        "tests": json.dumps(attempt.grade.tests),
-        "flags": list(attempt.grade.flags),
-        "turns": json.dumps([asdict(turn) for turn in attempt.rollout.turns]),
+        "stop": rollout.stop,
+        "tests": json.dumps(grade.tests),
+        "flags": list(grade.flags),
+        "rewards": json.dumps(dict(grade.rewards)),
+        "turns": json.dumps([asdict(turn) for turn in rollout.turns]),
         "files": json.dumps(_changed(attempt)),
-        "read_tokens": attempt.rollout.counted[0],
-        "written_tokens": attempt.rollout.counted[1],
-        "seconds": attempt.rollout.seconds,
-        "calls": attempt.grade.calls,
-        "calls_failed": attempt.grade.calls_failed,
-        "timeouts": attempt.grade.timeouts,
-        "segments": [len(segment.token_ids) for segment in attempt.rollout.segments],
-        "parents": [segment.parent for segment in attempt.rollout.segments],
-        "rewards": json.dumps(dict(attempt.grade.rewards)),
+        "read_tokens": rollout.counted[0],
+        "written_tokens": rollout.counted[1],
+        "seconds": rollout.seconds,
+        "segments": [len(segment.token_ids) for segment in rollout.segments],
+        "parents": [segment.parent for segment in rollout.segments],
     }
 
 
@@ -192,13 +191,7 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         seconds=row["seconds"],
         before=before,
     )
-    grade = Grade(
-        status=row["status"],
-        tests=json.loads(row["tests"]),
-        flags=tuple(row["flags"]),
-        calls=row["calls"],
-        calls_failed=row["calls_failed"],
-        timeouts=row["timeouts"],
-        rewards=json.loads(row["rewards"] or "{}"),
-    )
+    tests, rewards = json.loads(row["tests"]), json.loads(row["rewards"] or "{}")
+    plain = {name: row[name] for name in _GRADE}
+    grade = Grade(**plain, tests=tests, flags=tuple(row["flags"]), rewards=rewards)
     return Attempt(task=tasks[row["task_id"]], rollout=rollout, grade=grade)

@@ -188,7 +188,7 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     for side_name in PLACES:
         with open_in(side_name, task, agent) as (session, tools, described):
             texts.append(described)
-            replies.append([tools.observation(tools.answer(session, [call])[0]) for call in calls])
+            replies.append([tools.observation(tools.run(session, [call])[0]) for call in calls])
     rows: Iterable[tuple[str, ToolCall | None, str, str]] = [
         *((name, None, texts[0].get(name, ""), texts[1].get(name, "")) for name in {**texts[0], **texts[1]}),
         *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),

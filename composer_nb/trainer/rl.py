@@ -273,50 +273,42 @@ def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:
     """Return the metrics of a batch over all ranks. Staleness: steps since the oldest token of a rollout was sampled."""
-    versions = [token_versions for group in groups for s in group if len(token_versions := s.attempt.rollout.versions)]
+    everyone = [scored for group in groups for scored in group]
+    attempts = [scored.attempt for scored in everyone]
+    rollouts, grades = [attempt.rollout for attempt in attempts], [attempt.grade for attempt in attempts]
+    versions = [rollout.versions for rollout in rollouts if len(rollout.versions)]
     ages = [batch.step - int(token_versions.min()) // versions_a_step for token_versions in versions]
-    mixed = [len(np.unique(token_versions)) > 1 for token_versions in versions]
-    local = {"lost": float(batch.lost), "drawn": float(len(ages)), "ages": float(sum(ages)), "mixed": float(sum(mixed))}
-    sums = ranks.sums(batch_metrics(groups) | local)
-    return step_point(sums) | {
+    # Sums over this rank's groups, to be added over ranks.
+    local = {
+        "samples": len(everyone),
+        "reward": sum(float(scored.reward.total or 0.0) for scored in everyone),
+        "solved": sum(grade.passed for grade in grades),
+        "any_solved": sum(any(scored.attempt.grade.passed for scored in group) for group in groups),
+        "live_groups": sum(any(abs(scored.advantage) > 1e-6 for scored in group) for group in groups),
+        "groups": len(groups),
+        "turns": sum(len(rollout.turns) for rollout in rollouts),
+        "tokens": sum(rollout.tokens for rollout in rollouts),
+        "sampled": sum(rollout.sampled for rollout in rollouts),
+        "invalid": sum(rollout.invalid_calls for rollout in rollouts),
+        "flagged": sum(bool(grade.flags) for grade in grades),
+        "timeouts": sum(grade.timeouts > 0 for grade in grades),
+        **{status: sum(grade.status == status for grade in grades) for status in FAILED},
+        "finished": sum(rollout.stop == "finished" for rollout in rollouts),
+        "lost": batch.lost,
+        "drawn": len(ages),
+        "ages": sum(ages),
+        "mixed": sum(len(np.unique(token_versions)) > 1 for token_versions in versions),
+    }
+    sums = ranks.sums({name: float(value) for name, value in local.items()})
+    return {
+        **{name: sums[name] / sums["samples"] for name in ("reward", "solved", "turns", "finished")},
+        "best_of_group": sums["any_solved"] / sums["groups"],
+        "live_groups": sums["live_groups"] / sums["groups"],
+        **{name: sums[name] for name in ("samples", "tokens", "sampled", "flagged", "timeouts", *FAILED)},
+        "invalid_call_rate": share(sums["invalid"], sums["turns"]),
         "staleness": share(sums["ages"], sums["drawn"]),
         "staleness_max": max(ranks.gather(max(ages, default=0))),
         "mixed_versions": share(sums["mixed"], sums["drawn"]),
         "infra_errors": sums["lost"],
         **batch.more,
-    }
-
-
-def batch_metrics(groups: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Return sums over this rank's groups, to be added over ranks."""
-    everyone = [scored for group in groups for scored in group]
-    rollouts = [scored.attempt.rollout for scored in everyone]
-    return {
-        "samples": float(len(everyone)),
-        "reward": sum(float(s.reward.total or 0.0) for s in everyone),
-        "solved": float(sum(s.attempt.grade.passed for s in everyone)),
-        "any_solved": float(sum(any(s.attempt.grade.passed for s in group) for group in groups)),
-        "live_groups": float(sum(any(abs(s.advantage) > 1e-6 for s in group) for group in groups)),
-        "groups": float(len(groups)),
-        "turns": float(sum(len(r.turns) for r in rollouts)),
-        "tokens": float(sum(r.tokens for r in rollouts)),
-        "sampled": float(sum(r.sampled for r in rollouts)),
-        "invalid": float(sum(r.invalid_calls for r in rollouts)),
-        "flagged": float(sum(bool(s.attempt.grade.flags) for s in everyone)),
-        "timeouts": float(sum(s.attempt.grade.timeouts > 0 for s in everyone)),
-        **{name: float(sum(s.attempt.grade.status == name for s in everyone)) for name in FAILED},
-        "finished": float(sum(r.stop == "finished" for r in rollouts)),
-    }
-
-
-def step_point(sums: dict[str, float]) -> dict[str, Any]:
-    """Return a step's metrics from the sums of `batch_metrics` over all ranks."""
-    count = sums["samples"]
-    return {
-        **{name: sums[name] / count for name in ("reward", "solved", "turns", "finished")},
-        "best_of_group": sums["any_solved"] / sums["groups"],
-        "live_groups": sums["live_groups"] / sums["groups"],
-        "samples": count,
-        **{name: sums[name] for name in ("tokens", "sampled", "flagged", "timeouts", *FAILED)},
-        "invalid_call_rate": share(sums["invalid"], sums["turns"]),
     }

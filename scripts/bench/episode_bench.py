@@ -162,7 +162,7 @@ def on_files(episodes: int, seconds: Callable[[], float]) -> Table:
             asked = [ToolCall(name="read_file", arguments={"path": path})]
             asked += [ToolCall(name="edit_line", arguments={"path": path, "line": 1, "text": "#"})] * 4
             with meter.step("five tool calls"):
-                tools.answer(work, asked)
+                tools.run(work, asked)
             work.files |= task.solution
             with meter.step("visible tests"):
                 assert work.run_visible_tests().tests_run

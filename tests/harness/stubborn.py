@@ -43,7 +43,7 @@ WAYS = {
 
 class Stubborn:
     def __init__(self, turns: Sequence[Sequence[bytes]], way: str) -> None:
-        """Answers these turns well, or cut short where the last part is empty, and then in that way, for ever. A list of
+        """Answers these turns well, and then in that way, for ever. A list of
         models is always told."""
         self.turns, self.way = list(turns), way
         self.ended = threading.Event()
@@ -73,10 +73,7 @@ class Stubborn:
                     if line.startswith(b"GET"):
                         connection.sendall(whole({"data": [{"id": "m"}]})[0])
                     elif self.turns:
-                        turn = self.turns.pop(0)
-                        connection.sendall(b"".join(turn))
-                        if not turn[-1]:
-                            return
+                        connection.sendall(b"".join(self.turns.pop(0)))
                     else:
                         for part in WAYS[self.way]():
                             if self.ended.wait(DRIP_S if len(part) < 10 else 0):

@@ -11,15 +11,15 @@ from composer_nb.harness.bench import behaviour, filtered_best_of, summarise
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import call
 
-EDIT = Turn(call=ToolCall(name="edit_line", arguments={"path": "f.py"}).json, observation="ok")
+EDIT = Turn(call=call("edit_line", path="f.py").json, observation="ok")
 BAD_EDIT = Turn(call=EDIT.call, observation="error: no line", error="InvalidArguments")
 INVALID = Turn(call='garbage "edit_line"', observation="error: bad call", error="InvalidArguments")
-FAIL = Turn(call=ToolCall(name="run_tests", arguments={}).json, observation="fail", tests_passed=1, tests_run=4)
+FAIL = Turn(call=call("run_tests").json, observation="fail", tests_passed=1, tests_run=4)
 PASS = Turn(call=FAIL.call, observation="pass 4", tests_passed=4, tests_run=4)
 NO_TESTS = Turn(call=FAIL.call, observation="error: no tests here", error="UnexpectedEnvironment")
-FINISH = Turn(call=ToolCall(name="finish", arguments={}).json, observation="")
+FINISH = Turn(call=call("finish").json, observation="")
 
 
 def made(
@@ -36,14 +36,8 @@ def made(
     blank = np.zeros(read + wrote, np.int32)
     segment = Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)
     source = "from f import f\n\n\ndef test_0():\n    assert f(1) == 1\n"
-    task = Task(
-        id=name,
-        instruction="x",
-        files={},
-        tests={"t.py": source},
-        source_scope=("f.py",),
-        metadata={"family": family} if family else {},
-    )
+    about = {"tests": {"t.py": source}, "source_scope": ("f.py",), "metadata": {"family": family}}
+    task = Task(id=name, instruction="x", files={}, **about)
     grade = Grade(status="infra_error") if passed is None else Grade(status="graded", tests={"t.py::test_0": passed})
     rollout = Rollout(task_id=name, segments=(segment,), turns=turns, files={}, stop=stop)
     return Attempt(task=task, rollout=rollout, grade=grade)
@@ -106,8 +100,8 @@ def test_behaviour_is_what_was_done() -> None:
     assert found["finishes"] == 1 / 2
 
 
-UNDO = Turn(call=ToolCall(name="undo", arguments={}).json, observation="ok")
-READ = Turn(call=ToolCall(name="read_file", arguments={"path": "f.py"}).json, observation="1x")
+UNDO = Turn(call=call("undo").json, observation="ok")
+READ = Turn(call=call("read_file", path="f.py").json, observation="1x")
 RETRY = (READ, EDIT, FAIL, UNDO, EDIT, PASS, FINISH)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,15 +11,14 @@ import pytest
 from composer_nb.harness import remote
 from composer_nb.harness.policy import ProviderFailure, Request, TimeIsUp
 from composer_nb.harness.remote import REMOTE, RemoteEngine
+from tests.harness.json_server import JsonServer
 
 END = 9
 
 
 def vllm_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, Any]:
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(ids, logprobs, strict=True)
-    ]
+    pairs = zip(ids, logprobs, strict=True)
+    content = [{"token": f"token_id:{n}", "logprob": p, "bytes": None, "top_logprobs": []} for n, p in pairs]
     choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": "stop", "token_ids": ids}
     spans = [{"version": label, "start": 0, "end": len(ids)}]
     return {"request_id": "r", "choices": [{**choice, "weight_versions": spans}], "prompt_logprobs": None}
@@ -38,39 +34,18 @@ def sglang_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, 
     }
 
 
-class Server:
-    """Draws 1, 2, 9 after every prompt, and keeps all requests; `before` may answer a path in another way."""
+class Server(JsonServer):
+    """Draws 1, 2, 9 after every prompt; `before` may answer a path in another way."""
 
     def __init__(self, kind: str) -> None:
-        self.requests: list[tuple[str, Any]] = []
         self.before: Callable[[str], Any] = lambda path: None
         self.turn = vllm_turn if kind == "vllm" else sglang_turn
+        super().__init__(self._reply)
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(handler, *what: Any) -> None:
-                pass
-
-            def do_GET(handler) -> None:
-                handler.reply(None)
-
-            def do_POST(handler) -> None:
-                handler.reply(json.loads(handler.rfile.read(int(handler.headers["Content-Length"]))))
-
-            def reply(handler, body: Any) -> None:
-                path = handler.path.removeprefix("/")
-                self.requests.append((path, body))
-                turn = self.turn([1, 2, END], [-0.5, -0.25, -1.0], "default")
-                usual = turn if path.endswith("generate") else {"weight_version": "default"}
-                answer = self.before(path)
-                data = json.dumps(usual if answer is None else answer).encode()
-                handler.send_response(200)
-                handler.send_header("Content-Length", str(len(data)))
-                handler.end_headers()
-                handler.wfile.write(data)
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+    def _reply(self, path: str, body: Any) -> Any:
+        turn = self.turn([1, 2, END], [-0.5, -0.25, -1.0], "default")
+        usual = turn if path.endswith("generate") else {"weight_version": "default"}
+        return self.before(path) or usual
 
 
 @pytest.fixture(params=sorted(REMOTE))
@@ -80,10 +55,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def server(kind: str) -> Iterator[Server]:
-    server = Server(kind)
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+    with Server(kind) as server:
+        yield server
 
 
 @pytest.fixture

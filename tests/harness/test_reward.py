@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,10 +44,15 @@ def test_the_curves_closed_forms(x: float, k: float) -> None:
     assert effort_curve(x, k, 2.0) == pytest.approx(x / (1 + k * x))
 
 
-@given(x=X, k=K, q=Q)
-def test_the_curve_is_the_published_formula(x: float, k: float, q: float) -> None:
-    if abs(q - 1) > 1e-3:
-        assert effort_curve(x, k, q) == pytest.approx(((1 + k * x) ** (1 - q) - 1) / (k * (1 - q)), rel=1e-6, abs=1e-8)
+@pytest.mark.parametrize(
+    ("status", "total"), [("infra_error", None), ("invalid_task", None), ("tampered", 0.0), ("agent_failed", 0.0)]
+)
+def test_what_the_agent_did_to_its_grade_counts_and_what_says_nothing_of_it_does_not(
+    status: Any, total: float | None
+) -> None:
+    grade = Grade(status=status, tests={"t.py::test_0": True})
+    scored = reward(rollout(), grade, RewardSettings(weights={"solved": 1.0}, effort=Effort()))
+    assert scored.total == total and (total is not None or scored.terms == {})
 
 
 @given(x=X, k=K, sign=st.sampled_from([-1, 1]), near=st.sampled_from([1e-6, 1e-8, 1e-10, 1e-12]))
@@ -80,41 +85,6 @@ def test_a_reward_is_the_sum_of_its_terms() -> None:
     assert scored.total == pytest.approx(sum(scored.terms.values()))
 
 
-@pytest.mark.parametrize("status", ["infra_error", "invalid_task"])
-def test_what_says_nothing_of_the_agent_has_no_reward(status: Literal["infra_error", "invalid_task"]) -> None:
-    settings = RewardSettings(weights=dict.fromkeys(TERMS, 1.0), effort=Effort(weight=1.0))
-    scored = reward(rollout(), Grade(status=status), settings)
-    assert scored.total is None and scored.terms == {}
-
-
-@pytest.mark.parametrize("status", ["tampered", "agent_failed"])
-def test_what_the_agent_did_to_its_grade_is_no_fault_of_the_infrastructure(
-    status: Literal["tampered", "agent_failed"],
-) -> None:
-    grade = Grade(status=status, tests={"t.py::test_0": True})
-    assert reward(rollout(), grade, RewardSettings(weights={"solved": 1.0})).total == 0.0
-
-
-def test_an_unknown_term_is_named_before_anything_is_scored() -> None:
-    with pytest.raises(ValueError, match=r"reward\.weights names 'sovled'; registered terms: \[.*'solved'"):
-        RewardSettings(weights={"sovled": 1.0})
-
-
-def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_nb.harness.terms.registry.TERMS", dict(TERMS))
-
-    @term
-    def quick(done: Rollout, grade: Grade) -> float:
-        return float(len(done.turns) < 3)
-
-    values: dict[str, Any] = {"solved": 1.0, "quick": 0.5}
-    assert reward(rollout(turns=2), PASSED, RewardSettings(weights=values)).total == 1.5
-    assert quick(rollout(turns=3), PASSED) == 0.0
-
-
-TERM = "def quick(rollout, grade):\n    return 1.0\n\ndef rash(rollout, grade):\n    return 1 / len(rollout.turns)\n"
-
-
 def test_a_name_of_another_modules_term_is_refused_and_ones_own_can_be_written_again() -> None:
     def solved(done: Rollout, grade: Grade) -> float:
         return 5.0
@@ -135,21 +105,12 @@ def test_a_term_that_fails_on_some_rollout_is_one_line_and_no_number(
     monkeypatch.delitem(sys.modules, "late_terms", raising=False)
     settings = RewardSettings(weights={"solved": 1.0, "late_terms:late": 1.0})
     settings.tried()
+    assert reward(rollout(turns=0), PASSED, settings).total == 1.0
     with pytest.raises(ValueError, match=r"reward\.weights: late_terms:late fails on a rollout of task t: ") as error:
         reward(rollout(), PASSED, settings)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="late_terms:late fails on a rollout of task t: "):
         settings.tried([(rollout(), PASSED)])
-
-
-def test_a_term_of_a_module_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "terms_of_mine.py").write_text(TERM)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    good, bad = (RewardSettings(weights={"solved": 1.0, f"terms_of_mine:{name}": 0.5}) for name in ("quick", "rash"))
-    assert reward(rollout(), PASSED, good).total == 1.5
-    good.tried()
-    with pytest.raises(ValueError, match=r"terms_of_mine:rash fails on a rollout without turns: ZeroDivisionError"):
-        bad.tried()
-    for name in ("terms_of_mine:no", "no.such.module:quick"):
-        with pytest.raises(ValueError, match=rf"reward\.weights names '{name}', which cannot be imported"):
+    for name, why in (("sovled", r"; registered terms: \[.*'solved'"), ("no.such:late", ", which cannot be imported")):
+        with pytest.raises(ValueError, match=rf"reward\.weights names '{name}'{why}"):
             RewardSettings(weights={name: 1.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,26 @@ GRADES = st.builds(Grade, status=st.just("infra_error")) | st.builds(
 )
 
 
+def random_trace(size: int, random: np.random.Generator) -> Trace:
+    return Trace(
+        routes=random.integers(0, 256, (size, 2, 3)).astype(np.uint8),
+        gates=random.random((size, 2, 3), np.float32),
+        margins=random.random((size, 2), np.float32),
+        route_valid=np.arange(size) < size - 1,
+        checks=random.integers(0, 2**64, size, np.uint64),
+    )
+
+
 @st.composite
 def pieces(draw: st.DrawFn, traced: bool, parent: int) -> Segment:
     size = draw(st.integers(0 if not traced else 1, 6))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    trace = Trace()
-    if traced:
-        trace = Trace(
-            routes=random.integers(0, 256, (size, 2, 3)).astype(np.uint8),
-            gates=random.random((size, 2, 3), np.float32),
-            margins=random.random((size, 2), np.float32),
-            route_valid=np.arange(size) < size - 1,
-            checks=random.integers(0, 2**64, size, np.uint64),
-        )
     return Segment(
         token_ids=random.integers(0, 2**31 - 1, size).astype(np.int32),
         kind=random.integers(0, 6, size).astype(np.uint8),
         logprob=-random.random(size, np.float32),
         policy_version=random.integers(-1, 2**31 - 1, size).astype(np.int32),
-        trace=trace,
+        trace=random_trace(size, random) if traced else Trace(),
         parent=parent,
     )
 
@@ -85,15 +86,16 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
     for new, old in zip(found, wanted, strict=True):
         assert (new.task, new.grade) == (old.task, old.grade)
         assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
+        assert new.rollout.before == old.task.files
         for a, b in zip(new.rollout.segments, old.rollout.segments, strict=True):
             assert_same_segment(a, b)
 
 
 def assert_same_segment(a: Segment, b: Segment) -> None:
     assert a.parent == b.parent
-    pairs = [(getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")]
-    names = ("routes", "gates", "margins", "route_valid", "checks")
-    pairs += [(getattr(a.trace, name), getattr(b.trace, name)) for name in names]
+    names = "token_ids", "kind", "logprob", "policy_version"
+    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    pairs += [(getattr(a.trace, f.name), getattr(b.trace, f.name)) for f in fields(Trace)]
     for left, right in pairs:
         assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
 
@@ -121,14 +123,7 @@ def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable
 
 def with_trace(done: Attempt) -> Attempt:
     [segment] = done.rollout.segments
-    size = len(segment.token_ids)
-    trace = Trace(
-        routes=np.ones((size, 2, 3), np.uint8),
-        gates=np.ones((size, 2, 3), np.float32),
-        margins=np.ones((size, 2), np.float32),
-        route_valid=np.ones(size, np.bool_),
-        checks=np.ones(size, np.uint64),
-    )
+    trace = random_trace(len(segment.token_ids), np.random.default_rng(0))
     return replace(done, rollout=replace(done.rollout, segments=(replace(segment, trace=trace),)))
 
 
@@ -141,13 +136,16 @@ def test_pandas_reads_it_with_the_columns_added(played: list[Attempt], tmp_path:
     assert frame["token_ids"][0].tolist() == segment.token_ids.tolist()
 
 
-def test_a_file_from_before_there_were_segments_has_rollouts_of_one(
+OLDER = "segments parents read_tokens written_tokens seconds calls calls_failed timeouts rewards".split()
+
+
+def test_columns_that_older_files_lack_are_one_segment_and_nothing_counted(
     played: list[Attempt], task: Task, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.parquet"
     save_attempts(path, played)
-    pq.write_table(pq.read_table(path).drop_columns(["segments", "parents"]), path)
-    assert_same(load_attempts(path, {task.id: task, "keep": played[0].task}), played)
+    pq.write_table(pq.read_table(path).drop_columns(OLDER), path)
+    assert_same(load_attempts(path, {task.id: task}), played)
 
 
 @pytest.mark.parametrize(("sizes", "parents"), [([1], [-1]), ([], []), (None, [-1, 0])])
@@ -164,40 +162,16 @@ def test_segments_that_do_not_fit_their_tokens_are_damage(
         load_attempts(path, {"keep": played[0].task})
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"\xff" * 400)
+HARMS: list[Callable[[bytes], bytes | None]] = [lambda data: b"", lambda data: data[:-20], lambda data: None]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".safetensors"])
-@pytest.mark.parametrize("harm", [empty, cut, garbage, Path.unlink])
-def test_a_damaged_file_is_named(
-    played: list[Attempt], task: Task, tmp_path: Path, suffix: str, harm: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_file_is_named(played: list[Attempt], task: Task, tmp_path: Path, suffix: str, harm: Any) -> None:
     path = tmp_path / "a.parquet"
     save_attempts(path, [with_trace(done) for done in played])
-    harm(path.with_suffix(suffix))
+    file = path.with_suffix(suffix)
+    data = harm(file.read_bytes())
+    file.unlink() if data is None else file.write_bytes(data)
     with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete"):
         load_attempts(path, {task.id: task})
-
-
-def test_files_of_before_there_were_counts_of_endpoints(task: Task, played: list[Attempt], tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    save_attempts(path, played)
-    table = pq.read_table(path)
-    pq.write_table(table.drop_columns(["read_tokens", "written_tokens", "seconds"]), path)
-    back = [done.rollout for done in load_attempts(path, {task.id: task})]
-    for rollout, before in zip(back, [done.rollout for done in played], strict=True):
-        assert (rollout.turns, rollout.files, rollout.counted, rollout.seconds) == (
-            before.turns,
-            before.files,
-            (0, 0),
-            0.0,
-        )

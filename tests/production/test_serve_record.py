@@ -112,7 +112,7 @@ def work(agent: ByOpenAI, task: Task, turns: int = 12) -> dict[str, str]:
             if not calls:
                 agent.ask("write a call")
                 continue
-            replies = tools.answer(place, [call for _, call in calls])
+            replies = tools.run(place, [call for _, call in calls])
             agent.hear([(name, reply.text) for (name, _), reply in zip(calls, replies, strict=False)])
             if any(reply.ends for reply in replies):
                 break

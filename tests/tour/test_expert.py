@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.turns import Limits
@@ -103,7 +104,7 @@ def test_a_policy_forgets_what_was_released(renderer: CompactRenderer) -> None:
     for rollout in (1, 0):
         policy.submit(Request(rollout=rollout, token_ids=renderer.prompt("x"), max_tokens=50))
     assert [completion.rollout for completion in policy.step()] == [0, 1]
-    policy.submit(Request(rollout=0, token_ids=renderer.observation("x"), max_tokens=50))
+    policy.submit(Request(rollout=0, token_ids=renderer.results([CallResult(id="", text="x")]), max_tokens=50))
     assert len(policy.release(0).route_valid) == 0 and closed == [0]
     assert policy.step() == []
     policy.release(7)  # never seen

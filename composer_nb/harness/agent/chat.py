@@ -36,12 +36,15 @@ Piece = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One call of a turn: its id as the model wrote it, and the call or the error of parsing it."""
+    """One call of a turn: its id as the model wrote it, and the call or the error of parsing it.
+
+    Attributes:
+        text: The original text of a call that cannot be parsed, if it is kept.
+    """
 
     id: str
     call: ToolCall | ToolError
     text: str = ""
-    """The original text of a call that cannot be parsed, if it is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,13 @@ class User:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A turn of the agent."""
+    """A turn of the agent.
+
+    Attributes:
+        text: Text outside the calls, without surrounding white space.
+    """
 
     text: str = ""
-    """Text outside the calls, without surrounding white space."""
     calls: tuple[Written, ...] = ()
 
 

@@ -52,7 +52,11 @@ _ZEROS = re.compile("^0+(?=[0-9])")
 
 
 class _Form(NamedTuple):
-    """The written form of a tool's calls."""
+    """The written form of a tool's calls.
+
+    Attributes:
+        types: Types of all arguments, including optional ones.
+    """
 
     tool: str
     word: str
@@ -60,7 +64,6 @@ class _Form(NamedTuple):
     long: tuple[str, ...]
     head: re.Pattern[str]
     types: Mapping[str, Any]
-    """Types of all arguments, including optional ones."""
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> _Form:
@@ -135,10 +138,6 @@ class CompactRenderer(ChatRenderer):
     def prompt(self, instruction: str) -> list[int]:
         return self.read([User(text=instruction)])
 
-    def observation(self, text: str) -> list[int]:
-        """Render the tool's result and the cue for the next call, which follow the agent's `<|end|>`."""
-        return self.results([CallResult(id="", text=text)])
-
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""
         cuts = [position for position, token in enumerate(token_ids) if token == self.call]
@@ -147,8 +146,8 @@ class CompactRenderer(ChatRenderer):
         read = [self._part(part, part if n < len(cuts) else part[:-1], ended) for n, part in enumerate(parts)]
         if len(read) == 1 and not read[0].calls:
             return read[0]
-        calls = [each.calls[0].call if each.calls else invalid("bad call") for each in read]
-        texts = [each.calls[0].text if each.calls else DONE for each in read]
+        calls = [part.calls[0].call if part.calls else invalid("bad call") for part in read]
+        texts = [part.calls[0].text if part.calls else DONE for part in read]
         return Said(calls=tuple(Written(id=f"call_{n}", call=c, text=texts[n]) for n, c in enumerate(calls)))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:

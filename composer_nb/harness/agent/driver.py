@@ -1,4 +1,4 @@
-"""Many agents against one policy: each is a plain function in its own thread, and a driver serves all of them in batches."""
+"""Many agents against one policy: each is a plain function in its own thread, with a seat at the policy and the sandboxes."""
 
 from __future__ import annotations
 
@@ -6,42 +6,33 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
 
+from composer_nb.harness.agent.shared import Shared, settle
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
-from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")
 # The work of one agent, in its own thread; requests go through its seat.
 Job = Callable[["Seat[Any]"], Result]
-# Seconds that an idle driver waits for agents.
-LOOK_S = 0.05
 
 
 class Dropped(BaseException):
     """Raised in a dropped agent at its next request."""
 
 
-# A request that the policy forget this rollout.
-Release = int
-Asked = Request | CallRequest | Release | Future[Any]
-Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseException
-
-
 class Seat(Generic[Result]):
     """One agent in its thread, with access to the shared policy and sandboxes."""
 
-    def __init__(self, position: int, requests: SimpleQueue[tuple[int, Asked]], lockstep: bool = False) -> None:
-        self.position, self.lockstep = position, lockstep
+    def __init__(self, driver: Driver[Result], position: int) -> None:
+        self._driver, self.position = driver, position
         # Called from another thread when the agent is dropped.
         self.at_drop: list[Callable[[], None]] = []
-        self.dropped = self.ended = False
-        self._requests = requests
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self.dropped = False
+        # The turn that the agent waits for, or the last one.
+        self.turn = Future[Completion]()
         # Start of the current wait for an answer, if there is one, and the seconds of all earlier waits.
         self._waits: tuple[float | None, float] = None, 0.0
         # Allows one request at a time: a custom tool that was given up may still make some.
@@ -50,60 +41,49 @@ class Seat(Generic[Result]):
     def clock(self) -> float:
         """Return the seconds that count for this agent's time limit: in lockstep, where agents wait for each other, only those in
         which it did not wait for an answer."""
-        if not self.lockstep:
+        if not self._driver.lockstep:
             return time.monotonic()
         since, waited = self._waits
         return (time.monotonic() if since is None else since) - waited
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout. Raises ProviderFailure if the provider fails."""
-        completion: Completion = self._answer(request)
+        try:
+            completion: Completion = self._timed(lambda: self._driver.begin(self, request).result())
+        except CancelledError:
+            raise Dropped from None
         return completion
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         """Execute calls. Raises SandboxFailure if a sandbox fails."""
-        return [self._answer(request) for request in requests]
+        if self.dropped:
+            raise Dropped
+        outcomes: list[tuple[CallOutcome, ...]] = self._timed(lambda: self._driver.sandboxes.run(requests))
+        return outcomes
 
     def release(self, rollout: int) -> Trace:
-        """Have the policy forget a rollout, and return its records."""
-        trace: Trace | Future[Trace] = self._answer(rollout)
-        return trace.result() if isinstance(trace, Future) else trace
+        """Have the policy forget a rollout, and return its records, which are empty for a dropped agent."""
+        trace: Trace | Future[Trace] = self._timed(lambda: self._driver.release(self, rollout))
+        trace = trace.result() if isinstance(trace, Future) else trace
+        return Trace() if self.dropped else trace
 
-    def answer(self, answer: Answer) -> None:
-        """Answer the agent's request. Called by the driver."""
-        self._answers.put(answer)
-
-    def work(self, job: Job[Result]) -> None:
-        """Run the job in the agent's thread, and report its result or its error."""
-        ended: Future[Result] = Future()
-        try:
-            ended.set_result(job(self))
-        except BaseException as error:  # raised again where the driver runs
-            ended.set_exception(error)
+    def _timed(self, request: Callable[[], Any]) -> Any:
         with self._lock:
-            self.ended = True
-            self._requests.put((self.position, ended))
-
-    def _answer(self, request: Request | CallRequest | Release) -> Any:
-        with self._lock:
-            if self.ended or (self.dropped and not isinstance(request, Release)):
-                raise Dropped
             began, waited = time.monotonic(), self._waits[1]
             self._waits = began, waited
-            self._requests.put((self.position, request))
-            answer = self._answers.get()
-            self._waits = None, waited + time.monotonic() - began
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+            self._driver.moved.add(self.position)
+            try:
+                return request()
+            finally:
+                self._waits = None, waited + time.monotonic() - began
 
 
 class Driver(Generic[Result]):
     """Runs agents against one policy and one fleet of sandboxes.
 
-    In each round, all sandbox requests share one batch, then all agents that wait for the policy share one step of it. In
-    lockstep, a round waits for every agent and serves them in order of position, so that one seed gives one result. Otherwise
-    agents do not wait for others: calls run beside the policy's steps, one batch at a time, and own sandboxes delay no agent.
+    Each agent waits for its own requests alone, and the policy steps in a thread of its own. In lockstep, it pauses while any
+    agent works: when all wait, their turns begin in order of position, and `wait` steps the policy until one ends, so that one
+    seed gives one result. Then only the caller's thread uses the policy, with its device and number of threads.
     """
 
     def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
@@ -111,21 +91,17 @@ class Driver(Generic[Result]):
         if policy.capacity < 1:
             raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
         self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
-        self._requests: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
-        self._alive: dict[int, Seat[Result]] = {}
-        # Positions of agents without a request.
-        self._working: set[int] = set()
-        self._names: dict[int, int] = {}  # rollout -> position of its agent
-        self._waiting: dict[int, Request | CallRequest | Release] = {}
-        self._results: list[tuple[int, Future[Result]]] = []
+        self.shared = None if lockstep else Shared(policy).__enter__()
         # Positions of agents that made a request or ended. The caller clears it.
         self.moved = set[int]()
-        # Whether the policy has made its step in the unfinished round.
-        self._stepped = False
-        self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
-        # Batch of calls that runs beside the policy's steps.
-        self._batch = Future[None]()
-        self._batch.set_result(None)
+        self._changed = threading.Condition()
+        self._alive: dict[int, Seat[Result]] = {}
+        # Results that the caller has not taken yet.
+        self._ended: dict[int, Future[Result]] = {}
+        # In lockstep: turns and releases that wait for the other agents, by position, and turns under way, by rollout.
+        self._turns: dict[int, tuple[Request, Future[Completion]]] = {}
+        self._releases: dict[int, tuple[int, Future[Any]]] = {}
+        self._under_way: dict[int, Future[Completion]] = {}
 
     @property
     def room(self) -> int:
@@ -139,55 +115,93 @@ class Driver(Generic[Result]):
 
     def add(self, position: int, job: Job[Result]) -> None:
         """Start an agent under a number of the caller's, which is returned with its result."""
-        seat = self._alive[position] = Seat[Result](position, self._requests, self.lockstep)
-        self._working.add(position)
-        threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
+        seat = self._alive[position] = Seat(self, position)
 
-    def round(self, seconds: float = math.inf) -> list[tuple[int, Result]]:
-        """Serve all agents once. Return (position, result) of the agents that ended, in order of position. In lockstep, a round
-        in which agents work for longer than `seconds` returns no results, and the next call continues it."""
+        def work() -> None:
+            result: Future[Result] = Future()
+            try:
+                result.set_result(job(seat))
+            except BaseException as error:  # raised again where the driver runs
+                result.set_exception(error)
+            with self._changed:
+                self.moved.add(position)
+                self._ended[position] = result
+                self._changed.notify_all()
+
+        threading.Thread(target=work, name="agent", daemon=True).start()
+
+    def begin(self, seat: Seat[Result], request: Request) -> Future[Completion]:
+        """Begin a turn of an agent, in lockstep once all agents wait. Raises Dropped."""
+        with self._changed:
+            if seat.dropped:
+                raise Dropped
+            if self.shared:
+                [seat.turn] = self.shared.start(request)
+            else:
+                seat.turn = Future()
+                self._turns[seat.position] = request, seat.turn
+                if self._at_rest():
+                    self._changed.notify_all()
+            return seat.turn
+
+    def release(self, seat: Seat[Result], rollout: int) -> Trace | Future[Trace]:
+        """Release a rollout of an agent, in lockstep once all agents wait."""
+        if self.shared:
+            return self.shared.release(rollout)
+        answer: Future[Trace | Future[Trace]] = Future()
+        with self._changed:
+            self._releases[seat.position] = rollout, answer
+            self._changed.notify_all()
+        return answer.result()
+
+    def wait(self, seconds: float = math.inf) -> list[tuple[int, Result]]:
+        """Wait until agents have ended, for about `seconds`. Return (position, result) of each, in order of position."""
         until = time.monotonic() + seconds
-        if self._batch.done():
-            self._batch.result()
-        if not self._stepped:
-            if not self._hear(until):
-                return []
-            while self._waits(Release) or (self._waits(CallRequest) and self._batch.done()):
-                self._execute()
-                for position, released in self._taken(Release):
-                    self._answer(position, self.policy.release(released))
-                if not self._hear(until):
-                    return []
-            for position, request in self._taken(Request):
-                self._names[request.rollout] = position
-                self.policy.submit(request)
-            for completion in self.policy.step() if self._names else ():
-                self._answer(self._names.pop(completion.rollout), completion)
-        self._stepped = self.lockstep and not self._hear(until)
-        if self._stepped:
-            return []
-        results, self._results = sorted(self._results, key=lambda ended: ended[0]), []
-        return [(position, ended.result()) for position, ended in results]
+        while self._alive:
+            with self._changed:
+                left = None if until == math.inf else max(until - time.monotonic(), 0.0)
+                if not self._changed.wait_for(self._at_rest if self.lockstep else lambda: self._ended, left):
+                    break
+                if self._releases:
+                    self._release()
+                    continue
+                if self._ended:
+                    ended, self._ended = sorted(self._ended.items()), {}
+                    for position, _ in ended:
+                        del self._alive[position]
+                    return [(position, result.result()) for position, result in ended]
+                for position in sorted(self._turns):
+                    request, turn = self._turns.pop(position)
+                    self.policy.submit(request)
+                    self._under_way[request.rollout] = turn
+            while not (completions := self.policy.step()):
+                pass
+            with self._changed:
+                for completion in completions:
+                    if turn := self._under_way.pop(completion.rollout, None):
+                        settle(turn, completion)
+            if time.monotonic() > until:
+                break
+        return []
 
     def drop(self, position: int) -> None:
         """End an agent and wait for it; its result is lost. A missing agent is no error, since it may just have ended. Raises the
         exception with which the agent ends."""
         if (seat := self._alive.get(position)) is None:
             return
-        seat.dropped = True
-        in_policy = position in self._names.values()
-        self._names = {rollout: owner for rollout, owner in self._names.items() if owner != position}
+        with self._changed:
+            seat.dropped = True
+            self._turns.pop(position, None)
+            self._under_way = {rollout: turn for rollout, turn in self._under_way.items() if turn is not seat.turn}
         for stop in seat.at_drop:
             stop()
-        if in_policy:
-            self._answer(position, Dropped())
-        while position in self._alive:
-            request = self._waiting.pop(position, None)
-            if request is None:
-                self._take(*self._requests.get())
-            else:
-                self._answer(position, self.policy.release(request) if isinstance(request, Release) else Dropped())
-        ended = self._results.pop()[1]
+        seat.turn.cancel()
+        with self._changed:
+            while position not in self._ended:
+                self._changed.wait_for(lambda: position in self._ended or position in self._releases)
+                self._release()
+            ended = self._ended.pop(position)
+            del self._alive[position]
         if not isinstance(error := ended.exception(), Dropped | None):
             raise error
 
@@ -195,64 +209,20 @@ class Driver(Generic[Result]):
         """End all live agents."""
         for position in self.alive:
             self.drop(position)
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self.shared:
+            self.shared.__exit__(None, None, None)
 
-    def _hear(self, until: float) -> bool:
-        """Collect the agents' requests: in lockstep until no agent works, otherwise those present, with a short wait if the
-        driver is idle. Return whether the round may continue: in lockstep, only if no agent works."""
-        while self._working:
-            stuck = not self._waiting or not self._batch.done()
-            idle = stuck and not self._names and not self._waits(Request, Release)
-            left = max(until - time.monotonic(), 0.0)
-            timeout = LOOK_S if not self.lockstep else left if math.isfinite(left) else None
+    def _release(self) -> None:
+        for position in sorted(self._releases):
+            rollout, answer = self._releases.pop(position)
             try:
-                self._take(*self._requests.get(block=self.lockstep or idle, timeout=timeout))
-            except Empty:
-                return not self.lockstep
-        return True
+                answer.set_result(self.policy.release(rollout))
+            except Exception as error:  # raised again in the agent
+                answer.set_exception(error)
 
-    def _take(self, position: int, request: Asked) -> None:
-        self._working.discard(position)
-        self.moved.add(position)
-        if isinstance(request, Future):
-            del self._alive[position]
-            self._results.append((position, request))
-        else:
-            self._waiting[position] = request
-
-    def _taken(self, kind: type[Any]) -> list[tuple[int, Any]]:
-        """Remove the requests of a kind and return them in order of position."""
-        requests = sorted(
-            (position, request) for position, request in self._waiting.items() if isinstance(request, kind)
-        )
-        for position, _ in requests:
-            del self._waiting[position]
-        return requests
-
-    def _answer(self, position: int, answer: Answer) -> None:
-        self._working.add(position)
-        self._alive[position].answer(answer)
-
-    def _waits(self, *kinds: type[Any]) -> bool:
-        return any(isinstance(request, kinds) for request in self._waiting.values())
-
-    def _execute(self) -> None:
-        """Execute the requested calls: in lockstep now, otherwise beside the policy's steps, after the last batch."""
-        if not self._batch.done() or not (requests := self._taken(CallRequest)):
-            return
-        self._working |= {position for position, _ in requests}
-        seats = [self._alive[position] for position, _ in requests]
-
-        def run() -> None:
-            outcomes = _execute(self.sandboxes, [request for _, request in requests])
-            for seat, outcome in zip(seats, outcomes, strict=True):
-                seat.answer(outcome)
-
-        if self._beside is None:
-            run()
-        else:
-            self._batch = self._beside.submit(run)
+    def _at_rest(self) -> bool:
+        waiting = len(self._turns) + len(self._releases) + len(self._under_way)
+        return waiting + len(self._ended) == len(self._alive)
 
 
 def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
@@ -267,16 +237,6 @@ def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) ->
                 following = next(queue, None)
                 if more := following is not None:
                     driver.add(*following)
-            yield from driver.round()
+            yield from driver.wait()
     finally:
         driver.close()
-
-
-def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[CallOutcome, ...] | SandboxFailure]:
-    """Run a batch. A failed batch is retried request by request, so that a fault affects only the requests that cause it."""
-    try:
-        return list(sandboxes.run(requests))
-    except SandboxFailure as failure:
-        if len(requests) == 1:
-            return [failure]
-    return [_execute(sandboxes, [request])[0] for request in requests]

@@ -114,32 +114,38 @@ def _number(form: re.Pattern[str], text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer of an endpoint, with its counts of tokens read and written, or 0 without counts."""
+    """The answer of an endpoint, with its counts of tokens read and written, or 0 without counts.
+
+    Attributes:
+        cut: Whether a token limit cut it off.
+        turn: Text and calls of a turn with an unreadable call, each with its error, from `composer-nb serve` (`Choice.turn`).
+    """
 
     message: dict[str, Any]
     read: int
     written: int
     cut: bool = False
-    """Whether a token limit cut it off."""
     turn: Mapping[str, Any] | None = None
-    """Text and calls of a turn with an unreadable call, each with its error, from `composer-nb serve` (`Choice.turn`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of an endpoint. Raises ValueError for a malformed URL."""
+    """The address of an endpoint. Raises ValueError for a malformed URL.
+
+    Attributes:
+        url: Address before `/chat/completions`, such as http://127.0.0.1:8000/v1.
+        timeout_s: Longest pause within one answer.
+        wait_s: Wait before the second try, doubled before each further one; random jitter adds up to the same again.
+        context: Maximum tokens of a conversation, if the server names it, else 0.
+    """
 
     url: str
-    """Address before `/chat/completions`, such as http://127.0.0.1:8000/v1."""
     model: str = ""
     timeout_s: float = 300.0
-    """Longest pause within one answer."""
     retries: int = 5
     wait_s: float = 0.5
-    """Wait before the second try, doubled before each further one; random jitter adds up to the same again."""
     temperature: float = 1.0
     context: int = 0
-    """Maximum tokens of a conversation, if the server names it, else 0."""
     _client: httpx.AsyncClient = field(default_factory=_client, repr=False, compare=False)
 
     def __post_init__(self) -> None:

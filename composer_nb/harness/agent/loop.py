@@ -35,16 +35,19 @@ without a call."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The turns of an agent, and the reason of its end (`Rollout.stop`)."""
+    """The turns of an agent, and the reason of its end (`Rollout.stop`).
+
+    Attributes:
+        read: Tokens read, summed over all turns, if counted.
+        why: Explanation of the stop `infrastructure`, and of `tokens` before the first turn.
+    """
 
     turns: tuple[Turn, ...]
     stop: str
     read: int = 0
-    """Tokens read, summed over all turns, if counted."""
     written: int = 0
     seconds: float = 0.0
     why: str = ""
-    """Explanation of the stop `infrastructure`, and of `tokens` before the first turn."""
 
     def rollout(
         self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str], before: dict[str, str]
@@ -70,38 +73,40 @@ def silent(event: Said | Turn) -> None:
     """Tell nobody."""
 
 
-def conversation(
+def converse(
     instruction: str,
     turn_policy: TurnPolicy,
     tools: ToolSet,
     session: Session,
-    limits: Limits,
+    limits: Limits = LIMITS,
     report: Told = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation.
 
     When a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
-    conversation. An infrastructure failure or Ctrl-C ends the conversation with the turns so far. A sandbox that runs out of
+    conversation. An infrastructure failure ends the conversation with the turns so far. A sandbox that runs out of
     memory does not: each call is answered with an error.
+
+    At the time limit, running calls in a sandbox are stopped, waiting ones are not started, and the loop does not wait for the
+    next turn, except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.
     """
     turns: list[Turn] = []
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
+    until, over = began + limits.seconds, threading.Event()
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
-    session.left = lambda: limits.seconds - (clock() - began)
+    session.left = lambda: until - clock()
+    if session.concurrent:
+        threading.Thread(target=_abort_in_time, args=(session, over), name="bell", daemon=True).start()
     try:
         for _ in range(limits.turns):
-            if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
+            if turns and (brief := turn_policy.condense(news, until)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
                 report(brief.said)
-                path = session.remember(history(instruction, turns))
-                news = [
-                    User(
-                        text=resumed(instruction, brief.said.text, summaries, session.todos.values(), path, tools.terse)
-                    )
-                ]
-            spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
+                path, todos = session.remember(history(instruction, turns)), session.todos.values()
+                news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
+            spoken = turn_policy.say(news, until) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
                 if not turns:
@@ -110,7 +115,7 @@ def conversation(
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             report(spoken.said)
             calls = spoken.said.calls
-            replies = tools.answer(session, [written.call for written in calls])
+            replies = tools.run(session, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:
@@ -131,7 +136,17 @@ def conversation(
         stop, why = "infrastructure", str(failure)
     except KeyboardInterrupt:
         stop = "interrupted"
+    finally:
+        over.set()
     return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=clock() - began, why=why)
+
+
+def _abort_in_time(session: Session, over: threading.Event) -> None:
+    """Abort a session when its time is over, unless its conversation is before."""
+    while (left := session.left()) > 0:
+        if over.wait(min(left, threading.TIMEOUT_MAX)):
+            return
+    session.abort()
 
 
 def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
@@ -151,35 +166,6 @@ def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn
         )
         for number, (written, reply) in enumerate(zip(message.calls, replies, strict=False))
     ]
-
-
-def converse(
-    instruction: str,
-    turn_policy: TurnPolicy,
-    tools: ToolSet,
-    session: Session,
-    limits: Limits = LIMITS,
-    report: Told = silent,
-    clock: Callable[[], float] = time.monotonic,
-) -> Conversation:
-    """Run a conversation in a sandbox to its end.
-
-    At the time limit, running calls are stopped, waiting ones are not started, and the loop does not wait for the next turn,
-    except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.
-    """
-    began, over = clock(), threading.Event()
-
-    def bell() -> None:
-        while (left := limits.seconds - (clock() - began)) > 0:
-            if over.wait(min(left, threading.TIMEOUT_MAX)):
-                return
-        session.abort()
-
-    threading.Thread(target=bell, name="bell", daemon=True).start()
-    try:
-        return conversation(instruction, turn_policy, tools, session, limits, report, clock)
-    finally:
-        over.set()
 
 
 def system_text(root: str) -> str:

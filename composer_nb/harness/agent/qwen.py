@@ -280,15 +280,15 @@ def _declared(function: Mapping[str, Any]) -> str:
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
     properties = {
-        name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()
+        name: details if isinstance(details, Mapping) else {} for name, details in schema.get("properties", {}).items()
     }
-    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in properties.values()):
-        lines = [f"{name}: {told['type']}" for name, told in properties.items()]
+    if schema.keys() == {"type", "properties"} and all(details.keys() == {"type"} for details in properties.values()):
+        lines = [f"{name}: {details['type']}" for name, details in properties.items()]
         return "\n".join([*parts, *lines, "</function>"])
     parts.append("<parameters>")
-    for name, told in properties.items():
+    for name, details in properties.items():
         parts.append(f"<parameter>\n<name>{name}</name>")
-        parts += [f"<{key}>{_spelled(value)}</{key}>" for key, value in told.items()]
+        parts += [f"<{key}>{_spelled(value)}</{key}>" for key, value in details.items()]
         parts.append("</parameter>")
     rest = {key: value for key, value in schema.items() if key not in ("type", "properties")}
     parts += [f"<{key}>{write_json(value)}</{key}>" for key, value in rest.items()]

@@ -30,16 +30,17 @@ class Shared:
     """A policy shared by threads, with at most `policy.capacity` live rollouts. This is a context manager; at its end, waiting
     requests get a ProviderFailure.
 
-    In lockstep, the policy pauses from the end of a turn until the next request, so every run steps the same rollouts."""
+    Turns that `start` begins are answered as they end. Turns in lockstep begin with `advance`: they pause between two calls."""
 
-    def __init__(self, policy: Policy, lockstep: bool = False) -> None:
-        self.policy, self.lockstep = policy, lockstep
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         # Seconds without work.
         self.idle_s = 0.0
-        self._still = False
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._asked: dict[int, Future[Completion]] = {}
+        # Turns in lockstep that have ended.
+        self._ended: list[Completion | ProviderFailure] = []
         self._over: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
 
@@ -81,6 +82,22 @@ class Shared:
         self._order(lambda: self._submit(requests, answers)).add_done_callback(over)
         return answers
 
+    def advance(self, *requests: Request) -> list[Completion | ProviderFailure]:
+        """Begin turns, step until at least one turn that began so has ended, and return all that have. There must be one.
+
+        Between two calls, these rollouts pause, so that every run steps the same ones. Raises the policy's exceptions."""
+
+        def advance() -> list[Completion | ProviderFailure]:
+            for request in requests:
+                self.policy.submit(request)
+            while not self._ended:
+                self._step()
+            ended, self._ended = self._ended, []
+            return ended
+
+        ended: list[Completion | ProviderFailure] = self.between(advance)
+        return ended
+
     def release(self, rollout: int) -> Trace:
         """Forget a rollout, and return its records."""
 
@@ -89,8 +106,8 @@ class Shared:
                 answer.cancel()
             return self.policy.release(rollout)
 
-        trace: Trace = self.between(forget)
-        return trace
+        trace: Trace | Future[Trace] = self.between(forget)
+        return trace.result() if isinstance(trace, Future) else trace
 
     def check(self) -> None:
         """Raise ProviderFailure if the policy is closed or has failed."""
@@ -102,7 +119,6 @@ class Shared:
         return self._order(task).result()
 
     def _submit(self, requests: Sequence[Request], answers: Sequence[Future[Completion]]) -> None:
-        self._still = False
         for request, answer in zip(requests, answers, strict=True):
             try:
                 self.policy.submit(request)
@@ -123,14 +139,7 @@ class Shared:
         over: BaseException = ProviderFailure("the policy was closed")
         try:
             while self._obey():
-                completions = self.policy.step()
-                self._still = self.lockstep and bool(completions)
-                for turn in completions:
-                    answer = self._asked.pop(turn.rollout)
-                    if isinstance(turn, ProviderFailure):
-                        answer.set_exception(turn)
-                    else:
-                        answer.set_result(turn)
+                self._step()
         except BaseException as error:  # of the policy: all waiting requests get it
             over = error
         with self._lock:
@@ -141,10 +150,17 @@ class Shared:
         for answer in self._asked.values():
             answer.set_exception(over)
 
+    def _step(self) -> None:
+        for turn in self.policy.step():
+            if answer := self._asked.pop(turn.rollout, None):
+                settle(answer, turn)
+            else:
+                self._ended.append(turn)
+
     def _obey(self) -> bool:
         """Carry out all waiting orders; if idle, wait for one. Return False at the end."""
         while True:
-            waits, began = self._still or not self._asked, time.perf_counter()
+            waits, began = not self._asked, time.perf_counter()
             try:
                 order = self._orders.get(block=waits)
             except queue.Empty:
@@ -157,3 +173,13 @@ class Shared:
                 answer.set_result(what())
             except Exception as error:  # from the order, not from the policy
                 answer.set_exception(error)
+
+
+def settle(answer: Future[Completion], turn: Completion | ProviderFailure) -> None:
+    """Set the result of a turn, unless nobody waits for it any longer."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    if isinstance(turn, ProviderFailure):
+        answer.set_exception(turn)
+    else:
+        answer.set_result(turn)

@@ -45,17 +45,20 @@ class CachedExecutor:
         self.sandboxes, self.size = sandboxes, size
         self.asked = 0
         self.executed = 0
+        # What several threads ask for at once is executed once.
+        self._lock = threading.Lock()
         self._known: OrderedDict[bytes, tuple[CallOutcome, ...]] = OrderedDict()
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         keys = [_key(request) for request in requests]
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._known}
-        outcomes = self.sandboxes.run(list(missing.values())) if missing else []
-        self.asked += len(requests)
-        self.executed += len(missing)
-        self._known.update(zip(missing, outcomes, strict=True))
-        answers = [self._known[key] for key in keys]
-        self._forget()
+        with self._lock:
+            missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._known}
+            outcomes = self.sandboxes.run(list(missing.values())) if missing else []
+            self.asked += len(requests)
+            self.executed += len(missing)
+            self._known.update(zip(missing, outcomes, strict=True))
+            answers = [self._known[key] for key in keys]
+            self._forget()
         return answers
 
     def remember(self, request: CallRequest, outcomes: Sequence[CallOutcome]) -> None:

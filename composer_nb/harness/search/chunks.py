@@ -45,26 +45,32 @@ _DOCSTRING = re.compile(r'"""(.*?)"""' + r"|'''(.*?)'''" + r"|^\s*(?:#|//+!?|\*)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Lines of one chunk, from 1, both ends included."""
+    """Lines of one chunk, from 1, both ends included.
+
+    Attributes:
+        name: Qualified name, such as `Reader.close`.
+    """
 
     first: int
     last: int
     name: str = ""
-    """Qualified name, such as `Reader.close`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileChunks:
-    """The C chunks of a file, and the N terms of all of them in one row."""
+    """The C chunks of a file, and the N terms of all of them in one row.
+
+    Attributes:
+        spans: [C, 2]: first and last line.
+        counts: [C]: number of terms of each chunk.
+        terms: [N]
+        weights: [N]
+    """
 
     spans: NDArray[np.int32]
-    """[C, 2]: first and last line."""
     counts: NDArray[np.int32]
-    """[C]: number of terms of each chunk."""
     terms: NDArray[np.uint64]
-    """[N]"""
     weights: NDArray[np.float32]
-    """[N]"""
 
 
 def unfit(data: bytes) -> str:

@@ -87,12 +87,15 @@ def weigh(fields: Iterable[tuple[str, float]]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embedding:
-    """V terms in W dimensions, V at least 1."""
+    """V terms in W dimensions, V at least 1.
+
+    Attributes:
+        terms: [V], ascending.
+        vectors: [V, W]
+    """
 
     terms: NDArray[np.uint64]
-    """[V], ascending."""
     vectors: NDArray[np.float32]
-    """[V, W]"""
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def encode(

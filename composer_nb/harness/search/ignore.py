@@ -37,12 +37,15 @@ _FOLLOWED = re.compile(rf"{_STAR}((?:\[\^/\](?!\*)|\\.|[^/])+?)(?={_STAR})")
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A rule."""
+    """A rule.
+
+    Attributes:
+        regex: As pathspec translates it, but for stars. A folder's mark is its only group.
+        include: False for an exception.
+    """
 
     regex: re.Pattern[str]
-    """As pathspec translates it, but for stars. A folder's mark is its only group."""
     include: bool
-    """False for an exception."""
 
     def names(self, path: str, folder: bool) -> bool:
         """Return whether the rule matches a file or folder itself, not only a folder that contains it."""
@@ -54,12 +57,15 @@ class _Pattern:
 
 @dataclass(slots=True)
 class Ignore:
-    """The rules of a repository."""
+    """The rules of a repository.
+
+    Attributes:
+        rules: Folder of the ignore files -> rules, the last one first. The root folder is the empty string.
+        under: Folder of the repository that paths are relative to. It is never ignored itself, because the user named it.
+    """
 
     rules: Mapping[str, Sequence[_Pattern]]
-    """Folder of the ignore files -> rules, the last one first. The root folder is the empty string."""
     under: str = ""
-    """Folder of the repository that paths are relative to. It is never ignored itself, because the user named it."""
     _known: dict[str, bool] = field(default_factory=dict)
 
     def ignored(self, path: str) -> bool:

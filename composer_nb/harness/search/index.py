@@ -42,10 +42,11 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _IndexedFile:
+    """A file of the workspace, its C chunks, and their vectors [C, W]."""
+
     data: bytes
     chunks: FileChunks
     vectors: NDArray[np.float32]
-    """[C, W]"""
 
 
 class ChunkTable:

@@ -81,14 +81,17 @@ def style_delta(rollout: Rollout, grade: Grade) -> float:
 
 
 class Defined(NamedTuple):
-    """A function of a module."""
+    """A function of a module.
+
+    Attributes:
+        top: It is in no class and no function.
+        shape: Its code without names of its own, annotations, decorators and docstring; empty for a small one.
+    """
 
     name: str
     top: bool
-    """It is in no class and no function."""
     arguments: int
     shape: str
-    """Its code without names of its own, annotations, decorators and docstring; empty for a small one."""
 
 
 class Names(NamedTuple):

@@ -7,31 +7,9 @@ byte order mark.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from composer_nb.harness.syntax import TextFormat
 from composer_nb.harness.tools.tool_call import invalid
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A text as lines."""
-
-    lines: tuple[str, ...]
-    ended: bool = True
-    """The last line has a newline."""
-    layout: TextFormat = field(default_factory=TextFormat)
-
-    @classmethod
-    def of(cls, text: str) -> Lines:
-        layout = TextFormat.of(text)
-        plain = layout.plain(text)
-        return cls(tuple(plain.removesuffix("\n").split("\n")) if plain else (), plain.endswith("\n"), layout)
-
-    @property
-    def plain(self) -> str:
-        """The text with newlines alone."""
-        return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
 
 def places(lines: Sequence[str], block: Sequence[str], start: int) -> Iterator[int]:
@@ -57,9 +35,9 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
         raise invalid("old_string is empty: say what to replace, or use write")
     if old == new:
         raise invalid("old_string and new_string are the same")
-    document = Lines.of(text)
-    old, new = (part.replace(document.layout.newline, "\n") for part in (old, new))
-    plain = document.plain
+    layout = TextFormat.of(text)
+    old, new = (part.replace(layout.newline, "\n") for part in (old, new))
+    plain = layout.plain(text)
     starts, at = list[int](), plain.find(old)
     while at >= 0:
         starts.append(at)
@@ -72,4 +50,4 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     if len(starts) > 1 and not every:
         text = f"old_string occurs {len(starts)} times: include more context, or set replace_all"
         raise invalid(text)
-    return document.layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]
+    return layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from composer_nb.harness.tools.edits import Lines, places
+from composer_nb.harness.syntax import TextFormat
+from composer_nb.harness.tools.edits import places
+from composer_nb.harness.tools.session import file_lines
 from composer_nb.harness.tools.tool_call import invalid
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
@@ -27,10 +29,13 @@ MOST_HUNKS = 500
 
 @dataclass(slots=True)
 class Hunk:
-    """Lines with their signs: " " stays, "-" is removed, "+" is added."""
+    """Lines with their signs: " " stays, "-" is removed, "+" is added.
+
+    Attributes:
+        anchors: Lines to look for first, one after the other.
+    """
 
     anchors: list[str] = field(default_factory=list)
-    """Lines to look for first, one after the other."""
     lines: list[tuple[str, str]] = field(default_factory=list)
     at_end: bool = False
 
@@ -44,12 +49,15 @@ Kind = Literal["add", "delete", "update"]
 
 @dataclass(slots=True)
 class FileChange:
-    """The change of one file."""
+    """The change of one file.
+
+    Attributes:
+        to: New path, if the file moves.
+    """
 
     kind: Kind
     path: str
     to: str | None = None
-    """New path, if the file moves."""
     hunks: list[Hunk] = field(default_factory=list)
 
 
@@ -117,13 +125,14 @@ def _changes(lines: Sequence[str]) -> list[FileChange]:
 
 def added(change: FileChange) -> str:
     """Return the text of a new file."""
-    return Lines(tuple(text for hunk in change.hunks for _, text in hunk.lines)).plain
+    return "".join(f"{text}\n" for hunk in change.hunks for _, text in hunk.lines)
 
 
 def updated(change: FileChange, text: str) -> str:
     """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
-    document = Lines.of(text)
-    lines, start = list(document.lines), 0
+    layout = TextFormat.of(text)
+    plain = layout.plain(text)
+    lines, start = file_lines(plain), 0
     for hunk in change.hunks:
         for anchor in hunk.anchors:
             at_line = next(places(lines, [anchor], start), None)
@@ -134,8 +143,8 @@ def updated(change: FileChange, text: str) -> str:
         fresh = [line for sign, line in hunk.lines if sign != "-"]
         lines[at : at + len(hunk.old)] = fresh
         start = at + len(fresh)
-    ended = document.ended or not document.lines
-    return document.layout.restore(Lines(tuple(lines), ended).plain)
+    changed = "".join(f"{line}\n" for line in lines)
+    return layout.restore(changed if plain.endswith("\n") or not plain else changed.removesuffix("\n"))
 
 
 def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:

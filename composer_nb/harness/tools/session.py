@@ -53,57 +53,66 @@ class Search(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The answer of a tool."""
+    """The answer of a tool.
+
+    Attributes:
+        tests_passed: Visible tests passed, if the tool ran them.
+    """
 
     text: str
     tests_passed: int | None = None
-    """Visible tests passed, if the tool ran them."""
     tests_run: int | None = None
 
 
 @dataclass(slots=True)
 class Edits:
-    """The line edits of an agent: what `undo` restores, and what the tests have refused."""
+    """The line edits of an agent: what `undo` restores, and what the tests have refused.
+
+    Attributes:
+        before: Texts of the edited files at the start.
+        refused: Edited texts that failed the visible tests.
+    """
 
     before: dict[str, str] = field(default_factory=dict)
-    """Texts of the edited files at the start."""
     now: dict[str, str] = field(default_factory=dict)
     refused: set[frozenset[tuple[str, str]]] = field(default_factory=set)
-    """Edited texts that failed the visible tests."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Made by `ToolSet.open`. One turn at a time uses it; the tools of one turn may use it from several threads."""
+    """Made by `ToolSet.open`. One turn at a time uses it; the tools of one turn may use it from several threads.
+
+    Attributes:
+        concurrent: Whether calls that only read run together, and are timed.
+        root: The workspace, as an absolute path in the sandbox.
+        seen: Files that the agent has read or written.
+        cwd: Absolute path of the terminal's folder.
+        environment: Exported variables of the terminal.
+        touched: Files that tools have changed since the last search, which clears it (`workspace.py`).
+        restless: Other files may have changed since then, as by a command.
+        background: A background command was started, which may change files at any time.
+        history: The conversation before the last summary, as the file HISTORY was written.
+        left: Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up.
+        numbers: Numbers for the names of files in FOLDER.
+    """
 
     concurrent: ClassVar[bool] = True
-    """Whether calls that only read run together, and are timed."""
 
     sandbox: Sandbox
     root: str
-    """The workspace, as an absolute path in the sandbox."""
     seen: set[str] = field(default_factory=set)
-    """Files that the agent has read or written."""
     todos: dict[str, Todo] = field(default_factory=dict)
     cwd: str = ""
-    """Absolute path of the terminal's folder."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Exported variables of the terminal."""
     touched: set[str] = field(default_factory=set)
-    """Files that tools have changed since the last search, which clears it (`workspace.py`)."""
     edits: Edits = field(default_factory=Edits)
     restless: bool = False
-    """Other files may have changed since then, as by a command."""
     background: bool = False
-    """A background command was started, which may change files at any time."""
     search: Search | None = None
     history: str = ""
-    """The conversation before the last summary, as the file HISTORY was written."""
     left: Callable[[], float] = lambda: math.inf
-    """Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up."""
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
-    """Numbers for the names of files in FOLDER."""
 
     def abort(self) -> None:
         """End running calls and do not begin waiting ones of this turn, or else of the next. For another thread."""

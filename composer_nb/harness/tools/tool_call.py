@@ -45,7 +45,12 @@ def call(name: str, /, **arguments: Any) -> ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A schema with its implementation."""
+    """A schema with its implementation.
+
+    Attributes:
+        needs: A program that must be in the sandbox.
+        ends: A call of it ends the rollout.
+    """
 
     name: str
     description: str
@@ -53,9 +58,7 @@ class Tool:
     run: Callable[..., Any]
     mutates: bool = False
     needs: str | None = None
-    """A program that must be in the sandbox."""
     ends: bool = False
-    """A call of it ends the rollout."""
 
     def __call__(self, session: Any, arguments: BaseModel) -> Any:
         """Carry out a call with checked arguments. `session`: what the tool works in."""
@@ -64,14 +67,17 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply to a call."""
+    """The reply to a call.
+
+    Attributes:
+        error: Kind of the error; "Bug" is a fault of the tool itself, which is logged and says nothing about the agent.
+        tests_passed: Visible tests passed, if the tool ran them.
+    """
 
     call: ToolCall
     text: str
     error: ErrorKind | Literal["Bug"] | None = None
-    """Kind of the error; "Bug" is a fault of the tool itself, which is logged and says nothing about the agent."""
     seconds: float = 0.0
     tests_passed: int | None = None
-    """Visible tests passed, if the tool ran them."""
     tests_run: int | None = None
     ends: bool = False

@@ -44,17 +44,20 @@ NAMES, TINY_NAMES = (tuple(tool.name for tool in tools) for tools in (TOOLS, TIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSet:
-    """The tools that an environment offers."""
+    """The tools that an environment offers.
+
+    Attributes:
+        tools: By the name that the agent knows.
+        terse: Leave the kind of an error out of the observation.
+        described: Describe tools and parameters in the schemas; without, for a model that was trained with these tools.
+        brief: Show required parameters alone, with no more than their types, in the schemas.
+    """
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By the name that the agent knows."""
     search: Finder | None = None
     terse: bool = False
-    """Leave the kind of an error out of the observation."""
     described: bool = True
-    """Describe tools and parameters in the schemas; without, for a model that was trained with these tools."""
     brief: bool = False
-    """Show required parameters alone, with no more than their types, in the schemas."""
 
     @classmethod
     def tiny(cls, offer: Collection[str] = TINY_NAMES) -> ToolSet:
@@ -125,22 +128,6 @@ class ToolSet:
             return reply.text
         return f"error: {reply.text}" if self.terse else f"error ({reply.error}): {reply.text}"
 
-    def answer(self, session: Session, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
-        """Carry out the calls of a turn, and return a reply to each in their order, up to one that ends the rollout.
-
-        A call that could not be read is answered with the reason. Raises SandboxFailure.
-        """
-        answers = iter(self.run(session, [call for call in calls if isinstance(call, ToolCall)]))
-        replies: list[Reply] = []
-        for call in calls:
-            if isinstance(call, ToolCall):
-                replies.append(next(answers))
-            else:
-                replies.append(Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind))
-            if replies[-1].ends:
-                break
-        return replies
-
     def open(self, sandbox: Sandbox) -> Session:
         """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
@@ -162,14 +149,17 @@ class ToolSet:
         session.search = self.search and self.search(session)
         return session
 
-    def run(self, session: Session, calls: Sequence[ToolCall]) -> list[Reply]:
-        """Carry out the calls of one turn, and return a reply to each, in their order, up to one that ends the rollout.
+    def run(self, session: Session, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
+        """Carry out the calls of one turn, and return a reply to each, in their order, up to one that ends the rollout. A call
+        that could not be read is answered with the reason.
 
         Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
         alone = {name for name, tool in self.tools.items() if tool.mutates or tool.ends or not session.concurrent}
-        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if item[1].name in alone else -1)
+        groups = itertools.groupby(
+            enumerate(calls), lambda item: item[0] if getattr(item[1], "name", "") in alone else -1
+        )
         replies: list[Reply] = []
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:
@@ -186,7 +176,9 @@ class ToolSet:
             session.stop.clear()
         return replies
 
-    def _answer(self, session: Session, call: ToolCall) -> Reply:
+    def _answer(self, session: Session, call: ToolCall | ToolError) -> Reply:
+        if isinstance(call, ToolError):
+            return Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind)
         began = time.monotonic()
         try:
             tool, arguments = self.find(call)

@@ -15,21 +15,24 @@ from composer_nb.harness.tools.tool_call import ToolError
 
 @dataclass(slots=True, kw_only=True)
 class Workspace(Session):
-    """A session whose files are in memory. Code runs on copies of it in fresh sandboxes, so only tools change it."""
+    """A session whose files are in memory. Code runs on copies of it in fresh sandboxes, so only tools change it.
+
+    Attributes:
+        sandbox: None: tools that need one are not offered.
+        visible_tests: The tests at the start: edits of them do not change what `run_tests` runs.
+        own_tests: Test files that the agent is asked to write: they are run as they are.
+        limits: Limits of calls that the task states.
+    """
 
     concurrent: ClassVar[bool] = False
     sandbox: Sandbox = field(init=False, repr=False)
-    """None: tools that need one are not offered."""
     root: str = ""
 
     files: dict[str, str]
     visible_tests: Mapping[str, str]
-    """The tests at the start: edits of them do not change what `run_tests` runs."""
     sandboxes: Executor
     own_tests: frozenset[str] = frozenset()
-    """Test files that the agent is asked to write: they are run as they are."""
     limits: CallLimits | None = None
-    """Limits of calls that the task states."""
 
     def remember(self, text: str) -> str:
         """Keep the conversation as a file beside those that are graded. Returns its path."""

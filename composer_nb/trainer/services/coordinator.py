@@ -209,19 +209,18 @@ class Coordinator:
         return [Joined(worker=pair.name, capacity=self.settings.slots)]
 
     def _on_work(self, reports: Sequence[Report]) -> list[Event]:
-        return [self._event(report) for report in reports]
-
-    def _event(self, report: Report) -> Event:
-        """Return the event of a worker's report. Workers count tokens by weight version, the orchestrator by step."""
-        if not isinstance(report, Finished):
-            return report
-        name, s = (report.slot, report.attempt, report.place), self.settings
-        self.rollout_seconds[name] = report.seconds
-        total = None
-        if s.rl.refill:
-            attempt = self.finished.load(name, self.tasks[report.slot])
-            total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
-        return replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
+        """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
+        events, s = list[Event](), self.settings
+        for report in reports:
+            if isinstance(report, Finished):
+                name, total = (report.slot, report.attempt, report.place), None
+                self.rollout_seconds[name] = report.seconds
+                if s.rl.refill:
+                    attempt = self.finished.load(name, self.tasks[report.slot])
+                    total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
+                report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
+            events.append(report)
+        return events
 
     def _pair_died(self, pair: EnginePair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
@@ -316,7 +315,7 @@ class Coordinator:
             for command in commands:
                 if isinstance(command, Train):
                     self.journal.log_batch(command, self.settings.rl.rate(command.step, self.seconds))
-            if any(not isinstance(event, Tick | Alive) for event in events):
+            if commands or any(not isinstance(event, Tick | Alive) for event in events):
                 self.journal.save(self.orchestrator.snapshot())
         self.records.clear()
         if any(isinstance(event, Trained) for event in events):
@@ -324,7 +323,7 @@ class Coordinator:
         for command in commands:
             self._carry_out(command)
         for pair in self.pairs.values():
-            pair.update_waits(self._rollouts(pair) > 0)
+            pair.update_waits(self.orchestrator.running(pair.name) > 0)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -345,17 +344,12 @@ class Coordinator:
         """Give every free worker its work, and every lagging engine the newest version."""
         newest = self._serve()
         for pair in list(self.pairs.values()):
-            if pair.work not in self.pending and (pair.cancel or self._rollouts(pair)):
+            if pair.work not in self.pending and (pair.cancel or self.orchestrator.running(pair.name)):
                 reply = pair.worker.call("work", pair.start, pair.cancel, WORK_S)
                 pair.work, pair.since = self._expect(reply, pair, self._on_work), time.monotonic()
                 pair.start, pair.cancel = [], []
             if pair.update not in self.pending and pair.version < newest:
                 self._update(pair, newest)
-
-    def _rollouts(self, pair: EnginePair) -> int:
-        """Number of rollouts that a pair is to return."""
-        worker = self.orchestrator.workers.get(pair.name)
-        return worker.busy if worker else 0
 
     def _end_hung(self) -> None:
         for pair in list(self.pairs.values()):
@@ -379,7 +373,7 @@ class Coordinator:
         lost = faulted - self.lost
         if train.step == self.orchestrator.version:
             self.lost = faulted
-        in_flight = sum(map(self._rollouts, self.pairs.values()))
+        in_flight = sum(map(self.orchestrator.running, self.pairs))
         more = {"refilled": self.orchestrator.books.counts["refilled"]} if self.settings.rl.refill else {}
         batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **more})
         file = batch_file(self.run.path, train.step)

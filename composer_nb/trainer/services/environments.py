@@ -12,11 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
@@ -55,64 +53,44 @@ class EnginePair:
     update: Future[Any] | None = None
     start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
-    _noted: float = field(default_factory=time.perf_counter)
-    _told: float = field(default_factory=time.perf_counter)
+    _counted: float = field(default_factory=time.perf_counter)
+    _reported: float = field(default_factory=time.perf_counter)
     _admitted: bool = False
     _without_s: float = 0.0
 
     def update_waits(self, admitted: bool) -> None:
         """Count the time without rollouts, and record whether any is `admitted` from now on."""
         now = time.perf_counter()
-        self._without_s += 0.0 if self._admitted else now - self._noted
-        self._noted, self._admitted = now, admitted
+        self._without_s += 0.0 if self._admitted else now - self._counted
+        self._counted, self._admitted = now, admitted
 
     def waits(self, idle: float) -> dict[str, float]:
         """Split the engine's idle share of the time since its last report: without rollouts, and with some."""
         self.update_waits(self._admitted)
-        without = min(idle, self._without_s / (self._noted - self._told))
-        self._told, self._without_s = self._noted, 0.0
+        without = min(idle, self._without_s / (self._counted - self._reported))
+        self._reported, self._without_s = self._counted, 0.0
         return {"trainer": without, "environments": idle - without}
 
 
 class RemotePolicy:
-    """A proxy of an engine. Requests are sent with the next step, and a rollout's trace is returned by its release."""
+    """A policy in another process. Requests are sent with the next step."""
 
     def __init__(self, engine: RemoteService, name: str, capacity: int) -> None:
         """`name` distinguishes the engine's clients."""
         self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
-        self._sent: set[int] = set()
-        self._under_way: set[int] = set()
 
     def submit(self, request: Request) -> None:
         self._requests[request.rollout] = request
-        self._under_way.add(request.rollout)
 
     def step(self) -> list[Completion]:
-        if not self._under_way:
-            return []
-        requests = list(self._requests.values())
-        self._sent |= self._requests.keys()
-        self._requests.clear()
+        requests, self._requests = list(self._requests.values()), {}
         completions: list[Completion] = self._engine.call("exchange", self._name, requests).result()
-        completions = [completion for completion in completions if completion.rollout in self._under_way]
-        self._under_way -= {completion.rollout for completion in completions}
-        return sorted(completions, key=lambda completion: completion.rollout)
+        return completions
 
-    def release(self, rollout: int) -> Trace | Future[Trace]:
-        unsent = self._requests.pop(rollout, None)
-        self._under_way.discard(rollout)
-        if rollout not in self._sent:
-            return Trace()
-        self._sent.discard(rollout)
-        trace: Future[Trace] = self._engine.call("release", rollout)
-        return trace if unsent is None else _extended(trace.result(), len(unsent.token_ids))
-
-
-def _extended(trace: Trace, count: int) -> Trace:
-    """Return a trace extended by `count` tokens that were never forwarded."""
-    arrays = {column.name: getattr(trace, column.name) for column in fields(trace)}
-    return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
+    def release(self, rollout: int) -> Future[Trace]:
+        self._requests.pop(rollout, None)
+        return self._engine.call("release", rollout)
 
 
 class EnvironmentService:
@@ -154,34 +132,34 @@ class EnvironmentService:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
         reports: list[Report] = [*self._give_up(set(cancel))]
+        earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
             time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
             if time_is_up or (self._lockstep and reports):
                 break
-            if not (self._lockstep and self._grading):
-                self._converse(seconds)
+            while self._waiting and self._driver.room:
+                rollout, name = self._waiting.pop(0)
+                self._conversations[rollout] = name, time.monotonic()
+                self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
+            waits = not self._conversations or (self._lockstep and self._grading)  # for grades alone
+            for rollout, ended in () if waits else self._driver.wait(max(0.0, until - time.monotonic())):
+                name, since = self._conversations.pop(rollout)
+                functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                env = self._agent.environment(functions)
+                self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
             if self._lockstep or not self._conversations:
                 left = max(0.0, until - time.monotonic())
                 wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
-        alive = {name[:2] for _, name in self._waiting}
-        alive |= {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in self._driver.moved}
-        self._driver.moved.clear()
-        return reports + [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
-
-    def _converse(self, seconds: float) -> None:
-        """Give free seats to those that wait, let each conversation make a step, and have those that ended graded."""
-        while self._waiting and self._driver.room:
-            rollout, name = self._waiting.pop(0)
-            self._conversations[rollout] = name, time.monotonic()
-            self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
-        for rollout, ended in self._driver.round(seconds) if self._conversations else ():
-            name, since = self._conversations.pop(rollout)
-            functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
-            env = self._agent.environment(functions)
-            self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
+        moved, self._driver.moved = self._driver.moved, set()
+        alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
+        alive |= {name[:2] for _, name in self._waiting}
+        reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
+        for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
+            reports.append(Alive(slot=slot, attempt=attempt, place=place))
+        return reports
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import Completion, Request
+from composer_nb.harness.policy import Completion, ProviderFailure, Request
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -142,8 +142,8 @@ class Inference(Shared):
     policy: Engine
 
     def __init__(self, engine: Engine, updates: Updates | None = None, lockstep: bool = False) -> None:
-        super().__init__(engine, lockstep)
-        self.updates = updates
+        super().__init__(engine)
+        self.updates, self.lockstep = updates, lockstep
         # When the last version was reported, and the idle seconds until then.
         self._told = time.perf_counter(), 0.0
         self._answers: dict[str, SimpleQueue[Future[Completion]]] = {}
@@ -155,20 +155,21 @@ class Inference(Shared):
         self.check()
         return self.policy.version
 
-    def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion]:
+    def exchange(self, client: str, requests: Sequence[Request]) -> list[Completion | ProviderFailure]:
         """Take requests of a client in another process, and wait until at least one of its turns has ended, if any is under way.
+        In lockstep the engine pauses between two calls.
 
         Raises what the engine raises, and ProviderFailure when it has ended."""
+        if self.lockstep:
+            return self.advance(*requests)
         mine, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
         answers = self.start(*requests)
         under_way |= {*answers}
         for answer in answers:
             answer.add_done_callback(mine.put)
-        completions: list[Completion] = []
+        completions: list[Completion | ProviderFailure] = []
         while under_way and not (completions and mine.empty()):
             ended = mine.get()
-            if self.lockstep:  # until all turns that ended in this step are here
-                self.between(int)
             under_way.discard(ended)
             if not ended.cancelled():  # it was released
                 completions.append(ended.result())

@@ -92,10 +92,12 @@ class Faulted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
-    """A dispatch makes progress, for instance because a turn ended."""
+    """A dispatch makes progress, for instance because a turn ended. With `place`: the conversation of this rollout has ended, and
+    while it is graded its worker has room for another."""
 
     slot: int
     attempt: int
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,11 @@ class Orchestrator:
         ahead = self.schedule.ahead + 1 - (self.version - self.served)
         return ahead * self.schedule.batch - sum(group.size for group in self.groups.values())
 
+    def running(self, worker: str) -> int:
+        """Number of rollouts that a worker is to return."""
+        leases = (lease for group in self.groups.values() for lease in group.leases.values())
+        return sum(len(lease.places) for lease in leases if lease.worker == worker)
+
     def held(self) -> int:
         """Sampled tokens of finished rollouts that are neither trained nor dropped: received = held + ledger."""
         return sum(finished.sampled for group in self.groups.values() for finished in group.done.values())
@@ -263,6 +270,9 @@ class Orchestrator:
         if isinstance(event, Alive):
             if lease:
                 self._heard(lease)
+                if event.place in lease.places and event.place not in lease.graded:
+                    lease.graded.append(event.place)
+                    self.workers[lease.worker].busy -= 1
             return None if lease else "late" if event.attempt <= self._attempt(group) else "unknown"
         key = (event.attempt, event.place)
         if lease is None or event.place not in lease.places:
@@ -346,7 +356,7 @@ class Orchestrator:
     def _close(self, group: Group, attempt: int, member: int) -> None:
         lease = group.leases[attempt]
         lease.places.remove(member)
-        if lease.worker in self.workers:
+        if lease.worker in self.workers and member not in lease.graded:
             self.workers[lease.worker].busy -= 1
         if not lease.places:
             del group.leases[attempt]

@@ -28,12 +28,14 @@ class DispatchLease:
 
     Attributes:
         version: Version served at the dispatch. No token of it is older, unless an engine lags behind its report.
+        graded: Those of `places` whose conversation has ended.
     """
 
     worker: str
     places: list[int]
     version: int
     heard: float
+    graded: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -52,8 +52,11 @@ class TrainerRank:
 
     def meet(self) -> str:
         """Return the "host:port" at which the other ranks find this one."""
-        local = self._settings.services.address.startswith(LOOPBACK) or not self._settings.services.address
-        host = LOOPBACK if local else _own_address()
+        cluster, host = self._settings.services.address, LOOPBACK
+        if cluster and not cluster.startswith(LOOPBACK):
+            import ray
+
+            host = str(ray.util.get_node_ip_address())
         self._meeting = store = meeting_place(host)
         return f"{host}:{store.port}"
 
@@ -185,21 +188,12 @@ class TrainerRank:
             carry(path, s.env, s.limits)
 
 
-def _own_address() -> str:
-    """Return this node's address in the cluster."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
 class TrainerGroup:
     """A `RemoteService` whose calls are executed by all ranks, one after another in the order of the calls."""
 
     def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
-        args: dict[str, Any] = {
-            "threads": 3 if settings.meshed else 1,
-            "gpus": settings.mesh.gpus,
-        }  # `saved` beside others
+        # With a mesh, `saved` runs beside other calls.
+        args: dict[str, Any] = {"threads": 3 if settings.meshed else 1, "gpus": settings.mesh.gpus}
         self._members = actors.make_ranks(TrainerRank, settings.trainers, run, settings, name="trainer", **args)
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._work, args=(settings.meshed,), name="trainer", daemon=True).start()

@@ -25,13 +25,11 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import ToolCall, call
 from composer_nb.tour.expert import ScriptedPolicy, expert, one
 
-TEST = ToolCall(name="run_tests", arguments={})
-FINISH = ToolCall(name="finish", arguments={})
-READ = ToolCall(name="read_file", arguments={"path": "f.py"})
-MEND = ToolCall(name="edit_line", arguments={"path": "f.py", "line": 4, "text": "if x > k:"})
+TEST, FINISH, READ = call("run_tests"), call("finish"), call("read_file", path="f.py")
+MEND = call("edit_line", path="f.py", line=4, text="if x > k:")
 Make = Callable[..., Any]
 
 
@@ -44,7 +42,7 @@ def run(agent: Agent, task: Task, policy: Any, boxes: Any, count: int = 1) -> li
 
 def calls(renderer: CompactRenderer, *sequence: ToolCall) -> Callable[[int, int], list[int]]:
     """What a Typist writes to make these calls, and tests for ever after."""
-    written = [renderer.turn(one(call)) for call in sequence]
+    written = [renderer.turn(one(each)) for each in sequence]
     last = renderer.turn(one(TEST))
     return lambda rollout, turn: written[turn] if turn < len(written) else last
 
@@ -53,10 +51,8 @@ def check_streams(rollout: Rollout, policy: Any, number: int) -> None:
     """The segment is what the policy was sent and wrote, token for token, and its arrays are aligned."""
     [segment] = rollout.segments
     size = rollout.tokens
-    assert {len(x) for x in (segment.token_ids, segment.kind, segment.logprob, segment.policy_version)} == {size}
-    assert [x.dtype for x in (segment.token_ids, segment.kind, segment.logprob, segment.policy_version)] == [
-        *(np.int32, np.uint8, np.float32, np.int32)
-    ]
+    streams = segment.token_ids, segment.kind, segment.logprob, segment.policy_version
+    assert [(len(x), x.dtype) for x in streams] == [(size, t) for t in (np.int32, np.uint8, np.float32, np.int32)]
     place, written = 0, 0
     asked = [request for request in policy.asked if request.rollout == number]
     for turn, request in enumerate(asked):
@@ -80,7 +76,7 @@ def test_a_task_is_solved(agent: Agent, task: Task, typist: Make, sandboxes: San
     [done] = run(agent, task, policy, sandboxes)
     assert done.rollout.stop == "finished" and done.grade.passed and not done.rollout.invalid_calls
     assert [turn.observation for turn in done.rollout.turns][1:] == ["ok", "pass 2", ""]
-    assert [turn.call for turn in done.rollout.turns] == [call.json for call in (READ, MEND, TEST, FINISH)]
+    assert [turn.call for turn in done.rollout.turns] == [each.json for each in (READ, MEND, TEST, FINISH)]
     assert (done.rollout.turns[2].tests_passed, done.rollout.turns[2].tests_run) == (2, 2)
     assert done.rollout.files == task.files | task.solution and task.files != done.rollout.files
     check_streams(done.rollout, policy, 0)
@@ -97,7 +93,7 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         turn_tokens=data.draw(st.integers(1, 40), "turn_tokens"),
         tokens=prompt + data.draw(st.integers(1, 150), "tokens"),
     )
-    good = [renderer.turn(one(call)) for call in (READ, MEND, TEST, FINISH)]
+    good = [renderer.turn(one(each)) for each in (READ, MEND, TEST, FINISH)]
     token = st.integers(0, renderer.tokenizer.get_vocab_size() - 1)
     wild = st.lists(token, min_size=1, max_size=60)
     turns = data.draw(st.lists(st.sampled_from(good) | wild, min_size=5, max_size=5), "turns written")
@@ -140,36 +136,25 @@ def test_a_prompt_that_leaves_no_room_is_an_error(
         run(agent, task, typist(calls(renderer)), boxes("1"))
 
 
-class Faulty:
-    """Sandboxes that fail on the calls and for the sources named."""
-
-    def __init__(self, boxes: Any, fails: Callable[[int, Sequence[CallRequest]], bool]) -> None:
-        self.boxes, self.fails, self.count = boxes, fails, 0
-
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        self.count += 1
-        if self.fails(self.count, requests):
-            raise SandboxFailure("gone")
-        result: list[tuple[CallOutcome, ...]] = self.boxes.run(requests)
-        return result
-
-
 def test_a_fault_in_a_tool_is_nobodys_reward(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    policy = typist(calls(agent.renderer, READ, TEST, FINISH))
-    [done] = run(agent, task, policy, Faulty(boxes("1"), lambda count, requests: True))
-    assert done.rollout.stop == "infrastructure" and len(done.rollout.turns) == 1
-    assert done.grade.status == "infra_error" and not done.grade.passed and not done.grade.tests
-    scored = reward(done.rollout, done.grade, RewardSettings(weights={"solved": 1.0, "unfinished": -1.0}))
-    assert scored.total is None and not scored.terms
-    check_streams(done.rollout, policy, 0)
+    poison, inside = MEND.arguments["text"], boxes("1")
 
+    class Faulty:
+        def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+            if any(poison in request.files["f.py"] for request in requests):
+                raise SandboxFailure("gone")
+            answers: list[tuple[CallOutcome, ...]] = inside.run(requests)
+            return answers
 
-def test_a_fault_hits_only_those_that_it_concerns(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    poison = MEND.arguments["text"]
     mend, test = calls(agent.renderer, MEND, TEST, FINISH), calls(agent.renderer, TEST, FINISH)
-    faulty = Faulty(boxes("1"), lambda count, requests: any(poison in r.files["f.py"] for r in requests))
-    done = run(agent, task, typist(lambda n, turn: (mend if n == 1 else test)(n, turn)), faulty, 4)
-    assert [each.grade.status for each in done] == ["graded", "infra_error", "graded", "graded"]
+    policy = typist(lambda n, turn: (mend if n == 1 else test)(n, turn))
+    attempts = run(agent, task, policy, Faulty(), 4)
+    assert [each.grade.status for each in attempts] == ["graded", "infra_error", "graded", "graded"]
+    rollout, grade = attempts[1].rollout, attempts[1].grade
+    assert rollout.stop == "infrastructure" and len(rollout.turns) == 1 and not grade.passed and not grade.tests
+    scored = reward(rollout, grade, RewardSettings(weights={"solved": 1.0, "unfinished": -1.0}))
+    assert scored.total is None and not scored.terms
+    check_streams(rollout, policy, 1)
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 10])
@@ -188,28 +173,21 @@ def test_results_depend_on_neither_capacity_nor_pace(
         check_streams(each.rollout, policy, number)
 
 
-def test_agents_are_started_only_when_there_is_room(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
+def test_agents_start_when_there_is_room_and_a_caller_that_stops_early_leaves_nothing_behind(
+    agent: Agent, task: Task, typist: Make, boxes: Make
+) -> None:
     started: list[int] = []
 
     def agents() -> Any:
-        for n in range(6):
+        for n in range(5):
             started.append(n)
             yield agent.attempt(task, n)
 
-    policy = typist(calls(agent.renderer, FINISH), capacity=2)
-    results = drive(agents(), policy, boxes("1"))
-    next(results)
-    assert len(started) < 6
-    results.close()
-
-
-def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
     policy = typist(lambda n, turn: agent.renderer.turn(one(FINISH if n == 0 else READ)), capacity=3)
-    runs = [agent.attempt(task, n) for n in range(5)]
-    results = drive(runs, policy, boxes("1"))
+    results = drive(agents(), policy, boxes("1"))
     assert next(results)[0] == 0
     results.close()
-    assert sorted(policy.released) == [0, 1, 2]  # 3 and 4 were never started
+    assert started == [0, 1, 2] == sorted(policy.released)
     assert not [thread for thread in threading.enumerate() if thread.name == "agent"]
     assert [each.rollout.stop for each in run(agent, task, policy, boxes("1"), 3)] == ["finished", "turns", "turns"]
 
@@ -225,10 +203,9 @@ def test_demonstrations_are_token_for_token_what_was_said(
         expected = renderer.prompt(task.instruction)
         for place, turn in enumerate(done.rollout.turns):
             assert turn.error is None
-            arguments = json.loads(turn.call)
-            expected += renderer.turn(one(ToolCall(name=arguments["name"], arguments=arguments["arguments"])))
+            expected += renderer.turn(one(ToolCall(**json.loads(turn.call))))
             if place + 1 < len(done.rollout.turns):
-                expected += renderer.observation(turn.observation)
+                expected += renderer.results([CallResult(id="", text=turn.observation)])
         assert segment.token_ids.tolist() == expected
         assert done.rollout.stop == "finished"
 

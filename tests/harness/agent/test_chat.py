@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User, Written
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer, kinds, read_value
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, call
 from composer_nb.harness.tools.toolset import ToolSet
 
 SPLIT = (
@@ -29,61 +29,36 @@ SPLIT = (
 def trained() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split, byte_level = pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     text = ["assistant\nuser\nsystem\n<function=read_file>\n<parameter=path>\nf.py\n</parameter>\n</function>\n"] * 4
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens([token for token in (*QwenRenderer.tokens[:2], *KimiRenderer.tokens, "<|endoftext|>")])
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.add_special_tokens([*QwenRenderer.tokens[:2], *KimiRenderer.tokens, "<|endoftext|>"])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
     return tokenizer
 
 
 TOKENIZER = trained()
 SCHEMAS: dict[str, Any] = {
-    "s": {"type": "string", "description": "text"},
-    "i": {"type": "integer"},
-    "n": {"type": "number"},
-    "b": {"type": "boolean"},
+    **{kind[0]: {"type": kind} for kind in ("string", "integer", "number", "boolean", "object")},
     "a": {"type": "array", "items": {"type": "string"}},
-    "o": {"type": "object"},
     "z": {"type": "null"},
     "m": {"type": ["string", "null"]},
     "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
 }
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "do",
-        "description": "Does.",
-        "parameters": {"type": "object", "properties": SCHEMAS, "required": ["s"]},
-    },
-}
+PARAMETERS = {"type": "object", "properties": SCHEMAS, "required": ["s"]}
+TOOL = {"type": "function", "function": {"name": "do", "description": "Does.", "parameters": PARAMETERS}}
 TOOLS = [TOOL, *ToolSet.tiny().schemas]
 QWEN, KIMI = QwenRenderer(TOKENIZER, TOOLS), KimiRenderer(TOKENIZER, TOOLS)
 RENDERERS = pytest.mark.parametrize("renderer", [QWEN, KIMI], ids=["qwen", "kimi"])
-MARKS = [
-    *QwenRenderer.tokens,
-    *KimiRenderer.tokens,
-    "<|endoftext|>",
-    "</parameter>",
-    "\n</parameter>\n",
-    "<parameter=s>",
-    "</function>",
-]
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.lists(
-    st.sampled_from(
-        [*MARKS, "<function=do>", "<", "|>", "\n", " ", "null", "3", "true", "é", "e\u0301", "😀", '"', "\\"]
-    ),
-    max_size=6,
-).map("".join)
+MARKS = [*QwenRenderer.tokens, *KimiRenderer.tokens, "<|endoftext|>"]
+MARKS += ["</parameter>", "\n</parameter>\n", "<parameter=s>", "</function>"]
+PARTS = [*MARKS, "<function=do>", "<", "|>", "\n", " ", "null", "3", "true", "é", "e\u0301", "😀", '"', "\\"]
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TEXT |= st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 JSON = st.recursive(
     TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -145,13 +120,10 @@ def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: Ch
     assert special(renderer, renderer.ask(text)) == special(renderer, renderer.ask("x"))
     assert special(renderer, renderer.open(text + "x")) == special(renderer, renderer.open("x"))
     one = [CallResult(id="functions.do:0", text=text)]
-    assert special(renderer, renderer.results(one)) == special(
-        renderer, renderer.results([CallResult(id="a", text="x")])
-    )
-    turn = renderer.turn(said(renderer, "", [ToolCall(name="do", arguments={"a": [text.replace("</parameter>", "")]})]))
-    assert special(renderer, turn) == special(
-        renderer, renderer.turn(said(renderer, "", [ToolCall(name="do", arguments={"a": []})]))
-    )
+    other = [CallResult(id="a", text="x")]
+    assert special(renderer, renderer.results(one)) == special(renderer, renderer.results(other))
+    turns = [said(renderer, "", [call("do", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
+    assert len({str(special(renderer, renderer.turn(turn))) for turn in turns}) == 1
 
 
 CONVERSATION = st.lists(st.tuples(PLAIN, st.lists(CALL, max_size=2), TEXT), min_size=1, max_size=3)
@@ -177,12 +149,15 @@ def test_turn_by_turn_is_at_once(
         news: list[Message] = [*results] if results else [User(text=answer)]
         messages += [turn, *news]
         count += len(calls)
-        later = (
-            renderer.results(results) if results else renderer.render(messages, system)[len(token_ids) + len(written) :]
-        )
-        token_ids = token_ids + written + later
+        whole = renderer.render(messages, system)
+        token_ids += written + (renderer.results(results) if results else whole[len(token_ids) + len(written) :])
         assert renderer.render(messages, system) == token_ids
         assert renderer.parse(written) == turn
+
+
+def piece(mark: str) -> str | int:
+    number = TOKENIZER.token_to_id(mark)
+    return mark if number is None else int(number)
 
 
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
@@ -202,19 +177,14 @@ BODY = "\n<function=do>\n<parameter=s>\nx\n</parameter>\n</function>\n"
         ("", "a call is"),
         ("do", "a call is"),
         ('{"name": "do", "arguments": {}}', "a call is"),
-        ("<function=>\n</function>", "a call is"),
-        ("\n<function=do>\n", "a parameter is"),
         ("\n<function=do>\n<parameter=s>\nx\n</function>\n", "a parameter is"),
         ("\n<function=do>\n<parameter=s>\nx\n</parameter>\n", "a parameter is"),
         ("\n<function=do>\nx\n</function>\n", "a parameter is"),
-        (BODY + "more", "a parameter is"),
         (BODY + BODY, "a parameter is"),
         (BODY.replace("</function>", "<parameter=s>\ny\n</parameter>\n</function>"), "is repeated"),
-        (BODY.replace("=s>", "=i>"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=i>\n3.0"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=i>\ntrue"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=n>\nNaN"), "n: not of type number"),
-        (BODY.replace("=s>\nx", "=b>\nyes"), "b: not of type boolean"),
         (BODY.replace("=s>\nx", '=a>\n{"a": 1}'), "a: not of type array"),
         (BODY.replace("=s>\nx", '=o>\n{"a": 1, "a": 2}'), "o: not of type object"),
         (BODY.replace("=s>\nx", '=a>\n["\\ud800"]'), "a: not of type array"),
@@ -237,10 +207,7 @@ def kimi(name: str, arguments: str) -> list[str | int]:
     ("name", "arguments", "why"),
     [
         ("functions.do", "{}", "is not the id"),
-        ("do:x", "{}", "is not the id"),
-        (" ", "{}", "is not the id"),
         ("functions.do:0", "", "not JSON"),
-        ("functions.do:0", "{", "not JSON"),
         ("functions.do:0", "[]", "one JSON object"),
         ("functions.do:0", '{"a": NaN}', "is not a number"),
         ("functions.do:0", '{"a": 1, "a": 2}', "is repeated"),
@@ -256,19 +223,7 @@ def test_kimis_malformed_calls_are_invalid_ones(name: str, arguments: str, why: 
 
 @RENDERERS
 @settings(max_examples=150)
-@given(
-    pieces=st.lists(
-        st.sampled_from([*MARKS, BODY, "functions.do:0", "{}", "x"]).map(
-            lambda m: m if TOKENIZER.token_to_id(m) is None else TOKENIZER.token_to_id(m)
-        )
-        | TEXT,
-        max_size=8,
-    )
-)
+@given(pieces=st.lists(st.sampled_from([*MARKS, BODY, "functions.do:0", "{}", "x"]).map(piece) | TEXT, max_size=8))
 def test_whatever_was_written_is_read_without_an_exception(renderer: ChatRenderer, pieces: list[str | int]) -> None:
     read = renderer.parse(renderer.encoded(pieces))
-    written = [
-        p for p in pieces if isinstance(p, int) and p in renderer.names and renderer.names[p] in renderer.spelled[:1]
-    ]
-    assert len(read.calls) >= bool(written) * (renderer is QWEN)
-    assert renderer.parse(renderer.encoded(pieces)).text == read.text
+    assert read.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces

@@ -29,10 +29,3 @@ def test_an_answer_in_time_is_one_and_the_connection_is_used_again() -> None:
             assert done.message["content"] == text and server.open == 1
         time.sleep(0.3)
         assert server.open == 1
-
-
-def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
-    [full] = said("whole")
-    with stubborn("silent", [full[:-5], b""], said("whole")) as server:
-        endpoint = Endpoint(url=server.url, model="m", wait_s=0.01)
-        assert endpoint.complete([], [], 10, until=time.monotonic() + 3600).message["content"] == "whole"

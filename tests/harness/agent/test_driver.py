@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 
 from composer_nb.harness.agent.driver import Driver, Seat, drive
@@ -24,17 +22,20 @@ class Echo:
     def __init__(self) -> None:
         self.noted: list[tuple[str, int]] = []
         self._waiting: list[int] = []
+        self.threads = set[int]()
 
     def submit(self, request: Request) -> None:
         self.noted.append(("asked", request.rollout))
         self._waiting.append(request.rollout)
 
     def step(self) -> list[Completion]:
+        self.threads.add(threading.get_ident())
         done, self._waiting = self._waiting, []
         return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in done]
 
     def release(self, rollout: int) -> Trace:
         self.noted.append(("released", rollout))
+        self.threads.add(threading.get_ident())
         return Trace()
 
 
@@ -47,46 +48,8 @@ def ask(seat: Seat[Any], rollout: int) -> list[int]:
     return seat.ask(Request(rollout=rollout, token_ids=[1], max_tokens=1)).token_ids
 
 
-def test_traces_of_rollouts_that_end_together_are_fetched_together() -> None:
-    """The policy, which is elsewhere, gives none of them before it was asked for all."""
-    asked: list[Future[Trace]] = []
-
-    class Far(Echo):
-        def release(self, rollout: int) -> Future[Trace]:  # type: ignore[override]
-            asked.append(Future())
-            if len(asked) == 3:
-                for trace in asked:
-                    trace.set_result(Trace(margins=np.ones((1, 1), np.float32)))
-            return asked[-1]
-
-    def job(number: int) -> Callable[[Seat[Any]], Trace]:
-        return lambda seat: [ask(seat, number), seat.release(number)][1]  # type: ignore[return-value]
-
-    assert [len(trace.margins) for _, trace in drive(map(job, range(3)), Far(), Nothing())] == [1, 1, 1]
-
-
-def test_in_lockstep_agents_are_served_in_order_whoever_is_first() -> None:
-    """The first agents are the slowest."""
-    policy = Echo()
-
-    def job(number: int) -> Callable[[Seat[Any]], int]:
-        def work(seat: Seat[Any]) -> int:
-            for turn in range(3):
-                threading.Event().wait(0.01 * ((number + turn) % 4))
-                assert ask(seat, number) == [number]
-            seat.release(number)
-            return number
-
-        return work
-
-    done = list(drive([job(number) for number in range(4)], policy, Nothing()))
-    assert done == [(number, number) for number in range(4)]
-    asked = [("asked", number) for number in range(4)]
-    assert policy.noted == asked * 3 + [("released", number) for number in range(4)]
-
-
-def test_in_lockstep_a_round_that_is_broken_off_goes_on_as_if_it_had_not_been() -> None:
-    """It ends early where an agent works for long, so that whoever calls it can say that it lives."""
+def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the_caller_looks() -> None:
+    """A wait ends early where an agent works for long, so that whoever calls it can say that it lives."""
 
     def run(seconds: float) -> tuple[list[Any], list[Any], int]:
         policy = Echo()
@@ -96,7 +59,7 @@ def test_in_lockstep_a_round_that_is_broken_off_goes_on_as_if_it_had_not_been() 
             def work(seat: Seat[Any]) -> int:
                 for turn in range(1 + number % 4):
                     threading.Event().wait(0.04 * ((number + turn) % 3))
-                    ask(seat, number)
+                    assert ask(seat, number) == [number]
                 if number % 2:
                     seat.release(number)
                 return number
@@ -107,11 +70,16 @@ def test_in_lockstep_a_round_that_is_broken_off_goes_on_as_if_it_had_not_been() 
         while waiting or driver.alive:
             while waiting and driver.room:
                 driver.add(number := waiting.pop(0), job(number))
-            done.append(driver.round(seconds))
+            done.append(driver.wait(seconds))
             rounds += 1
+        assert policy.threads == {threading.get_ident()}, (
+            "an engine's device and number of threads are its thread's own"
+        )
         return policy.noted, [ended for ended in done if ended], rounds
 
     whole, broken = run(math.inf), run(0.01)
+    assert whole[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
+    assert whole[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
     assert whole[:2] == broken[:2] and whole[2] < broken[2]
 
 
@@ -132,12 +100,12 @@ def test_without_lockstep_an_agent_at_work_holds_up_no_other() -> None:
     driver.add(1, quick)
     done: list[tuple[int, str]] = []
     while not done:
-        done = driver.round()
+        done = driver.wait()
     assert done == [(1, "quick")] and driver.alive == [0]
     go_on.set()
     while driver.alive:
-        done += driver.round()
-    assert [*done, *driver.round()] == [(1, "quick"), (0, "slow")]
+        done += driver.wait()
+    assert [*done, *driver.wait()] == [(1, "quick"), (0, "slow")]
 
 
 @pytest.mark.parametrize("at", ["work", "the policy", "a request that nobody took"])
@@ -162,12 +130,12 @@ def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
     driver.add(0, job)
     if at == "the policy":
         while not reached.is_set():
-            driver.round()
+            driver.wait(0.01)
     assert at == "a request that nobody took" or reached.wait(120)
     driver.drop(0)
     assert stopped.is_set() and not driver.alive and driver.room == policy.capacity
     assert policy.noted[-1] == ("released", 7)
-    assert driver.round() == []
+    assert driver.wait(0) == []
     driver.drop(0)
 
 
@@ -177,22 +145,6 @@ def test_an_error_of_an_agent_is_raised_where_it_is_driven() -> None:
 
     with pytest.raises(KeyError, match="broken"):
         list(drive([job], Echo(), Nothing()))
-
-
-def test_calls_of_one_round_are_one_batch_in_order() -> None:
-    batches: list[list[str]] = []
-
-    class Calls:
-        def run(self, requests: Any) -> Any:
-            batches.append([request.function for request in requests])
-            return [()] * len(requests)
-
-    def job(number: int) -> Callable[[Seat[Any]], None]:
-        request = CallRequest(files={}, module="m", function=f"f{number}", arguments=())
-        return lambda seat: None if seat.run([request]) == [()] else pytest.fail("no answer")
-
-    assert [place for place, _ in drive([job(number) for number in range(4)], Echo(), Calls())] == [0, 1, 2, 3]
-    assert batches == [["f0", "f1", "f2", "f3"]]
 
 
 def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
@@ -218,12 +170,12 @@ def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
         driver.add(position, job)
     done: list[tuple[int, Any]] = []
     while driver.alive:
-        done += driver.round()
-    assert dict([*done, *driver.round()]) == {0: [(0,)], 1: "talked"}
+        done += driver.wait()
+    assert dict([*done, *driver.wait()]) == {0: [(0,)], 1: "talked"}
     driver.close()
 
     driver = Driver(Echo(), Nothing(), lockstep=False)
     driver.add(0, calling)
     with pytest.raises(AssertionError, match="nothing is executed here"):
         while True:
-            driver.round()
+            driver.wait()

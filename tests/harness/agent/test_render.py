@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,21 +15,18 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, call
 from composer_nb.harness.tools.toolset import ToolSet
 
 FRAGMENTS = ["<", "|", ">", "<|", "|>", "<<||", "end", "call", "pad", "to", " ", "\n", *SPECIALS, "< |end|>", "é", "😀"]
 TEXT = st.text(max_size=20) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 PATH = TEXT.filter(lambda text: bool(re.fullmatch(r"\S+", text)))
 CALLS = (
-    st.builds(lambda path: ToolCall(name="read_file", arguments={"path": path}), PATH)
+    st.builds(partial(call, "read_file"), path=PATH)
     | st.builds(
-        lambda path, line, text: ToolCall(name="edit_line", arguments={"path": path, "line": line, "text": text}),
-        PATH,
-        st.integers(0, 999_999),
-        TEXT | TEXT.map(lambda text: "    " + text),
+        partial(call, "edit_line"), path=PATH, line=st.integers(0, 999_999), text=TEXT.map("    ".__add__) | TEXT
     )
-    | st.sampled_from([ToolCall(name="run_tests", arguments={}), ToolCall(name="finish", arguments={})])
+    | st.sampled_from([call("run_tests"), call("finish")])
 )
 QUICK = settings(max_examples=150)
 
@@ -43,16 +41,6 @@ def the_call(renderer: CompactRenderer, token_ids: Sequence[int]) -> ToolCall:
 
 def specials(renderer: CompactRenderer) -> set[int]:
     return {renderer.tokenizer.token_to_id(token) for token in SPECIALS}
-
-
-@QUICK
-@given(call=CALLS)
-def test_a_call_survives_the_way_there_and_back(renderer: CompactRenderer, call: ToolCall) -> None:
-    token_ids = renderer.turn(turn_of(call))
-    assert token_ids[-1] == renderer.end
-    assert set(token_ids[:-1]) & specials(renderer) <= {renderer.to}
-    assert the_call(renderer, token_ids) == call
-    ToolSet.tiny().find(call)
 
 
 @QUICK
@@ -94,8 +82,11 @@ def test_a_turn_of_several_calls_survives_the_way_there_and_back(
 ) -> None:
     said = turn_of(*calls)
     token_ids = renderer.turn(said)
-    assert token_ids.count(renderer.call) == len(calls) - 1
+    assert token_ids[-1] == renderer.end and token_ids.count(renderer.call) == len(calls) - 1
+    assert set(token_ids[:-1]) & specials(renderer) <= {renderer.to, renderer.call}
     assert [written.call for written in renderer.parse(token_ids).calls] == calls
+    for each in calls:
+        ToolSet.tiny().find(each)
 
 
 # -- any tools -----------------------------------------------------------------------------------------------
@@ -128,14 +119,8 @@ def turn_of(*calls: ToolCall, text: str = "") -> Said:
 def test_any_tool_can_be_called(cursor: CompactRenderer, data: st.DataObject) -> None:
     function = data.draw(st.sampled_from(CURSOR))["function"]
     schemas, required = function["parameters"]["properties"], function["parameters"].get("required", [])
-    names = [
-        *required,
-        *data.draw(
-            st.lists(st.sampled_from(sorted({*schemas} - {*required})), unique=True)
-            if {*schemas} - {*required}
-            else st.just([])
-        ),
-    ]
+    optional = sorted({*schemas} - {*required})
+    names = [*required, *(data.draw(st.lists(st.sampled_from(optional), unique=True)) if optional else [])]
     arguments = {name: data.draw(VALUES[schemas[name]["type"]]) for name in data.draw(st.permutations(names))}
     said = turn_of(ToolCall(name=function["name"], arguments=arguments))
     paths = [arguments[name] for name in required if name.endswith(("path", "file", "directory"))]
@@ -153,10 +138,7 @@ def test_any_tool_can_be_called(cursor: CompactRenderer, data: st.DataObject) ->
     [
         (("read_file", {"target_file": "a.py"}), "read_file a.py"),
         (("read_file", {"offset": 3, "target_file": "a.py"}), 'read_file a.py<|to|>{"offset": 3}'),
-        (
-            ("search_replace", {"file_path": "a.py", "old_string": "x = 1\n", "new_string": ""}),
-            "search_replace a.py<|to|>x = 1\n<|to|>",
-        ),
+        (("write", {"file_path": "a.py", "contents": "x = 1\n"}), "write a.py<|to|>x = 1\n"),
         (("run_terminal_cmd", {"command": "ls", "is_background": False}), "run_terminal_cmd false<|to|>ls"),
         (("read_lints", {}), "read_lints"),
         (("codebase_search", {"query": "why?", "target_directories": []}), "codebase_search<|to|>why?<|to|>[]"),
@@ -170,21 +152,9 @@ def test_how_calls_look(cursor: CompactRenderer, call: tuple[str, dict[str, Any]
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "read_file",
-            "read_file a b",
-            "read_file a<|to|>3",
-            'read_file a<|to|>{"target_file": "b"}',
-            "read a.py",
-            "ls",
-        ),
-        *(
-            "read_file a<|to|>{}<|to|>{}",
-            "search_replace a<|to|>x",
-            "run_terminal_cmd maybe<|to|>ls",
-            "write a<|to|>b<|to|>[",
-        ),
-        *("todo_write true<|to|>x", "done ", "done now", "done<|to|>a<|to|>b", "", "<|to|>", "read_file\ta"),
+        *("read_file", "read_file a b", "read_file a<|to|>3", "read a.py", "ls", "search_replace a<|to|>x"),
+        *("read_file a<|to|>{}<|to|>{}", 'read_file a<|to|>{"target_file": "b"}', "write a<|to|>b<|to|>["),
+        *("run_terminal_cmd maybe<|to|>ls", "done ", "done now", "done<|to|>a<|to|>b", "", "<|to|>", "read_file\ta"),
     ],
 )
 def test_what_is_no_call(cursor: CompactRenderer, text: str) -> None:
@@ -195,23 +165,20 @@ def test_what_is_no_call(cursor: CompactRenderer, text: str) -> None:
 
 
 def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
-    read = ToolCall(name="read_file", arguments={"target_file": "a"})
     for said in (
-        turn_of(read, text="I look."),
-        turn_of(ToolCall(name="rm", arguments={})),
-        turn_of(ToolCall(name="read_file", arguments={})),
-        turn_of(ToolCall(name="read_lints", arguments={"paths": {1, 2}})),
-        turn_of(ToolCall(name="read_file", arguments={"target_file": 3})),
-        turn_of(ToolCall(name="write", arguments={"file_path": "a", "contents": "\ud800"})),
+        turn_of(call("read_file", target_file="a"), text="I look."),
+        *(turn_of(call("rm")), turn_of(call("read_file")), turn_of(call("read_file", target_file=3))),
+        turn_of(call("read_lints", paths={1, 2})),
+        turn_of(call("write", file_path="a", contents="\ud800")),
     ):
         with pytest.raises(ValueError):
             cursor.turn(said)
 
 
 def test_a_conversation_at_once_has_the_tokens_of_its_turns(cursor: CompactRenderer) -> None:
-    call, end = turn_of(ToolCall(name="read_lints", arguments={})), Said(text="Well?")
-    talk = [User(text="fix"), call, CallResult(id="call_0", text="none"), end, User(text="go on")]
-    turns = [*cursor.read([User(text="fix")]), *cursor.turn(call), *cursor.read([CallResult(id="call_0", text="none")])]
+    lints, end, result = turn_of(call("read_lints")), Said(text="Well?"), CallResult(id="call_0", text="none")
+    talk = [User(text="fix"), lints, result, end, User(text="go on")]
+    turns = [*cursor.read([User(text="fix")]), *cursor.turn(lints), *cursor.read([result])]
     assert cursor.render(talk) == [*turns, *cursor.turn(end), *cursor.render([User(text="go on")], after=True)]
     assert cursor.read([User(text="fix")], "You fix.") == cursor.prompt("fix")
     assert cursor.render(talk, "You fix.") == cursor.render(talk), "a system text is left out"

@@ -25,14 +25,11 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import HISTORY
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import call
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.tour.expert import Script, ScriptedPolicy, one
 
-READ = ToolCall(name="read_file", arguments={"path": "f.py"})
-TEST = ToolCall(name="run_tests", arguments={})
-UNDO = ToolCall(name="undo", arguments={})
-FINISH = ToolCall(name="finish", arguments={})
+READ, TEST, UNDO, FINISH = call("read_file", path="f.py"), call("run_tests"), call("undo"), call("finish")
 LIMITS = Limits(turns=30, turn_tokens=60, tokens=900)
 Make = Callable[..., Any]
 
@@ -41,7 +38,7 @@ def tries(*operators: str) -> Script:
     """Read; then try operators, each with a test in the same turn, undone if the test fails; finish."""
     yield one(READ)
     for number, operator in enumerate(operators):
-        edit = ToolCall(name="substitute", arguments={"path": "f.py", "old": "x < k", "new": f"x {operator} k"})
+        edit = call("substitute", path="f.py", old="x < k", new=f"x {operator} k")
         yield turn([*[UNDO] * (number > 0), edit, TEST])
     yield one(FINISH)
 
@@ -164,22 +161,12 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     from composer_nb.harness.policy import Completion, Request, Trace
 
     chat = chat_renderer(QwenRenderer, renderer.tokenizer)
-    calls = [
-        ToolCall(
-            name="todo_write",
-            arguments={"merge": False, "todos": [{"id": "1", "content": "look", "status": "pending"}]},
-        ),
-        ToolCall(name="grep", arguments={"pattern": "todo_write", "path": HISTORY}),
-    ]
-    written = [
-        chat.turn(turn(calls[:1])),
-        chat.turn(turn(calls[1:])),
-        [*chat.encode(f"so far\n{OPENS}\nI wrote a plan"), chat.end],
-        chat.turn(turn(calls[1:])),
-        chat.turn(turn(calls[1:])),
-        [*chat.encode(f"{OPENS}\nI looked"), chat.end],
-        chat.turn(Said(text="Done.")),
-    ]
+    plan = call("todo_write", merge=False, todos=[{"id": "1", "content": "look", "status": "pending"}])
+    plan_ids, search = chat.turn(turn([plan])), chat.turn(turn([call("grep", pattern="todo_write", path=HISTORY)]))
+    summary, second = (
+        [*chat.encode(text), chat.end] for text in (f"so far\n{OPENS}\nI wrote a plan", f"{OPENS}\nI looked")
+    )
+    written = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
     read: list[list[int]] = []
 
     def ask(request: Request, until: float) -> Completion:
@@ -193,9 +180,9 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     repository = task.model_copy(update={"grader": "pytest"})
     done = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), turn_policy)
     assert done.rollout.stop == "finished" and len(done.rollout.segments) == 3
-    second = chat.tokenizer.decode(read[3], skip_special_tokens=False)
+    resumed = chat.tokenizer.decode(read[3], skip_special_tokens=False)
     for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):
-        assert part in second
+        assert part in resumed
     assert done.rollout.turns[1].error and "todo_write" in done.rollout.turns[2].observation, (
         "there is a history by then"
     )

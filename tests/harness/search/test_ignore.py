@@ -12,27 +12,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.search.ignore import read_ignore
 
 NAMES = ["a", "b", "ab", "a.c", "b.c", ".x", "[a]"]
-segment = st.sampled_from(
-    [
-        "a",
-        "b",
-        "*",
-        "a*",
-        "*.c",
-        "?",
-        "**",
-        "[ab]",
-        "[!a]",
-        "*b*",
-        "\\a",
-        ".x",
-        "[^b].c",
-        "a**b",
-        "a*b*c",
-        "*a?*",
-        "*[!.]*c",
-    ]
-)
+segment = st.sampled_from("a b * a* *.c ? ** [ab] [!a] *b* \\a .x [^b].c a**b a*b*c *a?* *[!.]*c".split())
 pattern = st.builds(
     lambda no, root, parts, folder: no + root + "/".join(parts) + folder,
     st.sampled_from(["", "", "!"]),
@@ -92,11 +72,7 @@ def test_defaults_and_their_exception() -> None:
 @pytest.mark.parametrize("unit", ["*a", "*[(?]", "*?", "*\\(", "*[!b]", "**a", "****"])
 def test_no_pattern_takes_long(unit: str) -> None:
     """One that tries all ways in which stars may match never ends here."""
-    hostile = f"{12 * unit}*b\n" + "**/" * 60 + "x\n"
+    hostile = f"{12 * unit}*b\n" + "**/" * 60 + "x\n" + "a\n" * 3000 + "c\n"
     found = read_ignore({".gitignore": hostile.encode()})
     assert not found.ignored("/".join(["a(" * 60] * 40))
-
-
-def test_rules_beyond_the_bounds_do_not_apply() -> None:
-    found = read_ignore({".gitignore": b"a\n" * 3000 + b"b" * 300})
-    assert found.ignored("a") and not found.ignored("b" * 300)
+    assert found.ignored("a") and not found.ignored("c"), "rules beyond the bound do not apply"

@@ -107,14 +107,6 @@ def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, one:
     assert found(edited) == found(before) == found(fresh)
 
 
-def test_sync_heeds_a_changed_ignore_file() -> None:
-    built = CodeIndex.build(FILES, embedding())
-    built.sync(FILES | {".gitignore": b"src/\n"})
-    assert {hit.path for hit in built.search("rotate evict")} == {"build/out.py", "docs/guide.md"}
-    built.edit("src/new.py", b"def rotate(): pass\n")
-    assert {hit.path for hit in built.search("rotate evict")} == {"build/out.py", "docs/guide.md"}
-
-
 def test_ranking_and_fusion() -> None:
     scores = np.array([0, 3, 1, 3, -1, 2], np.float32)
     assert ranking(scores, 3).tolist() == [1, 3, 5] and ranking(scores, 1).tolist() == [1]

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rewards import RewardSettings, reward
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.toolchain import host_programs
-from composer_nb.harness.store import load_attempts, save_attempts
-from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms import style
 from composer_nb.harness.terms.registry import TERMS, term_named
 
@@ -101,6 +99,7 @@ def test_names_keep_the_convention(case: str) -> None:
     assert value("odd_names", {"a.py": UTIL}, {"new.py": text}) == wanted  # a new module has the code's convention
 
 
+SPLITS = "\n\ndef load_rows({}):\n    return [r.split() for r in file.read().splitlines()]\n"
 HELPERS: dict[str, tuple[dict[str, str], float]] = {
     "again under other names": ({"a.py": CLEAN + "\n\n" + AGAIN}, 1.0),
     "again with a docstring and annotations": (
@@ -110,17 +109,8 @@ HELPERS: dict[str, tuple[dict[str, str], float]] = {
     "moved": ({"a.py": CLEAN + "\n\n" + AGAIN, "util.py": UTIL[UTIL.index("def mean_of") :]}, 0.0),
     "renamed": ({"util.py": UTIL.replace("load_rows", "read_rows")}, 0.0),
     "another loop": ({"a.py": CLEAN + "\n\n" + AGAIN.replace("split(sep)", "strip(sep)")}, 0.0),
-    "the name and arguments of another": (
-        {
-            "a.py": CLEAN
-            + "\n\ndef load_rows(file, cut):\n    return [r.split(cut) for r in file.read().splitlines()]\n"
-        },
-        1.0,
-    ),
-    "the name alone": (
-        {"a.py": CLEAN + "\n\ndef load_rows(file):\n    return [r.split() for r in file.read().splitlines()]\n"},
-        0.0,
-    ),
+    "the name and arguments of another": ({"a.py": CLEAN + SPLITS.format("file, cut")}, 1.0),
+    "the name alone": ({"a.py": CLEAN + SPLITS.format("file")}, 0.0),
     "a small one": ({"a.py": CLEAN + "\n\ndef top(things):\n    return max(things)\n"}, 0.0),
     "in a test": ({"test_a.py": AGAIN}, 0.0),
     "one of two": ({"a.py": CLEAN + "\n\n" + AGAIN + "\n\n" + AGAIN.replace("split(sep)", "strip(sep)")}, 0.5),
@@ -132,16 +122,6 @@ HELPERS: dict[str, tuple[dict[str, str], float]] = {
 def test_a_helper_that_is_there_is_not_written_again(case: str) -> None:
     after, wanted = HELPERS[case]
     assert value("rewritten_helpers", {"a.py": CLEAN, "util.py": UTIL}, after) == wanted
-
-
-def test_a_stored_rollout_has_the_same_terms(tmp_path: Path) -> None:
-    task = Task.model_construct(id="t", instruction="x", files={"a.py": CLEAN})
-    done = Attempt(task=task, rollout=left({"a.py": CLEAN}, {"a.py": "import os\n" + CLEAN}), grade=GRADE)
-    save_attempts(tmp_path / "one.parquet", [done])
-    [again] = load_attempts(tmp_path / "one.parquet", {"t": task})
-    settings = RewardSettings(weights={"lint_delta": -0.5, "style_delta": -0.5})
-    assert reward(again.rollout, again.grade, settings) == reward(done.rollout, done.grade, settings)
-    assert reward(again.rollout, again.grade, settings).terms["lint_delta"] == -0.25
 
 
 def test_the_table_in_the_docs_names_every_term() -> None:

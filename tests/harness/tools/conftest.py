@@ -1,4 +1,4 @@
-"""A session of all tools in a sandbox of each backend, and a short way to call them."""
+"""A session of all tools in a sandbox, and a short way to call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import Reply, ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
-from tests.harness.sandbox.conftest import BACKENDS, make
 
 SPEC = SandboxSpec(disk_bytes=32 << 20, memory_bytes=256 << 20)
 Call = Callable[..., Reply]
@@ -28,13 +27,6 @@ class FixedSearch:
 
     def left_out(self, directories: object) -> dict[str, str]:
         return {}
-
-
-@pytest.fixture(params=BACKENDS, scope="module")
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param, request)
-    yield made
-    made.close()
 
 
 @pytest.fixture

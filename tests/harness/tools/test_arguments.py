@@ -21,10 +21,7 @@ REFERENCE = {
     "delete_file": ({"target_file"}, {"explanation"}),
     "list_dir": ({"target_directory"}, {"ignore_globs"}),
     "glob_file_search": ({"glob_pattern"}, {"target_directory"}),
-    "grep": (
-        {"pattern"},
-        {"path", "glob", "type", "output_mode", "-A", "-B", "-C", "-i", "head_limit", "multiline"},
-    ),
+    "grep": ({"pattern"}, {"path", "glob", "type", "output_mode", "-A", "-B", "-C", "-i", "head_limit", "multiline"}),
     "codebase_search": ({"query", "target_directories"}, {"explanation"}),
     "run_terminal_cmd": ({"command", "is_background"}, {"explanation", "timeout_ms", "working_directory"}),
     "read_lints": (set(), {"paths"}),
@@ -83,27 +80,13 @@ def test_strict_is_what_the_schema_says(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("read_file", {"target_file": "a", "offset": "five"}),
-        ("read_file", {"target_file": "a", "offset": 5.5}),
-        ("read_file", {"target_file": "a", "offset": "5"}),
+        ("read_file", {"target_file": "a", "offset": 5.0}),
         ("read_file", {"target_file": "a", "limit": None}),
-        ("read_file", {"path": "a"}),
-        ("search_replace", {"file_path": "a", "old_string": "1", "new_string": 2}),
-        ("run_terminal_cmd", {"command": "ls"}),
-        ("read_file", {"target_file": None}),
-        ("read_file", {"target_file": "a", "path": "b"}),  # two files, and only one can be read
-        ("read_file", {"target_file": "a", "case_sensitive": True}),
-        ("grep", {"pattern": "a", "query": "b"}),
         ("run_terminal_cmd", {"command": "a\0b", "is_background": False}),
-        ("read_file", {"target_file": "\ud800"}),
         ("read_file", {"\udcff": "a", "target_file": "a"}),
         ("write", {"file_path": "a", "contents": "\udcff"}),
-        ("search_replace", {"file_path": "a", "old_string": "a", "new_string": "\ud800"}),
-        ("apply_patch", {"patch": "\udcff"}),
         ("todo_write", {"merge": True, "todos": [{"id": "\udcff", "content": "x", "status": "pending"}]}),
-        ("delete_file", {"target_file": "a", "explanation": "\udcff"}),
         ("read_file", ["a"]),
-        ("read_file", None),
     ],
 )
 def test_what_the_schema_does_not_say_is_an_error(name: str, arguments: object) -> None:

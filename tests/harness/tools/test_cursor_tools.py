@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import Sandbox
+from composer_nb.harness.sandbox.contract import Backend, Sandbox
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
+from tests.harness.sandbox.conftest import BACKENDS, make
 from tests.harness.tools.conftest import Call
 
 NEVER = {"error": "InvalidArguments"}
@@ -17,8 +19,11 @@ NOT_THERE = {"error": "UnexpectedEnvironment"}
 OUTSIDE = ["..", "../a", "/etc/passwd", "a/../../b", "/", "out", "out/passwd", "way/etc/passwd"]
 
 
-def names(box: Sandbox, path: str = ".") -> list[str]:
-    return [entry.name for entry in box.entries(path)]
+@pytest.fixture(params=BACKENDS, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made = make(request.param, request)
+    yield made
+    made.close()
 
 
 class TestFiles:
@@ -42,10 +47,14 @@ class TestFiles:
         last = int(re.search(r"\(lines 1 to (\d+) of 9000\)$", first)[1])  # type: ignore[index]
         assert call("read_file", target_file="long", offset=last + 1).text.startswith(f"{last + 1}|line {last}\n")
 
-    @pytest.mark.parametrize("path", OUTSIDE)
-    def test_nothing_leads_out(self, box: Sandbox, call: Call, path: str) -> None:
+    def test_nothing_leads_out(self, box: Sandbox, call: Call) -> None:
         box.exec(["bash", "-c", "ln -s /etc out; ln -s / way"])
-        before = sorted(names(box))
+        before = sorted(entry.name for entry in box.entries())
+        for path in OUTSIDE:
+            self.leads_nowhere(call, path)
+            assert sorted(entry.name for entry in box.entries()) == before
+
+    def leads_nowhere(self, call: Call, path: str) -> None:
         calls = [
             call("read_file", target_file=path, **NEVER),
             call("write", file_path=path, contents="", **NEVER),
@@ -61,7 +70,6 @@ class TestFiles:
             calls.append(call("delete_file", target_file=path, **NEVER))
         for reply in filter(None, calls):
             assert "\n" not in reply.text and "root:" not in reply.text
-        assert sorted(names(box)) == before
 
     def test_a_write_over_what_was_not_read(self, box: Sandbox, call: Call) -> None:
         box.write("run", b"old\n", mode=0o755)
@@ -89,13 +97,7 @@ class TestFiles:
     def test_listing(self, box: Sandbox, call: Call) -> None:
         box.upload({"b.py": b"", "a.log": b"", ".env": b"", "d/c": b"", "node_modules/x": b""})
         box.exec(["ln", "-s", "b.py", "link"])
-        assert call("list_dir", target_directory=".").text.split("\n") == [
-            "a.log",
-            "b.py",
-            "d/",
-            "link@",
-            "node_modules/",
-        ]
+        assert call("list_dir", target_directory=".").text == "a.log\nb.py\nd/\nlink@\nnode_modules/"
         text = call("list_dir", target_directory=".", ignore_globs=["*.log", "**/node_modules/**", "l?nk"]).text
         assert text.split("\n") == ["b.py", "d/"]
         call("list_dir", target_directory="b.py", **NOT_THERE)
@@ -118,47 +120,24 @@ class TestFiles:
 class TestSearch:
     @pytest.fixture(autouse=True)
     def tree(self, box: Sandbox) -> None:
-        box.upload(
-            {
-                "a.py": b"def f():\n    pass\n\nF = 1\n",
-                "src/b.ts": b"f()\n",
-                "x.log": b"f()\n",
-                ".gitignore": b"*.log\n",
-            }
-        )
-        box.upload(
-            {
-                ".github/w.yml": b"f()\n",
-                ".git/config": b"f()\n",
-                f"{FOLDER}/.gitignore": b"*\n",
-                f"{FOLDER}/o.txt": b"f()\n",
-            }
-        )
+        calls = ("src/b.ts", "x.log", ".github/w.yml", ".git/config", f"{FOLDER}/o.txt")
+        ignored = {".gitignore": b"*.log\n", f"{FOLDER}/.gitignore": b"*\n"}
+        box.upload(dict.fromkeys(calls, b"f()\n") | ignored | {"a.py": b"def f():\n    pass\n\nF = 1\n"})
 
     def test_what_and_where(self, call: Call) -> None:
-        assert call("grep", pattern=r"f\(").text.split("\n") == [
-            ".github/w.yml:1:f()",
-            "a.py:1:def f():",
-            "src/b.ts:1:f()",
-        ]
+        assert call("grep", pattern=r"f\(").text == ".github/w.yml:1:f()\na.py:1:def f():\nsrc/b.ts:1:f()"
         assert call("grep", pattern="f", output_mode="count", path="a.py", **{"-i": True}).text == "a.py:2"
         assert call("grep", pattern="f", output_mode="files_with_matches", glob="*.{ts,js}").text == "src/b.ts"
         assert call("grep", pattern="f", type="py", path="src").text == "(no matches)"
-        assert call("grep", pattern="pass", **{"-B": 1, "-A": 1}).text.split("\n") == [
-            "a.py-1-def f():",
-            "a.py:2:    pass",
-            "a.py-3-",
-        ]
+        around = call("grep", pattern="pass", **{"-B": 1, "-A": 1}).text
+        assert around == "a.py-1-def f():\na.py:2:    pass\na.py-3-"
         assert call("grep", pattern=r"\(\).*pass", multiline=True).text.startswith("a.py:1:")
         assert call("grep", pattern="f", path=f"{FOLDER}/o.txt").text == f"{FOLDER}/o.txt:1:f()"
         assert call("grep", pattern="-f").text == "(no matches)"
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"pattern": "("}, {"pattern": "a", "glob": "[z"}, {"pattern": "a", "type": "none"}, {"pattern": "a\nb"}],
-    )
-    def test_what_can_not_be_looked_for(self, call: Call, wrong: dict[str, str]) -> None:
-        assert "\n" not in call("grep", **wrong, **NEVER).text
+    def test_what_can_not_be_looked_for(self, call: Call) -> None:
+        for wrong in ({"pattern": "("}, {"pattern": "a", "glob": "[z"}, {"pattern": "a", "type": "none"}):
+            assert "\n" not in call("grep", **wrong, **NEVER).text
 
     def test_a_cut_answer_says_at_least(self, box: Sandbox, call: Call) -> None:
         box.write("many", b"here\n" * 300)
@@ -200,36 +179,20 @@ class TestTerminal:
         assert self.run(call, "pwd", working_directory="d/e").startswith("exit code 0, in d/e")
         assert self.run(call, "cd /tmp && rmdir $OLDPWD; true") == "exit code 0, in /tmp"
 
-    @pytest.mark.parametrize(
-        ("command", "passed", "run"),
-        [
-            ("pytest test_a.py", 1, 2),
-            ("python -m pytest -q -x --tb=short -rN -k test_b", 0, 1),
-            ("pytest -q none.py", None, None),
-            ("pytest -qq test_a.py", None, None),
-            ("echo 5 passed", None, None),
-        ],
-    )
-    def test_tests_are_counted_as_pytest_sums_them_up(
-        self, command: str, passed: int | None, run: int | None, box: Sandbox, call: Call
-    ) -> None:
+    def test_tests_are_counted_as_pytest_sums_them_up(self, box: Sandbox, call: Call) -> None:
         box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
-        reply = call("run_terminal_cmd", command=command, is_background=False)
-        assert (reply.tests_passed, reply.tests_run) == (passed, run)
+        counts = {"pytest test_a.py": (1, 2), "python -m pytest -q -x --tb=short -rN -k test_b": (0, 1)}
+        for command, wanted in (
+            counts | dict.fromkeys(("pytest -qq test_a.py", "echo 5 passed"), (None, None))
+        ).items():
+            reply = call("run_terminal_cmd", command=command, is_background=False)
+            assert (reply.tests_passed, reply.tests_run) == wanted
 
-    @pytest.mark.parametrize(
-        "command",
-        [
-            "exec true",
-            "kill -9 $$",
-            "trap - EXIT; cd /",
-            "export BIG=$(head -c 99999 /dev/zero | tr '\\0' x)",
-        ],
-    )
-    def test_a_shell_that_tells_nothing_changes_nothing(self, session: Session, call: Call, command: str) -> None:
+    def test_a_shell_that_tells_nothing_changes_nothing(self, session: Session, call: Call) -> None:
         self.run(call, "mkdir d; cd d; export A=1")
-        self.run(call, command)
-        assert session.cwd == f"{session.root}/d" and session.environment["A"] == "1"
+        for command in ("kill -9 $$", "trap - EXIT; cd /", "export BIG=$(head -c 99999 /dev/zero | tr '\\0' x)"):
+            self.run(call, command)
+            assert session.cwd == f"{session.root}/d" and session.environment["A"] == "1"
 
     def test_a_long_output_goes_to_a_file(self, box: Sandbox, call: Call) -> None:
         text = self.run(call, "seq 1 100000")
@@ -239,13 +202,8 @@ class TestTerminal:
         assert "50000:50000" in call("grep", pattern="^50000$", path=path).text
 
     def test_a_time_limit_ends_all(self, box: Sandbox, call: Call) -> None:
-        reply = call(
-            "run_terminal_cmd",
-            command="(sleep 71 &); echo x; sleep 71",
-            is_background=False,
-            timeout_ms=300,
-            error="Timeout",
-        )
+        command = "(sleep 71 &); echo x; sleep 71"
+        reply = call("run_terminal_cmd", command=command, is_background=False, timeout_ms=300, error="Timeout")
         assert reply.text == "ended after 0.3 s, with all that it had started\nx"
         assert box.stats().processes == 0
 

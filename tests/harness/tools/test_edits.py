@@ -6,19 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.tools.edits import Lines, replace
+from composer_nb.harness.tools.edits import replace
 from composer_nb.harness.tools.tool_call import ToolError
 
 SMALL = st.text(alphabet="ab \n\t\r", max_size=30)
 CODE = st.lists(st.sampled_from(["a = 1", "if a:", "    b()", "", "  c", "return a", "\td"]), min_size=1, max_size=12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(SMALL)
-def test_lines_are_the_text(text: str) -> None:
-    document = Lines.of(text)
-    assert document.layout.restore(document.plain) == text
-    assert document.plain == document.layout.plain(text)
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,9 +7,6 @@ import random
 import typing
 from collections import Counter
 
-import pytest
-
-from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.tools.arguments import parameters
 from composer_nb.harness.tools.session import SHOWN, Session
@@ -73,25 +70,21 @@ class Monkey:
     def __init__(self, tools: ToolSet, seed: int) -> None:
         self.lot = random.Random(seed)
         self.schemas = {name: parameters(tool.arguments) for name, tool in tools.tools.items()}
+        # What starts a program takes a hundred times as long, and what it is given is checked in the same place.
+        slow = {"run_terminal_cmd", "grep", "glob_file_search", "read_lints"}
+        self.weights = [1 if name in slow else 12 for name in self.schemas]
 
     def call(self) -> ToolCall:
         lot = self.lot
         if lot.random() < 0.02:
             return ToolCall(name=lot.choice(HOSTILE), arguments={})
-        # What starts a program takes a hundred times as long, and what it is given is checked in the same place.
-        slow = {"run_terminal_cmd", "grep", "glob_file_search", "read_lints"}
-        name = lot.choices(list(self.schemas), [1 if name in slow else 12 for name in self.schemas])[0]
+        [name] = lot.choices(list(self.schemas), self.weights)
         schema = self.schemas[name]
-        required = schema.get("required", [])
-        arguments: typing.Any = {
-            key: self.value(key, part)
-            for key, part in schema["properties"].items()
-            if lot.random() < (0.97 if key in required else 0.2)
-        }
+        chance = dict.fromkeys(schema["properties"], 0.2) | dict.fromkeys(schema.get("required", ()), 0.97)
+        given = {key: part for key, part in schema["properties"].items() if lot.random() < chance[key]}
+        arguments: typing.Any = {key: self.value(key, part) for key, part in given.items()}
         if lot.random() < 0.05:
-            arguments[lot.choice(["path", "content", "cmd", "\udcff", "x" * 9999, "", "self", "__class__"])] = (
-                lot.choice(HOSTILE)
-            )
+            arguments[lot.choice(["path", "cmd", "\udcff", "x" * 9999, "", "self", "__class__"])] = lot.choice(HOSTILE)
         if lot.random() < 0.01:
             arguments = lot.choice([None, [], "x", 3, {3: 4}, [("target_file", "a.py")]])
         if name == "run_terminal_cmd" and isinstance(arguments, dict):
@@ -99,33 +92,22 @@ class Monkey:
         return ToolCall(name=name, arguments=arguments)
 
     def value(self, key: str, schema: dict[str, typing.Any]) -> object:
-        lot = self.lot
+        lot, kind = self.lot, schema.get("type")
         if lot.random() < 0.06:
             return lot.choice(
                 [None, True, 0, -1, 10**30, 1.5, float("nan"), [], {}, [[[]]], {"a": None}, b"x", *HOSTILE]
             )
-        kind = schema.get("type")
         if "enum" in schema:
             return lot.choice([*schema["enum"], "other"])
-        if kind == "integer":
-            return lot.choice([1, 2, 7, 1000, "5", 5.0])
-        if kind == "boolean":
-            return lot.random() < 0.2
         if kind == "array":
-            return [
-                self.value("path" if "dir" in key or key == "paths" else key, schema["items"])
-                for _ in range(lot.choice([0, 1, 1, 2]))
-            ]
+            key = "path" if "dir" in key or key == "paths" else key
+            return [self.value(key, schema["items"]) for _ in range(lot.choice([0, 1, 1, 2]))]
         if kind == "object":
             return {name: self.value(name, part) for name, part in schema["properties"].items()}
-        if lot.random() < 0.1:
-            return lot.choice(HOSTILE)
-        pool = (
-            PATHS
-            if key in ("path", "target_file", "file_path", "target_directory", "working_directory")
-            else NAMED.get(key, ["1", "2", "x"])
-        )
-        return lot.choice(pool)
+        if kind in ("integer", "boolean"):
+            return lot.choice([1, 2, 7, 1000, "5", 5.0] if kind == "integer" else [True, False, False, False, False])
+        is_path = key.endswith(("path", "file", "directory"))
+        return lot.choice(HOSTILE if lot.random() < 0.1 else PATHS if is_path else NAMED.get(key, ["1", "2", "x"]))
 
 
 def well_formed(reply: Reply, call: ToolCall) -> None:
@@ -154,12 +136,6 @@ def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tu
                     counts[call.name if call.name in tools.tools else "unknown", reply.error or "ok"] += 1
                 done += len(turn)
     return counts
-
-
-@pytest.fixture(scope="module")
-def backend() -> typing.Iterator[Backend]:
-    with open_backend("bwrap") as made:
-        yield made
 
 
 def test_two_thousand_calls(backend: Backend) -> None:

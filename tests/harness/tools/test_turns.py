@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import Session
-from composer_nb.harness.tools.tool_call import Reply, ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import Reply, ToolCall, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import FixedSearch
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    with open_backend("bwrap") as made:
-        yield made
-
-
 def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: ToolSet, session: Session) -> None:
     box.write("n", b"0\n")
-    calls = []
+    calls, read = list[ToolCall](), call("read_file", target_file="n")
     for number in range(8):
-        edit = {"file_path": "n", "old_string": f"{number}", "new_string": f"{number + 1}"}
-        calls += [ToolCall(name="read_file", arguments={"target_file": "n"}), ToolCall(name="nope", arguments={})]
-        calls += [
-            ToolCall(name="search_replace", arguments=edit),
-            ToolCall(name="read_file", arguments={"target_file": "n"}),
-        ]
+        edit = call("search_replace", file_path="n", old_string=f"{number}", new_string=f"{number + 1}")
+        calls += [read, call("nope"), edit, read]
     replies = tools.run(session, calls)
     assert [reply.call for reply in replies] == calls
     assert [reply.text for reply in replies[::4]] == [f"1|{n}" for n in range(8)]
@@ -54,17 +42,16 @@ def test_readers_meet_and_a_writer_is_alone(box: Sandbox) -> None:
 
     tools = ToolSet.cursor(search=lambda session: FixedSearch(search))
     session = tools.open(box)
-    ask = ToolCall(name="codebase_search", arguments={"query": "meet", "target_directories": []})
-    alone = ToolCall(name="codebase_search", arguments={"query": "x", "target_directories": []})
-    write = ToolCall(name="write", arguments={"file_path": "a", "contents": ""})
+    ask, alone = (call("codebase_search", query=query, target_directories=[]) for query in ("meet", "x"))
+    write = call("write", file_path="a", contents="")
     replies = tools.run(session, [ask] * 4 + [write, alone, write])
     assert [reply.error for reply in replies] == [None] * 7 and most[-1] == 1
 
 
 def test_an_abort_stops_what_runs_and_what_waits(tools: ToolSet, session: Session, box: Sandbox) -> None:
     threading.Timer(0.5, session.abort).start()
-    sleep = ToolCall(name="run_terminal_cmd", arguments={"command": "echo begun; sleep 6000", "is_background": False})
-    write = ToolCall(name="write", arguments={"file_path": "a", "contents": ""})
+    sleep = call("run_terminal_cmd", command="echo begun; sleep 6000", is_background=False)
+    write = call("write", file_path="a", contents="")
     replies = tools.run(session, [sleep, write])
     assert [reply.error for reply in replies] == ["UserAborted"] * 2
     assert "begun" in replies[0].text and box.entries() == []
@@ -78,9 +65,7 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
         raise KeyError("a bug")
 
     tools = ToolSet.cursor(search=lambda session: FixedSearch(broken))
-    asked = [
-        ToolCall(name="codebase_search", arguments={"query": q, "target_directories": []}) for q in ("down", "bug")
-    ]
+    asked = [call("codebase_search", query=query, target_directories=[]) for query in ("down", "bug")]
     down, bug = tools.run(tools.open(box), asked)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
     assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
@@ -89,7 +74,7 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
 def test_the_sandboxs_own_end(tools: ToolSet, session: Session, box: Sandbox) -> None:
     box.destroy()
     with pytest.raises(SandboxFailure):
-        tools.run(session, [ToolCall(name="list_dir", arguments={"target_directory": "."})])
+        tools.run(session, [call("list_dir", target_directory=".")])
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +93,7 @@ def test_what_an_environment_offers(box: Sandbox) -> None:
     assert {schema["function"]["name"] for schema in tools.schemas} == {"read_file", "list_dir"}
     box.write("a", b"x")
     session = tools.open(box)
-    calls = [ToolCall(name=name, arguments={"target_file": "a"}) for name in ("read_file", "delete_file")]
+    calls = [call(name, target_file="a") for name in ("read_file", "delete_file")]
     assert [reply.error for reply in tools.run(session, calls)] == [None, "InvalidArguments"]
     with pytest.raises(ValueError, match="there is no tool read; there are"):
         ToolSet.cursor(offer=["read"])
@@ -136,7 +121,7 @@ def place(box: Sandbox) -> Session:
 
 
 def tiny(place: Session, name: str, **arguments: object) -> Reply:
-    [reply] = ToolSet.tiny().answer(place, [ToolCall(name=name, arguments=arguments)])
+    [reply] = ToolSet.tiny().run(place, [call(name, **arguments)])
     return reply
 
 
@@ -150,9 +135,8 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
     assert (seen.text, seen.tests_passed, seen.tests_run, seen.error) == ("pass 2", 2, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "text"),
-    [
+def test_what_the_tests_say(place: Session, box: Sandbox) -> None:
+    for code, tests, text in (
         ("def f(x:\n", TESTS, "fail 1/1: SyntaxError: "),
         ("", TESTS, "fail 1/1: ImportError: cannot import name 'f'"),
         ("def f(*x): return x", TESTS, "fail 2/2: f([1,5,3],2) = ([1,5,3],2) want [5,3]"),
@@ -161,24 +145,22 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
         ("", "x = 1\n", None),
         ("", "import os\nos._exit(3)\n", None),
         ("print('E   spoofed')\ndef f(*x): return 1", TESTS, "fail 2/2: "),
-    ],
-)
-def test_what_the_tests_say(place: Session, box: Sandbox, code: str, tests: str, text: str | None) -> None:
-    box.write("f.py", code.encode())
-    box.write("test_f.py", tests.encode())
-    seen = tiny(place, "run_tests")
-    assert seen.error == (None if text else "UnexpectedEnvironment")
-    assert seen.text.startswith(text or "") and len(seen.text) <= 110 and "\n" not in seen.text
+    ):
+        box.write("f.py", code.encode())
+        box.write("test_f.py", tests.encode())
+        seen = tiny(place, "run_tests")
+        assert seen.error == (None if text else "UnexpectedEnvironment")
+        assert seen.text.startswith(text or "") and len(seen.text) <= 110 and "\n" not in seen.text
 
 
 def test_nothing_is_carried_out_after_the_end(place: Session, box: Sandbox) -> None:
-    edit = ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": "x"})
-    end, read = ToolCall(name="finish", arguments={}), ToolCall(name="read_file", arguments={"path": "f.py"})
-    bad = ToolError("InvalidArguments", "bad call")
-    replies = ToolSet.tiny().answer(place, [bad, read, end, read, bad, edit])
+    edit, read, bad = (
+        call("edit_line", path="f.py", line=1, text="x"),
+        call("read_file", path="f.py"),
+        invalid("bad call"),
+    )
+    replies = ToolSet.tiny().run(place, [bad, read, call("finish"), read, bad, edit])
     assert [(reply.error, reply.ends) for reply in replies] == [
-        ("InvalidArguments", False),
-        (None, False),
-        (None, True),
+        *(("InvalidArguments", False), (None, False), (None, True)),
     ]
     assert box.read("f.py").decode() == WRONG

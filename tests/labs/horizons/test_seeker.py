@@ -7,6 +7,7 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.policy import Request
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -65,7 +66,8 @@ def test_as_a_policy_it_writes_a_summary_where_it_is_asked_for_one(tokenizer: To
         return tokenizer.decode(done.token_ids, skip_special_tokens=False)
 
     assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"
-    assert told(3, renderer.observation("fail 1/2: pick([3]) = 0 want 3")) == "grep<|to|>def pick<|end|>"
+    failed = [CallResult(id="", text="fail 1/2: pick([3]) = 0 want 3")]
+    assert told(3, renderer.results(failed)) == "grep<|to|>def pick<|end|>"
     assert told(4, renderer.prompt("fix the tests")) == "test<|end|>", "another rollout, another context"
     assert told(3, renderer.ask("summary")) == "fail 1/2: pick([3]) = 0 want 3\nleft: try another change<|end|>"
     policy.release(3)

@@ -44,7 +44,7 @@ from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.journal import REFUSED, request_change
-from composer_nb.trainer.services.orchestrator import Dispatch, Finished
+from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Finished
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from tests.trainer.services.threads import ThreadRemote, Threads
@@ -497,6 +497,8 @@ def test_a_rollout_whose_grade_takes_long_holds_up_no_other_of_its_worker(begun,
         assert time.monotonic() < deadline
         reports += worker.work([], [], 0.1)
     assert blocked and len(finished()) == 3 and (1, 1, 0) in finished()
+    [waiting] = {(0, 1, 0), (0, 1, 1), (0, 1, 2)} - finished()
+    assert waiting in {(r.slot, r.attempt, r.place) for r in reports if isinstance(r, Alive)}, "its seat is free"
     free.set()
     while len(finished()) < 4:
         assert time.monotonic() < deadline

@@ -46,6 +46,7 @@ class Driver:
         self.orchestrator = Orchestrator(schedule)
         self.now = 0.0
         self.running: dict[Key, str] = {}
+        self.graded: set[Key] = set()
         self.born: dict[Key, int] = {}
         self.capacity: dict[str, int] = {}
         self.told: dict[Key, Finished] = {}
@@ -103,7 +104,7 @@ class Driver:
         accepted_and_running = len(trained) * s.group + sum(group.size for group in o.groups.values())
         assert accepted_and_running <= (o.served + s.ahead + 1) * s.batch
         for worker, capacity in self.capacity.items():
-            assert sum(w == worker for w in self.running.values()) <= capacity
+            assert sum(w == worker for key, w in self.running.items() if key not in self.graded) <= capacity
         ledger = o.books.ledger
         assert sum(ledger.values()) + o.held() == o.books.counts["received_tokens"]
         assert ledger["trained"] == sum(self.told[key].sampled for train in self.log for key in train.rollouts)
@@ -312,6 +313,18 @@ def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     assert set(d.running.values()) == {"w0"}
 
 
+def test_a_rollout_that_is_graded_leaves_room_for_another():
+    d = Driver(schedule(prompts=1, group=1, ahead=3), 1)
+    d.graded.add((0, 1, 0))
+    for _ in range(2):  # the second time it is no news
+        commands = d.send(Alive(slot=0, attempt=1, place=0))
+    assert commands == [] and d.running == {(0, 1, 0): "w0", (1, 1, 0): "w0"} and d.orchestrator.running("w0") == 2
+    d.finish((0, 1, 0))
+    assert d.running == {(1, 1, 0): "w0"}
+    d.finish((1, 1, 0))
+    assert d.orchestrator.running("w0") == 1, "one at a time"
+
+
 def test_events_of_something_else_are_counted_and_change_nothing():
     key = {"slot": 0, "attempt": 1, "place": 0}
     for event, why in (
@@ -370,6 +383,18 @@ def test_settings_change_while_running():
 
 
 # Restart
+
+
+def test_a_lower_bound_on_restart_drops_what_is_too_old():
+    d = Driver(schedule(ahead=1, bound=4, window=1.0), 1000)
+    d.finish((0, 1, 0))
+    for slot in (1, 2):
+        d.finish_slot(slot)
+    d.trained()
+    d.finish_slot(3), d.finish_slot(4)
+    d.trained()
+    o = Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
+    assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
 
 
 def test_after_a_crash_the_batch_in_training_is_executed_again_and_the_rest_goes_on():
@@ -471,7 +496,12 @@ class Chaos(Driver):
             self.trained()
         elif self.running:
             reward = self.rng.choice((None, 0.0, 0.0, 1.0))
-            self.finish(self.rng.choice(list(self.running)), tokens=self.rng.randrange(1, 9000), reward=reward)
+            slot, attempt, place = key = self.rng.choice(list(self.running))
+            if self.rng.random() < 0.3:
+                self.graded.add(key)
+                self.send(Alive(at=self.now, slot=slot, attempt=attempt, place=place))
+            else:
+                self.finish(key, tokens=self.rng.randrange(1, 9000), reward=reward)
         if self.publishes and self.rng.random() < 0.3:
             self.serve()
         if self.rng.random() < 0.1:
