@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User, Written
+from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer, kinds, read_value
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, call
@@ -36,7 +37,7 @@ def trained() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
-    tokenizer.add_special_tokens([*QwenRenderer.tokens[:2], *KimiRenderer.tokens, "<|endoftext|>"])
+    tokenizer.add_special_tokens([*QwenRenderer.tokens[:2], *KimiRenderer.tokens, *SPECIALS, "<|endoftext|>"])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
     return tokenizer
 
@@ -52,9 +53,10 @@ SCHEMAS: dict[str, Any] = {
 PARAMETERS = {"type": "object", "properties": SCHEMAS, "required": ["s"]}
 TOOL = {"type": "function", "function": {"name": "do", "description": "Does.", "parameters": PARAMETERS}}
 TOOLS = [TOOL, *ToolSet.tiny().schemas]
-QWEN, KIMI = QwenRenderer(TOKENIZER, TOOLS), KimiRenderer(TOKENIZER, TOOLS)
+QWEN, KIMI, COMPACT = QwenRenderer(TOKENIZER, TOOLS), KimiRenderer(TOKENIZER, TOOLS), CompactRenderer(TOKENIZER, [TOOL])
 RENDERERS = pytest.mark.parametrize("renderer", [QWEN, KIMI], ids=["qwen", "kimi"])
-MARKS = [*QwenRenderer.tokens, *KimiRenderer.tokens, "<|endoftext|>"]
+ALL = pytest.mark.parametrize("renderer", [QWEN, KIMI, COMPACT], ids=["qwen", "kimi", "compact"])
+MARKS = [*QwenRenderer.tokens, *KimiRenderer.tokens, *SPECIALS, "<|endoftext|>"]
 MARKS += ["</parameter>", "\n</parameter>\n", "<parameter=s>", "</function>"]
 PARTS = [*MARKS, "<function=do>", "<", "|>", "\n", " ", "null", "3", "true", "é", "e\u0301", "😀", '"', "\\"]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -112,7 +114,7 @@ def test_a_turn_survives_the_way_there_and_back_or_is_refused(
     assert [json.dumps(dict(w.call.arguments)) for w in read.calls] == [json.dumps(dict(c.arguments)) for c in calls]  # type: ignore[union-attr]
 
 
-@RENDERERS
+@ALL
 @given(text=TEXT)
 def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: ChatRenderer, text: str) -> None:
     assert not special(renderer, renderer.encode(text))
@@ -122,14 +124,14 @@ def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: Ch
     one = [CallResult(id="functions.do:0", text=text)]
     other = [CallResult(id="a", text="x")]
     assert special(renderer, renderer.results(one)) == special(renderer, renderer.results(other))
-    turns = [said(renderer, "", [call("do", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
+    turns = [said(renderer, "", [call("do", s="", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
     assert len({str(special(renderer, renderer.turn(turn))) for turn in turns}) == 1
 
 
 CONVERSATION = st.lists(st.tuples(PLAIN, st.lists(CALL, max_size=2), TEXT), min_size=1, max_size=3)
 
 
-@RENDERERS
+@ALL
 @settings(max_examples=50)
 @given(system=TEXT, first=TEXT, turns=CONVERSATION)
 def test_turn_by_turn_is_at_once(
