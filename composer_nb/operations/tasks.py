@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.operations import JSON, arg, command, emit, pick
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
 REQUIRE = arg(
@@ -20,6 +27,7 @@ REQUIRE = arg(
     "none",
     choices=["calls", "twins", "none"],
 )
+LINE_S = 30.0  # Seconds between lines where there is no terminal.
 log = logging.getLogger(__name__)
 
 
@@ -42,19 +50,67 @@ def make(args: argparse.Namespace) -> int:
     """Make tasks from a repository with tests."""
     if find_spec("libcst") is None:
         raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
-    from rich.console import Console
-
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.make import make
     from composer_nb.harness.tasks.making.options import RunOptions
-    from composer_nb.harness.tasks.making.show import progress, table
 
     times = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
     running = RunOptions(**pick(args, "pytest_args", "packages", "image"), **times)
-    with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
+    with open_backend(args.backend) as backend, _progress() as report:
         options = pick(args, "limit", "seed", "require")
         summary = make(args.path, args.out, backend, running=running, report=report, **options)
-    return emit(args, summary, lambda: table(summary), int(not summary["tasks"]))
+    return emit(args, summary, lambda: _made(summary), int(not summary["tasks"]))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, str], None]]:
+    """Yield a function that shows what is being done: in one line on a terminal, else as a line now and then."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console, last, when = Console(stderr=True), "", -LINE_S
+    with console.status("reading") if console.is_terminal else nullcontext() as status:
+
+        def show(doing: str, counts: str) -> None:
+            nonlocal last, when
+            line = f"{doing}: {counts}" if counts else doing
+            if status is not None:
+                status.update(escape(line))
+            elif doing != last or time.monotonic() - when >= LINE_S:
+                last, when = doing, time.monotonic()
+                console.print(line, highlight=False, markup=False)
+
+        yield show
+
+
+def _made(summary: Mapping[str, Any]) -> Group:
+    """Return what `tasks make` made: kinds of changes, those with most tasks first, tests, guards, and sources without tasks."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from composer_nb.harness.grading.recorded import guards_line
+    from composer_nb.views.page import text_table
+
+    rows = []
+    for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
+        tried, kept = kind["tried"], kind["kept"]
+        why = ", ".join(f"{count} {why}" for why, count in sorted(kind["verdicts"].items()) if why != "kept")
+        cost = f"{kind['seconds'] / kept:.1f}" if kept else "-"
+        rows.append((kind["kind"], str(tried), str(kept), f"{kept / tried:.0%}", cost, why))
+    left_out = ", ".join(f"{count} {why}" for why, count in sorted(summary["left_out"].items())) or "none"
+    lines = [
+        f"{summary['repository']}: {summary['tasks']} tasks, of {sum(kind['kept'] for kind in summary['kinds'])} changes kept, "
+        f"in {summary['wall_s']:.0f} s. {summary['tests']} tests count ({summary['coverage']:.0%} with a twin), "
+        f"{summary['suite_s']:.1f} s a run; left out: {left_out}",
+        guards_line(Counter(guard["by"] for guard in summary["guards"].values())),
+    ]
+    lines += [f"left out, below the required guard: {guards_line(summary['below'])}"] if summary["below"] else []
+    unused = {
+        path: why for path, why in (summary["files_left_out"] | summary["no_bugs_in"]).items() if path[-3:] == ".py"
+    }
+    lines += [f"{path}: {why}, so no task is made of it" for path, why in list(unused.items())[:10]]
+    table = text_table(rows, ("kind", "tried", "kept", "yield", "s a task", "why not"))
+    return Group(table, *(Text(visible_lines(line)) for line in lines))
 
 
 @command(
@@ -76,12 +132,11 @@ def mine(args: argparse.Namespace) -> int:
     """Make tasks from the commits of a checkout, or from consecutive releases."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
         raise ValueError("tasks mine needs dulwich and libcst: pip install 'composer_nb[tasks]'")
-    from rich.console import Console, Group
+    from rich.console import Group
 
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
     from composer_nb.harness.tasks.making.options import RunOptions
-    from composer_nb.harness.tasks.making.show import progress
     from composer_nb.production.requests import accepted_requests, request_behind
     from composer_nb.views.page import text_table
 
@@ -89,7 +144,7 @@ def mine(args: argparse.Namespace) -> int:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
     behind = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
     running = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
-    with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
+    with open_backend(args.backend) as backend, _progress() as report:
         options = pick(args, "limit", "commits", "most_lines") | {"request_behind": behind}
         summary = mine(args.paths, args.out, backend, running=running, report=report, **options)
     rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]

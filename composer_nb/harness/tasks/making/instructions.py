@@ -7,7 +7,7 @@ under-specified, 390 characters in the median (CursorBench, Composer 2 report, s
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from composer_nb.harness import syntax
@@ -54,51 +54,44 @@ def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
     rng = Random(f"instruction {seed}")
     if len(symptoms) == 1:
         extra = rng.choice(EXTRAS) if failing > 1 else ""
-        return "\n\n".join(filter(None, (_said(symptoms[0], rng), extra.format(n=failing))))
-    items = ["\n  ".join(_said(item, rng).split("\n")) for item in symptoms]
+        return "\n\n".join(filter(None, (_report(symptoms[0], rng), extra.format(n=failing))))
+    items = ["\n  ".join(_report(item, rng).split("\n")) for item in symptoms]
     return "\n\n".join([rng.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(items, 1))])
 
 
-def _said(symptom: Symptom, rng: Random) -> str:
-    one_line, after_code = WORDINGS[symptom.kind]
+def _report(symptom: Symptom, rng: Random) -> str:
+    calls, after_code = WORDINGS["exception" if symptom.exception else "missing" if symptom.missing else "value"]
+    expected, actual = (
+        # in words
+        value if value in ("true", "false") or value.startswith(("something ", "one of ")) else f"`{value}`"
+        for value in (symptom.expected, symptom.actual)
+    )
+    if symptom.missing:
+        instead = f"It should raise {symptom.missing}."
+    elif symptom.code:
+        instead = "It should not."
+    else:
+        instead = f"It should give {expected}." if symptom.expected else "It worked before."
     words = {
         "c": symptom.call,
-        "w": _quoted(symptom.expected),
-        "o": _quoted(symptom.actual),
+        "w": expected,
+        "o": actual,
         "e": symptom.exception or symptom.missing,
         "m": f": {symptom.message}" if symptom.message else "",
-        "x": _instead(symptom),
+        "x": instead,
         "l": f"`{symptom.call}`" if symptom.call else "The last line",
     }
     if not symptom.code:
-        return rng.choice(one_line).format(**words)
+        return rng.choice(calls).format(**words)
     setup = " and ".join(f"`{name}`" for name in symptom.setup)
-    setup_note = (
-        f" ({setup} {'come' if len(symptom.setup) > 1 else 'comes'} from the setup of our tests.)" if setup else ""
-    )
-    return f"{rng.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{setup_note}"
-
-
-def _instead(symptom: Symptom) -> str:
-    """Return what should come where an exception comes."""
-    if symptom.missing:
-        return f"It should raise {symptom.missing}."
-    if symptom.code:
-        return "It should not."
-    if not symptom.expected:
-        return "It worked before."
-    return f"It should give {_quoted(symptom.expected)}."
-
-
-def _quoted(value: str) -> str:
-    """Return a value as code, unless it is in words."""
-    return value if value in ("true", "false") or value.startswith(("something ", "one of ")) else f"`{value}`"
+    come = "come" if len(symptom.setup) > 1 else "comes"
+    note = f" ({setup} {come} from the setup of our tests.)" if setup else ""
+    return f"{rng.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{note}"
 
 
 def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence[Symptom] = ()) -> str:
     """Return the instruction for a missing feature, from the function's text as it was: its signature, its docstring, and up to
     two of `examples`. Empty if neither says anything."""
-    rng = Random(f"instruction {seed}")
     node = function_of(text)
     assert node is not None
     documented = (ast.get_docstring(node) or "").strip()
@@ -107,16 +100,11 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
     arguments = ast.unparse(node.args)
     call = f"{name}({arguments})" if len(arguments) <= MAX_QUOTE else f"{name}(…)"
     longer = documented if len(documented) <= 900 else "\n\n".join(paragraphs[:2])[:900].rstrip()
-    plain = [
-        example for example in examples if example.alone and example.call and example.expected and not example.code
-    ]
+    results = {example.call: example.expected for example in examples if not example.code and example.expected}
     short_name = name.rpartition(".")[2]
-    plain = sorted(
-        {example.call: example for example in plain}.values(), key=lambda example: short_name not in example.call
-    )[:2]
-    example_text = " and ".join(f"`{example.call}` should give `{example.expected}`" for example in plain)
-    example_text = f"\n\nFor example, {example_text}." if example_text else ""
-    if len(documented.split()) < SAYS and not example_text:
+    nearest = sorted(results, key=lambda call: short_name not in call)[:2]
+    shown = " and ".join(f"`{example}` should give `{results[example]}`" for example in nearest)
+    if len(documented.split()) < SAYS and not shown:
         return ""
     brief = brief if len(brief.split()) >= SAYS else longer
     styles = (
@@ -125,7 +113,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
         f"We need `{call}` ({path}):\n\n{longer}",
         f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
     )
-    return rng.choice(styles) + example_text
+    return Random(f"instruction {seed}").choice(styles) + (f"\n\nFor example, {shown}." if shown else "")
 
 
 def without_tests(text: str, keys: Iterable[str]) -> str:
@@ -133,17 +121,12 @@ def without_tests(text: str, keys: Iterable[str]) -> str:
     layout = syntax.TextFormat.of(text)
     text = layout.plain(text)
     tree = syntax.parse(text)
-    spans: dict[int, tuple[int, str]] = {}
-    owners: Mapping[int, ast.ClassDef] = {
-        id(child): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for child in node.body
-    }
-    gone = [function for key in keys if (function := find(tree, key.rpartition("#")[0].split("::")[1:])) is not None]
-    for node in gone:
-        start = min([node.lineno, *(child.lineno for child in node.decorator_list)])
-        owner = owners.get(id(node))
-        alone = owner is not None and all(any(child is other for other in gone) for child in owner.body)
-        spans[start] = (node.end_lineno or node.lineno, " " * node.col_offset + "pass" if alone else "")
+    functions = (find(tree, key.rpartition("#")[0].split("::")[1:]) for key in keys)
+    gone = {function for function in functions if function is not None}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and gone.issuperset(node.body)]
+    alone = {function for node in classes for function in node.body}
     lines = text.split("\n")
-    for start, (end, instead) in sorted(spans.items(), reverse=True):
-        lines[start - 1 : end] = [instead] if instead else []
+    for node in sorted(gone, key=lambda node: -node.lineno):
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines[start - 1 : node.end_lineno] = [" " * node.col_offset + "pass"] if node in alone else []
     return layout.restore("\n".join(lines))

@@ -7,13 +7,12 @@ and a larger limit reuses what is known.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,22 +37,8 @@ BELOW = 24  # Tasks below the required guard, without one that reaches it, after
 FORMAT = "8"  # Version of the record. A new number makes earlier outcomes invalid.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MakeProgress:
-    """The progress of one run.
-
-    Attributes:
-        below: Tasks that were left out because of their guard.
-    """
-
-    doing: str
-    tasks: int = 0
-    limit: int = 0
-    tried: int = 0
-    below: str = ""
-
-
-Told = Callable[[MakeProgress], None]
+# Is told what is being done, and counts of tasks.
+Report = Callable[[str, str], None]
 
 
 def make(
@@ -66,7 +51,7 @@ def make(
     spec: SandboxSpec | None = None,
     running: RunOptions | None = None,
     require: Guarding = "none",
-    report: Told = lambda state: None,
+    report: Report = lambda doing, counts: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks of the repository at `path` and write them into `out`. Return what was made, as in `SUMMARY`.
 
@@ -88,22 +73,20 @@ def make(
     repository = read_repository(path)
     with TaskStore(out / RECORD) as store:
         repository, options = prepared(repository, running)
-        _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
+        way = [running.test_s, list(options.select), *options.paths, *options.ignored]
+        origin = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), way]
+        store.claim("made of", json.dumps(origin))
         if "baseline" not in store.facts:
             if options.dropped:
-                report(MakeProgress(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
-            measured = measure(
-                repository, backend, spec, lambda doing: report(MakeProgress(doing=doing)), running, options
-            )
+                report(f"leaving out pytest's {' '.join(options.dropped)}", "")
+            measured = measure(repository, backend, spec, lambda doing: report(doing, ""), running, options)
             store.keep_fact("baseline", measured.to_json())
         baseline = Baseline.from_json(store.facts["baseline"])
         maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require)
-        tasks: list[Task] = []
         try:
-            for task in maker.tasks():
-                tasks.append(task)
+            maker.run()
         finally:
-            if tasks:
+            if tasks := [task for _, task in maker.kept.values()]:
                 save_tasks(tasks, out / TASKS)
             summary = _summary(maker, tasks, time.monotonic() - began)
             write_json(out / SUMMARY, summary)
@@ -124,74 +107,60 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
     return replace(repository, settings=settings), options
 
 
-def _claim(store: TaskStore, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
-    """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
-    origin = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
-    fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-    if "baseline" in store.facts and store.facts.get("made of") != fingerprint:  # without one, nothing was made yet
-        raise ValueError(
-            f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
-        )
-    store.keep_fact("made of", fingerprint)
-
-
 class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
-    def __init__(self, subject: Subject, store: TaskStore, report: Told, limit: int, require: Guarding) -> None:
-        reached = {function for reach in subject.baseline.reach.values() for function in reach.depths}
-        self.units = [unit for unit in subject.units if unit.place in reached]
+    def __init__(self, subject: Subject, store: TaskStore, report: Report, limit: int, require: Guarding) -> None:
         self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
         self.tried, self.below = 0, Counter[str]()
-        # Tasks that were kept, by the change's key.
-        self.found: dict[str, tuple[Change, Task]] = {}
+        # By the change's key.
+        self.kept: dict[str, tuple[Change, Task]] = {}
 
-    def tasks(self) -> Iterator[Task]:
-        """Yield tasks as they are found: missing features, single bugs, several bugs at once.
+    def run(self) -> None:
+        """Make missing features, single bugs, and several bugs at once.
 
         Raises ValueError if no test calls a function in which a bug can be planted.
         """
-        if not self.units:
+        name, files, seed = self.subject.repository.name, self.subject.repository.files, self.subject.seed
+        reached = {function for reach in self.subject.baseline.reach.values() for function in reach.depths}
+        units = [unit for unit in self.subject.units if unit.place in reached]
+        if not units:
             reasons = "".join(f". {path}: {reason}" for path, reason in list(self.subject.unfit.items())[:3])
             raise ValueError(
-                f"{self.subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
-                f"that pytest itself imports, such as packaging, run on pytest's copy{reasons}"
+                f"{name}: no test calls a function in which a bug can be planted. Tests of a package that pytest itself "
+                f"imports, such as packaging, run on pytest's copy{reasons}"
             )
-        files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
+        part = self.limit // SHARE
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             try:
-                yield from self._kept(pool, "taking features away", features(files, self.units, seed), part)
-                left = self.limit - len(self.found) - part
-                yield from self._kept(pool, "planting bugs", bugs(files, self.units, seed), left)
-                singles = [change for change, _ in self.found.values() if change.kind != "feature"]
-                yield from self._kept(pool, "combining bugs", combined(singles, seed), part)
+                self._try(pool, "taking features away", features(files, units, seed), part)
+                self._try(pool, "planting bugs", bugs(files, units, seed), self.limit - len(self.kept) - part)
+                singles = [change for change, _ in self.kept.values() if change.kind != "feature"]
+                self._try(pool, "combining bugs", combined(singles, seed), part)
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _kept(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterable[Change], missing: int) -> Iterator[Task]:
-        """Yield the tasks of the first `missing` candidates that make one, in the candidates' order."""
-        stream = iter(candidates)
-        while missing > 0 and (window := list(islice(stream, min(AHEAD, 2 * missing)))):
-            fresh = [candidate for candidate in window if candidate.key not in self.store.outcomes]
-            parts = [[self.found[key] for key in candidate.parts] for candidate in fresh]
+    def _try(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterator[Change], missing: int) -> None:
+        """Keep the tasks of the first `missing` candidates that make one, in the candidates' order."""
+        while missing > 0 and (window := list(islice(candidates, min(AHEAD, 2 * missing)))):
+            fresh = [change for change in window if change.key not in self.store.outcomes]
+            parts = [[self.kept[key] for key in change.parts] for change in fresh]
             for outcome in pool.map(partial(settle, self.subject), fresh, parts):
                 self.store.keep(outcome)
                 self.tried += 1
                 self._tell(doing)
             for change in window:
-                outcome = self.store.outcomes[change.key]
-                if outcome.task is None or outcome.verdict != "kept" or not missing:
+                task = self.store.outcomes[change.key].task
+                if task is None or not missing:
                     continue
-                by: Guarding = "none" if self.require == "none" else guard_of(outcome.task).by
+                by: Guarding = "none" if self.require == "none" else guard_of(task).by
                 if meets(by, self.require):
                     missing -= 1
-                    self.found[change.key] = change, outcome.task
-                    self._tell(doing)
-                    yield outcome.task
+                    self.kept[change.key] = change, task
                 else:
                     self.below[by] += 1
-                    self._tell(doing)
-            if not self.found and self.below.total() >= BELOW:
+                self._tell(doing)
+            if not self.kept and self.below.total() >= BELOW:
                 raise ValueError(
                     f"{self.subject.repository.name}: none of {self.below.total()} tasks reaches --require {self.require} "
                     f"({guards_line(self.below)}). Recorded calls need functions with plain arguments and results; methods of "
@@ -199,8 +168,8 @@ class Maker:
                 )
 
     def _tell(self, doing: str) -> None:
-        below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
-        self.report(MakeProgress(doing=doing, tasks=len(self.found), limit=self.limit, tried=self.tried, below=below))
+        below = f"; below --require {self.require}: {guards_line(self.below)}" if self.below else ""
+        self.report(doing, f"{len(self.kept)} of {self.limit} tasks, {self.tried} tried{below}")
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,10 +37,10 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, Told, prepared
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
-from composer_nb.harness.tasks.making.trial import TaskStore, TrialOutcome, needed
+from composer_nb.harness.tasks.making.trial import Dropped, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
@@ -52,6 +53,7 @@ MIN_WORDS = 4  # Words of a message that asks for something.
 MAX_REQUEST = 4000  # Characters of a request.
 MAX_MESSAGE = 4 * MAX_REQUEST  # Characters of a message or a changelog that are read for one.
 UNFETCHED = "not fetched"  # Verdict on commits of which a shallow or partial clone lacks a part.
+UNSEEN = "all tests pass without a change"  # See `validate_task`.
 SLOW = 6  # A test may take one part in six of the time limit of a run.
 TRAILER = re.compile(
     r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
@@ -101,7 +103,7 @@ def mine(
     most_lines: int = 400,
     request_behind: RequestBehind | None = None,
     running: RunOptions | None = None,
-    report: Told = lambda state: None,
+    report: Report = lambda doing, counts: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
 
@@ -120,21 +122,16 @@ def mine(
     candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, request_behind)
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
-        origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
-        fingerprint = hashlib.sha256(origin.encode()).hexdigest()
-        if store.facts.get("mined from", fingerprint) != fingerprint:
-            raise ValueError(
-                f"--out {out}: holds tasks of another history, or made in another way; choose another folder"
-            )
         rows: list[dict[str, Any]] = []
         for candidate in candidates:
             if len(tasks) == limit:
                 break
-            report(MakeProgress(doing=candidate.id, tasks=len(tasks), limit=limit, tried=len(rows)))
+            report(candidate.id, f"{len(tasks)} of {limit} tasks, {len(rows)} tried")
             left_out |= candidate.after.left_out if candidate.after else {}
-            store.keep_fact("mined from", fingerprint)  # once its history could be read
+            if not rows:  # once its history could be read
+                store.claim("mined from", repr([[str(path.resolve()) for path in paths], most_lines, running]))
             if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
-                outcome, slow = _outcome(candidate, backend, running, most_lines)
+                outcome, slow = _try(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
                 store.keep(outcome)
             outcome, slow = store.outcomes[candidate.key], int(store.facts.get(f"slow {candidate.key}", 0))
@@ -260,15 +257,15 @@ def changelog(before: Repository, after: Repository) -> str:
     return text if len(text.split()) >= MIN_WORDS else ""
 
 
-def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | str:
-    """Return the task of a candidate before it has run, or why there is none."""
+def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
+    """Return the task of a candidate before it has run. Raises Dropped."""
     before, after = candidate.before, candidate.after
     if before is None or after is None or not candidate.request:
-        return candidate.unfit or "no request"
+        raise Dropped(*(candidate.unfit or "no request").split(": ", 1))
     try:
         with_packages, options = prepared(after, running)
     except ValueError as error:
-        return f"unfit: {str(error)[:200]}"
+        raise Dropped("unfit", str(error)[:200]) from None
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
     modules = sorted(path for path in options.chosen(changed) if is_test_module(path))
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
@@ -276,13 +273,13 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
     scope = tuple(sorted({*before.scope, *after.scope}))
     paths = [path for path in changed - hidden.keys() if in_scope(path, scope)]
     solution = {path: after.files[path] for path in paths if not supports_tests(path)}
-    if not any(path in after.sources for path in solution):
-        return "no source"
-    if not modules:
-        return "no tests"
     size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
+    if not any(path in after.sources for path in solution):
+        raise Dropped("no source")
+    if not modules:
+        raise Dropped("no tests")
     if size > most_lines:
-        return "too much"
+        raise Dropped("too much")
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
     facts = {"kind": "history", "repository": after.name, "lines": str(size), SECONDS: f"{running.suite_s:g}"}
@@ -298,50 +295,43 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
             metadata=with_packages.settings | facts,
         )
     except ValueError as error:
-        return f"unfit: {str(error)[:200]}"
+        raise Dropped("unfit", str(error)[:200]) from None
 
 
-def _outcome(candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int) -> tuple[TrialOutcome, int]:
+def _try(candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int) -> tuple[TrialOutcome, int]:
     """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
-    began, task = time.monotonic(), draft(candidate, most_lines, running)
-    boxes = Boxes(backend=backend, spec=None if isinstance(task, str) else limits_spec(task), timeout_s=running.suite_s)
-    counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, boxes, running)
-    if isinstance(task, str) or why:
-        verdict, _, why = why.partition(": ")
-        return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
-    task = task.model_copy(update={"files": task.files | current(task, candidate, boxes)})
-    task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
-    validation = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
-    verdict, why = "kept", ""
-    if not validation.valid or validation.plan is None:
-        why = (validation.problems or ("no test counts",))[0][:300]
-        verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
-    accepted_task = with_plan(task, validation.plan) if verdict == "kept" and validation.plan else None
+    began, slow, verdict, why = time.monotonic(), 0, "kept", ""
+    task: Task | None = None
+    try:
+        task = draft(candidate, most_lines, running)
+        boxes = Boxes(backend=backend, spec=limits_spec(task), timeout_s=running.suite_s)
+        select = read_options(task.files, running.pytest_args).select
+        after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
+        try:
+            [ran] = boxes.run([after])
+        except (SandboxDied, RunnerEnded) as error:
+            raise Dropped("ungraded", f"the gold patch ends its sandbox: {error}"[:290]) from None
+        # Others fail for want of a file or a package, as a rule, or are slow.
+        counted = {key: result.id for key, result in ran.results.items() if result.passed}
+        slow = sum(result.why == "Endless" for result in ran.results.values())
+        if not counted:
+            raise Dropped("ungraded", f"the gold patch passes no test {sorted(ran.flags) or ''}".strip())
+        with suppress(SandboxDied, RunnerEnded):
+            [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
+            if all(before.result(key).passed for key in counted):
+                raise Dropped("unseen", UNSEEN)
+        ids = {IDS: json.dumps(sorted(counted.values()))}
+        files = task.files | current(task, candidate, boxes)
+        task = task.model_copy(update={"files": files, "metadata": task.metadata | ids})
+        validation = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
+        if not validation.valid or validation.plan is None:
+            problem = (validation.problems or ("no test counts",))[0][:300]
+            raise Dropped("unseen" if problem == UNSEEN else "ungraded", problem)
+        task = with_plan(task, validation.plan)
+    except Dropped as dropped:
+        task, verdict, why = None, dropped.verdict, dropped.why
     seconds = time.monotonic() - began
-    return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=accepted_task), slow
-
-
-def first_look(task: Task, boxes: Boxes, running: RunOptions) -> tuple[dict[str, str], int, str]:
-    """Return the tests that pass afterwards, key -> node id, how many take too long, and why they make no task.
-
-    Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
-    """
-    select = read_options(task.files, running.pytest_args).select
-    after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
-    try:
-        [ran] = boxes.run([after])
-    except (SandboxDied, RunnerEnded) as error:
-        return {}, 0, f"ungraded: the gold patch ends its sandbox: {error}"[:300]
-    counted = {key: result.id for key, result in ran.results.items() if result.passed}
-    slow = sum(result.why == "Endless" for result in ran.results.values())
-    if not counted:
-        return {}, slow, f"ungraded: the gold patch passes no test {sorted(ran.flags) or ''}".strip()
-    try:
-        [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
-    except (SandboxDied, RunnerEnded):
-        return counted, slow, ""
-    failing = [key for key in counted if not before.result(key).passed]
-    return counted, slow, "" if failing else "unseen: all tests pass without a change"
+    return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=task), slow
 
 
 def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
@@ -368,21 +358,27 @@ def unnamed(before: Repository, after: Repository, tests: dict[str, str], reques
     """Return the names of new modules, functions, classes, attributes, parameters and variables that tests use and the request
     does not mention."""
     changed = {p: before.files.get(p, "") for p in after.sources if before.files.get(p) != after.files[p]}
-    definitions, more = (
+    definitions, variables = (
         set[str]().union(*(names(path, after.files[path]) - names(path, text) for path, text in changed.items()))
         for names in (defined, declared)
     )
-    missing = [name for name in (definitions | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
-    sources = "\n".join(before.files[path] for path in before.sources) if missing else ""
-    signs = {name: r"(\b(def|class) |\.)" if name in definitions else r"\b" for name in missing}
-    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", sources))
+    sources = "\n".join(before.files[path] for path in before.sources)
+    signs = dict.fromkeys(variables, r"\b") | dict.fromkeys(definitions, r"(\b(def|class) |\.)")
+    return sorted(
+        name
+        for name in signs.keys() & used(tests)
+        if not re.search(rf"\b{re.escape(name)}\b", request)
+        and not re.search(rf"{signs[name]}{re.escape(name)}\b", sources)
+    )
 
 
 def used(tests: Mapping[str, str]) -> set[str]:
     """Return the names that tests import, look up, give as keywords, or take from an `import *`."""
     nodes = [node for path, text in tests.items() if path.endswith(".py") for node in nodes_of(text)]
-    plain = [node for node in nodes if isinstance(node, ast.Name)]
-    loaded, stored = ({node.id for node in plain if isinstance(node.ctx, kind)} for kind in (ast.Load, ast.Store))
+    loaded, stored = (
+        {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
+        for kind in (ast.Load, ast.Store)
+    )
     rest = [node for node in nodes if isinstance(node, ast.ImportFrom | ast.alias | ast.Attribute | ast.keyword)]
     names = {getattr(node, kind, None) or "" for node in rest for kind in ("module", "name", "attr", "arg")}
     return (loaded - stored).union(*(name.split(".") for name in names))
@@ -392,20 +388,15 @@ def defined(path: str, text: str) -> set[str]:
     """Return the name of a module, those of its functions and classes, and of the attributes that it sets; none if it is empty or
     cannot be parsed."""
     nodes = nodes_of(text)
-    set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     module_name = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
-    return module_name | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    return module_name | attributes | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
 
 
 def declared(path: str, text: str) -> set[str]:
     """Return the names of the parameters of a module's functions, and of the variables of the module and its classes."""
     nodes = nodes_of(text)
     bodies = [statement for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for statement in node.body]
-    places = [
-        node
-        for statement in bodies
-        if isinstance(statement, ast.Assign | ast.AnnAssign)
-        for node in ast.walk(statement)
-    ]
-    names = {node.id for node in places if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned = [name for node in bodies if isinstance(node, ast.Assign | ast.AnnAssign) for name in ast.walk(node)]
+    names = {name.id for name in assigned if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
     return names | {node.arg for node in nodes if isinstance(node, ast.arg)}

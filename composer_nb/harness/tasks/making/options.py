@@ -89,37 +89,33 @@ def read_options(files: Mapping[str, str], pytest_args: str = "", plugins: Seque
     """
     where, config = _configuration(files)
     project, others = _parsed(_words(config.get("addopts", ""), f"{where}: addopts"))
-    caller, unknown = _parsed(_words(pytest_args, "--pytest-args"))
+    installed = {plugin.partition(".")[0] for plugin in plugins}
+    project.p = [*plugins, *(name for name in project.p if name.partition(".")[0] in installed)]
+    chosen, unknown = _parsed(_words(pytest_args, "--pytest-args"), project)
     paths = [word for word in unknown if not word.startswith("-")]
     if refused := [word for word in unknown if word.startswith("-")]:
         raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
     if missing := [path for path in paths if not any(_any_below(file, [path]) for file in files)]:
         raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
-    installed = {plugin.partition(".")[0] for plugin in plugins}
-    enabled = [name for name in project.p if name.partition(".")[0] in installed]
-    loaded = dict.fromkeys([*plugins, *enabled, *(name for name in caller.p if not name.startswith("no:"))])
     # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
     tested = [path for path in _words(config.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
-    left_out = {*NOT_KEPT, *DROPPED}
-    ini_settings = {key: value for key, value in config.items() if key not in left_out and not key.startswith(OUTPUT)}
-    odd = [key for key in ini_settings if not _KEY.fullmatch(key)]
+    keys = sorted(key for key in config if key not in {*NOT_KEPT, *DROPPED} and not key.startswith(OUTPUT))
     lines = []
-    for key, value in sorted(ini_settings.items()):
-        if key not in odd:
-            items = value if isinstance(value, list) else [value]
+    for key in keys:
+        if _KEY.fullmatch(key):
+            items = config[key] if isinstance(config[key], list) else [config[key]]
             parts = [line.strip() for item in items for line in str(item).splitlines() if line.strip()]
             lines.append("\n    ".join([f"{key} =", *parts]) + "\n")
-    lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
-    mark, names = caller.m or project.m, caller.k or project.k
-    select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
-    select += [f"--deselect={test}" for test in (*project.deselect, *caller.deselect)]
-    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in config]
+    if loaded := dict.fromkeys(name for name in chosen.p if not name.startswith("no:")):
+        lines.append(f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n")
+    select = [word for option, text in (("-m", chosen.m), ("-k", chosen.k)) if text for word in (option, text)]
+    odd = [visible(key[:60]) for key in keys if not _KEY.fullmatch(key)]
     return Options(
         ini="".join(lines),
-        select=tuple(select),
+        select=(*select, *(f"--deselect={test}" for test in chosen.deselect)),
         paths=tuple(paths or tested),
-        ignored=(*project.ignore, *project.ignore_glob, *caller.ignore, *caller.ignore_glob),
-        dropped=(*dropped, *(visible(key[:60]) for key in odd)),
+        ignored=tuple(chosen.ignore),
+        dropped=(*(word for word in others if word.startswith("-")), *(key for key in DROPPED if key in config), *odd),
     )
 
 
@@ -146,43 +142,43 @@ def plugins_in(folder: Path) -> list[str]:
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the file that pytest would choose, and its settings. Raises ValueError."""
     for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
-        text = files.get(name, "").removeprefix("\ufeff")
+        if name not in files:
+            continue
         try:
-            settings = _toml(text, name) if name.endswith(".toml") else _ini(text, name)
+            settings = _settings(name, files[name].removeprefix("\ufeff"))
         except ValueError as error:
             raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
-        if name in files and settings is not None:
+        if settings is not None:
             return name, settings
     return "", {}
 
 
-def _toml(text: str, name: str) -> dict[str, Any] | None:
+def _settings(name: str, text: str) -> dict[str, Any] | None:
+    """Return pytest's settings in a configuration file; None if it has none. Raises ValueError."""
+    from iniconfig import IniConfig, ParseError
+
+    own = name.lstrip(".").startswith("pytest.")  # counts even without settings
+    if not name.endswith(".toml"):
+        try:
+            sections = IniConfig(name, data=text)
+        except ParseError as error:
+            raise ValueError(str(error)) from None
+        section = "tool:pytest" if name == "setup.cfg" else "pytest"
+        return dict(sections[section].items()) if section in sections else {} if own else None
     document = toml_of(text)
-    if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
+    if own:
         settings = document.get("pytest", {})
-        if "pytest" not in document and not all(isinstance(value, dict) for value in document.values()):
-            settings = None
+        stray = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
     else:
         tool = document.get("tool", {})
         table = tool.get("pytest") if isinstance(tool, dict) else None
         if not isinstance(table, dict):
             return None
         plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-        settings = table.get("ini_options", plain)
-    if not isinstance(settings, dict):
+        settings, stray = table.get("ini_options", plain), False
+    if stray or not isinstance(settings, dict):
         raise ValueError("pytest's settings must stand in a table [pytest] or [tool.pytest.ini_options]")
     return settings
-
-
-def _ini(text: str, name: str) -> dict[str, Any] | None:
-    from iniconfig import IniConfig, ParseError
-
-    try:
-        config = IniConfig(name, data=text)
-    except ParseError as error:
-        raise ValueError(str(error)) from None
-    section = "tool:pytest" if name == "setup.cfg" else "pytest"
-    return dict(config[section].items()) if section in config else {} if name.endswith("pytest.ini") else None
 
 
 def _words(value: object, where: str) -> list[str]:
@@ -194,15 +190,15 @@ def _words(value: object, where: str) -> list[str]:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _parsed(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options that choose tests, and all others."""
+def _parsed(words: Sequence[str], project: argparse.Namespace | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options that choose tests, over those of a project, and all other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("-m", "-k"):
         parser.add_argument(name, default="")
-    for name in ("--deselect", "--ignore", "--ignore-glob", "-p"):
-        parser.add_argument(name, action="append", default=[])
+    for names in (("--deselect",), ("--ignore", "--ignore-glob"), ("-p",)):
+        parser.add_argument(*names, action="append", default=[])
     try:
-        return parser.parse_known_args(words)
+        return parser.parse_known_args(words, project)
     except argparse.ArgumentError as error:
         raise ValueError(f"pytest options {shlex.join(words)!r}: {error}") from None
 

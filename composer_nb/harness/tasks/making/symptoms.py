@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Failure, TestResult
@@ -27,19 +26,12 @@ MAX_LINES, MAX_CODE = 20, 1000  # Lines that reproduce a bug, and their characte
 FIXTURES = 2  # Fixtures that these lines may use without showing them.
 CONTEXT = 24  # Characters shown before the first difference of two long values.
 RAISES = ("raises", "assertRaises", "assertRaisesRegex", "deprecated_call", "warns", "assertWarns")
-# unittest's assertions without their prefix `assert`, as statements of the language.
+# unittest's assertions without their prefix `assert`, as expressions of the language.
 UNITTEST = {
-    **dict.fromkeys(("Equal", "Equals", "ListEqual", "DictEqual"), "assert ({0}) == ({1})"),
-    "NotEqual": "assert ({0}) != ({1})",
-    "In": "assert ({0}) in ({1})",
-    "NotIn": "assert ({0}) not in ({1})",
-    "Is": "assert ({0}) is ({1})",
-    "IsInstance": "assert isinstance(({0}), ({1}))",
-    "True": "assert ({0})",
-    "False": "assert not ({0})",
-    "IsNone": "assert ({0}) is None",
-    "IsNotNone": "assert ({0}) is not None",
-}
+    **dict.fromkeys(("Equal", "Equals", "ListEqual", "DictEqual"), "({0}) == ({1})"), "NotEqual": "({0}) != ({1})",
+    "In": "({0}) in ({1})", "NotIn": "({0}) not in ({1})", "Is": "({0}) is ({1})", "IsNone": "({0}) is None",
+    "IsNotNone": "({0}) is not None", "True": "({0})", "False": "not ({0})", "IsInstance": "isinstance(({0}), ({1}))",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +40,6 @@ class Symptom:
 
     Attributes:
         call: The expression that goes wrong; empty if it is no short line.
-        alone: True if the call, or `code` where there is some, says everything that is needed to reproduce it.
         code: Lines that lead to the call and end in it, if the call alone does not say everything.
         setup: Names in `code` that come from fixtures.
         message: Message of an exception that the code raised. An assertion's is not kept.
@@ -56,7 +47,6 @@ class Symptom:
     """
 
     call: str = ""
-    alone: bool = False
     code: str = ""
     setup: tuple[str, ...] = ()
     expected: str = ""
@@ -65,57 +55,36 @@ class Symptom:
     message: str = ""
     missing: str = ""
 
-    @property
-    def rank(self) -> int:
-        """Return how well it tells: 0 by a call, 1 by lines, 2 not at all."""
-        explained = bool(self.exception or self.missing or (self.expected and self.actual))
-        if explained and self.alone and (self.call or self.code):
-            return 1 if self.code else 0
-        return 2
 
-    @property
-    def tells(self) -> bool:
-        return self.rank < 2
-
-    @property
-    def kind(self) -> str:
-        """Key of `instructions.WORDINGS`."""
-        return "exception" if self.exception else "missing" if self.missing else "value"
-
-
-def symptom(key: str, test: str, result: TestResult, failure: Failure | None) -> Symptom:
-    """Return the symptom of one failing test. `test`: text of its module as it ran (`plan.normal`)."""
-    if failure is None:
-        return Symptom()
-    _, *where = key.rpartition("#")[0].split("::")
+def symptom(key: str, test: str, result: TestResult, failure: Failure | None) -> Symptom | None:
+    """Return the symptom of one failing test; None if it does not tell. `test`: text of its module as it ran (`plan.normal`)."""
+    where = key.rpartition("#")[0].split("::")[1:]
     tree = _parsed(test)
     function = find(tree, where)
-    statement = _failing(function, failure.line) if function else None
-    facts: dict[str, Any] = {}
-    if statement is not None and (gone := _not_raised(failure.message)):
-        facts = {"missing": gone}
-    elif result.why not in ("AssertionError", "Failed", "failureException"):
-        facts = {"exception": result.why, "message": short(failure.message)}
-        raised_instead = _expected(function, statement) if function and statement else ""
-        facts |= {"missing": raised_instead} if raised_instead else {}
-    if function is None or statement is None or isinstance(statement, ast.Raise):
-        return Symptom(**facts)  # a test that raises by itself shows no call
+    statement = _failing(function, failure.line) if function and failure else None
+    if failure is None or function is None or statement is None or isinstance(statement, ast.Raise):
+        return None  # a test that raises by itself shows no call
     values = _given(function, failure.values)
-    filled = _as_assert(_Fill(values).visit(copy.deepcopy(statement)))
+    filled = _filled(statement, values)
+    if (reproduction := _reproduced(tree, function, statement, values)) is None:
+        return None
+    code, setup = reproduction
     call, expected, actual = _sides(filled, failure)
-    if not (call or expected):
-        call = _done(filled)
-    if not facts:
+    exception, missing = "", _not_raised(failure.message)
+    if not missing and result.why not in ("AssertionError", "Failed", "failureException"):
+        exception, missing = result.why, _expected(function, statement)
+    if exception or missing:
+        expected, actual = expected if len(expected) <= MAX_QUOTE else "", ""
+    elif expected and actual:
         expected, actual = differing(expected, actual)
-    elif len(expected) > MAX_QUOTE:
-        expected = ""
-    facts |= {"expected": expected, "actual": "" if "exception" in facts else actual}
-    plain = "\n" not in call and len(call) <= MAX_QUOTE
-    code, setup, alone = _reproduced(tree, function, statement, filled, values)
-    facts |= {"call": call if plain else "", "code": code or (ast.unparse(filled) if alone and not plain else "")}
-    for name, text in facts.items():
-        facts[name] = re.sub(rf"\b{re.escape(where[-1])}\b(\.<locals>\.)?", "", text)
-    return Symptom(setup=setup, alone=alone, **facts)
+    else:
+        return None
+    if "\n" in call or len(call) > MAX_QUOTE:
+        call, code = "", code or ast.unparse(filled)
+    facts = {"call": call, "code": code, "expected": expected, "actual": actual, "exception": exception}
+    facts |= {"message": short(failure.message) if exception else "", "missing": missing}
+    own_name = re.compile(rf"\b{re.escape(where[-1])}\b(\.<locals>\.)?")
+    return Symptom(setup=setup, **{name: own_name.sub("", text) for name, text in facts.items()})
 
 
 @lru_cache(maxsize=32)
@@ -154,7 +123,7 @@ def _failing(function: ast.AST, line: int) -> ast.stmt | None:
 
 
 def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
-    """Return the expression that a failing assertion is about, what it should be and what it is."""
+    """Return the expression that a failing statement is about and, of an assertion, what it should be and what it is."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[op], comparators=[right])):
             return _compared(op, left, right, failure)
@@ -162,19 +131,29 @@ def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
             return ast.unparse(inner), "false", "true"
         case ast.Assert(test=test):
             return ast.unparse(test), "true", "false"
-    return "", "", ""
+        case ast.With(items=items, body=body) if any(map(_raises, items)):
+            call = "\n".join(map(ast.unparse, body))
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[_, target, *rest], keywords=keywords)) if (
+            name in RAISES
+        ):
+            call = ast.unparse(ast.Call(target, rest, keywords))
+        case (
+            ast.Assign(value=value)
+            | ast.Expr(value=value)
+            | ast.Return(value=ast.expr() as value)
+            | ast.For(iter=value)
+        ):
+            call = ast.unparse(value)
+        case _:
+            call = ast.unparse(statement).split("\n")[0].rstrip(":")
+    return call, "", ""
 
 
 def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, failure: Failure) -> tuple[str, str, str]:
-    values = failure.compared
-    if not values:  # unittest's message about values that differ
-        first, sign, second = failure.message.removeprefix("AssertionError: ").partition(" != ")
-        values = (
-            ("==", first, second) if sign and " : " not in second and not first.endswith("differ: ") else ("", "", "")
-        )
-    signs = {ast.Eq: "==", ast.Is: "is", ast.In: "in", ast.NotIn: "not in", ast.NotEq: "!=", ast.IsNot: "is not"}
-    left_value, right_value = values[1:] if values[0] == signs.get(type(op)) else ("", "")
+    sign, left_value, right_value = failure.compared or _unequal(failure.message)
     left_text, right_text = ast.unparse(left), ast.unparse(right)
+    if f" {sign} " not in ast.unparse(ast.Compare(ast.Name("x"), [op], [ast.Name("x")])):
+        left_value = right_value = ""
     if isinstance(op, ast.Eq | ast.Is):
         if _plain(left_text) and not _plain(right_text):
             left_text, right_text, left_value, right_value = right_text, left_text, right_value, left_value
@@ -186,6 +165,12 @@ def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, failure: Failure) 
     return ast.unparse(ast.Compare(left, [op], [right])), "true", "false"
 
 
+def _unequal(message: str) -> tuple[str, str, str]:
+    """Return the values in unittest's message about two that differ, in the form of `Failure.compared`."""
+    first, sign, second = message.removeprefix("AssertionError: ").partition(" != ")
+    return ("==", first, second) if sign and " : " not in second and not first.endswith("differ: ") else ("", "", "")
+
+
 def _plain(text: str) -> bool:
     """Return whether a text is a literal."""
     try:
@@ -193,25 +178,6 @@ def _plain(text: str) -> bool:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
     return True
-
-
-def _done(statement: ast.stmt) -> str:
-    """Return what a statement does that is no assertion."""
-    match statement:
-        case ast.With(items=items, body=body) if any(map(_raises, items)):
-            return "\n".join(map(ast.unparse, body))
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[_, target, *rest], keywords=keywords)) if (
-            name in RAISES
-        ):
-            return ast.unparse(ast.Call(target, rest, keywords))
-        case (
-            ast.Assign(value=value)
-            | ast.Expr(value=value)
-            | ast.Return(value=ast.expr() as value)
-            | ast.For(iter=value)
-        ):
-            return ast.unparse(value)
-    return ast.unparse(statement).split("\n")[0].rstrip(":")
 
 
 def _expected(function: Function, statement: ast.stmt) -> str:
@@ -229,11 +195,10 @@ def _raises(item: ast.withitem) -> bool:
 
 def differing(expected: str, actual: str) -> tuple[str, str]:
     """Return two values, cut to where they differ if one of them is long."""
-    if max(len(expected), len(actual)) <= MAX_QUOTE or not actual:
+    if max(len(expected), len(actual)) <= MAX_QUOTE:
         return short(expected), short(actual)
-    least = min(len(expected), len(actual))
-    first = next((at for at in range(least) if expected[at] != actual[at]), least)
-    start = max(0, first - CONTEXT)
+    unlike = (at for at, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
+    start = max(0, next(unlike, min(len(expected), len(actual))) - CONTEXT)
 
     def cut(text: str) -> str:
         part = text[start : start + MAX_QUOTE // 2]
@@ -262,15 +227,16 @@ class _Fill(ast.NodeTransformer):
         return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
 
 
-def _as_assert(statement: ast.stmt) -> ast.stmt:
-    """Return an assertion of unittest as one of the language."""
-    match statement:
+def _filled(statement: ast.stmt, values: Mapping[str, ast.expr]) -> ast.stmt:
+    """Return a statement with values in the places of names; an assertion of unittest as one of the language."""
+    filled: ast.stmt = _Fill(values).visit(copy.deepcopy(statement))
+    match filled:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=args)) if name.startswith("assert"):
             text = UNITTEST.get(name.removeprefix("assert"), "")
             if text and len(args) >= text.count("({"):
-                operands = (ast.unparse(ast.Tuple([operand], ast.Load()))[1:-2] for operand in args)
-                return ast.copy_location(syntax.parse(text.format(*operands)).body[0], statement)
-    return statement
+                asserted = syntax.parse(f"assert {text.format(*map(ast.unparse, args))}").body[0]
+                return ast.copy_location(asserted, statement)
+    return filled
 
 
 def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]:
@@ -283,10 +249,10 @@ def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]
 
 
 def _reproduced(
-    tree: ast.Module, function: Function, statement: ast.stmt, filled: ast.stmt, values: Mapping[str, ast.expr]
-) -> tuple[str, tuple[str, ...], bool]:
-    """Return the test's lines that end in a statement, empty if it says everything itself; the fixtures that they use; and
-    whether they say everything: what they use is imported, built in, a fixture, or defined in them."""
+    tree: ast.Module, function: Function, statement: ast.stmt, values: Mapping[str, ast.expr]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return the test's lines that end in a statement, empty if it says everything itself, and the fixtures that they use; None
+    if they do not say everything: what they use must be imported, built in, a fixture, or defined in them."""
     imported: dict[str, str] = {}
     for node in (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)):
         for alias in node.names:
@@ -294,11 +260,10 @@ def _reproduced(
             single.names = [alias]
             imported.setdefault((alias.asname or alias.name).partition(".")[0], ast.unparse(single))
     available = set(imported) | set(dir(builtins))
-    if not _free([filled]) - available:
-        return "", (), True
+    if not _free([_filled(statement, values)]) - available:
+        return "", ()
     at = next(at for at, line in enumerate(function.body) if statement in ast.walk(line))
-    last = function.body[at]
-    lines = [filled if last is statement else _Fill(values).visit(copy.deepcopy(last))]
+    lines = [_filled(function.body[at], values)]
     for line in reversed(function.body[:at]):
         asserts = isinstance(line, ast.Assert) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
         if not asserts and (_free(lines) - available) & (_names(line) | _stored(line)):
@@ -306,22 +271,23 @@ def _reproduced(
     arguments = {arg.arg for arg in function.args.args} - {"self"}
     tables = {word for line in function.decorator_list for word in re.findall(r"\w+", ast.unparse(line))}
     if _free(lines) & arguments & tables:  # a parameter whose value cannot be written down
-        return "", (), False
+        return None
     # Definitions of the module that these lines use, fixtures among them.
-    names_of = {
-        id(node): {node.name} if isinstance(node, Function | ast.ClassDef) else _stored(node) for node in tree.body
-    }
     shared: list[ast.stmt] = []
-    while more := [n for n in tree.body if names_of[id(n)] & (_free(shared + lines) - available) and n not in shared]:
+    while more := [n for n in tree.body if n not in shared and _bound(n) & (_free(shared + lines) - available)]:
         shared = [node for node in tree.body if node in shared or node in more]
     lines = shared + lines
     free = _free(lines)
     setup = tuple(sorted(free & arguments))
-    if free - available - set(setup) or len(setup) > FIXTURES:
-        return "", (), False
     imports = dict.fromkeys(imported[name] for name in sorted(free & set(imported)) if name != "pytest")
     code = "\n".join([*imports, *map(ast.unparse, lines)])
-    return (code, setup, True) if code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else ("", (), False)
+    known = not free - available - set(setup) and len(setup) <= FIXTURES
+    return (code, setup) if known and code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else None
+
+
+def _bound(definition: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module binds in it."""
+    return {definition.name} if isinstance(definition, Function | ast.ClassDef) else _stored(definition)
 
 
 def _free(lines: Sequence[ast.stmt]) -> set[str]:

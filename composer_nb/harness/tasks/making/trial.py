@@ -10,17 +10,19 @@ A test whose result differs between runs counts in no task.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
-from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
+from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, gold_files, job, modules_of, normal, with_plan
 from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
 from composer_nb.harness.grading.validate import IDS, guarded
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
@@ -35,11 +37,21 @@ from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import check_database
 
-# unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
-# bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
-# ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
-# the instruction, or one of several bugs has no symptom of its own.
-Verdict = Literal["kept", "unseen", "endless", "ends early", "too much", "flaky", "copied", "ungraded", "silent"]
+
+class Dropped(Exception):
+    """There is no task of a change.
+
+    unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
+    bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
+    ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
+    the instruction, or one of several bugs has no symptom of its own. `mine.py` has further verdicts.
+    """
+
+    def __init__(self, verdict: str, why: str = "") -> None:
+        super().__init__(verdict, why)
+        self.verdict, self.why = verdict, why
+
+
 LOOK_AT = 24  # Tests that a change is first tried with.
 MOST_BROKEN = 0.3  # Largest share of the suite that may fail; eight tests always may.
 BESIDES = 80  # Maximum tests of a task that pass before and after; the nearest to the change are chosen.
@@ -73,7 +85,8 @@ class TrialOutcome:
     """The result of trying a change.
 
     Attributes:
-        verdict: A `Verdict`, or one of `mine.py`.
+        kind: Kind of the change; of a commit or a release, why there is no task.
+        verdict: `kept`, or that of `Dropped`.
     """
 
     key: str
@@ -96,7 +109,8 @@ class TaskStore:
 
     def __init__(self, path: Path) -> None:
         """Open the record. Raises ValueError for a file that is not one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = path.parent
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path)
         try:
             check_database(self._db, path)
@@ -123,9 +137,19 @@ class TaskStore:
         with self._db:
             self._db.execute("insert or replace into facts values (?, ?)", (name, value))
 
+    def claim(self, name: str, origin: str) -> None:
+        """Note what the tasks are made of. Raises ValueError if those in the record are made of something else."""
+        fingerprint = hashlib.sha256(origin.encode()).hexdigest()
+        if (self.outcomes or "baseline" in self.facts) and self.facts.get(name) != fingerprint:
+            raise ValueError(
+                f"--out {self._folder}: holds tasks of another repository, state of it, seed, or way to run its tests; choose "
+                "another folder"
+            )
+        self.keep_fact(name, fingerprint)
+
     def keep(self, outcome: TrialOutcome) -> None:
         self.outcomes[outcome.key] = outcome
-        text = outcome.task.model_dump_json() if outcome.task is not None and outcome.verdict == "kept" else None
+        text = outcome.task.model_dump_json() if outcome.task else None
         row = (outcome.key, outcome.kind, outcome.verdict, outcome.seconds, text)
         with self._db:
             self._db.execute("insert or replace into outcomes values (?, ?, ?, ?, ?)", row)
@@ -149,15 +173,18 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     return sorted({*paths, *(path for path in hidden if not is_test_module(path))})
 
 
-def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult | Verdict]:
-    """Return each run, or the verdict where it did not end. If one ends a sandbox that all share, each runs alone."""
+def _ran(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult]:
+    """Return the runs. Raises Dropped if one does not end. If one ends a sandbox that all share, each runs alone."""
     try:
         ran = subject.boxes(timeout_s).run(jobs)
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
-            return ["ends early"]
-        return [result for alone in jobs for result in _tried(subject, [alone], timeout_s)]
-    return ["endless" if "timeout" in run.flags else "ends early" if run.flags else run for run in ran]
+            raise Dropped("ends early") from None
+        return [result for alone in jobs for result in _ran(subject, [alone], timeout_s)]
+    for run in ran:
+        if run.flags:
+            raise Dropped("endless" if "timeout" in run.flags else "ends early")
+    return ran
 
 
 def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
@@ -169,178 +196,150 @@ Part = tuple[Change, Task]  # A component bug of a combined change, and its task
 
 def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> TrialOutcome:
     """Return the task of a change, or why there is none. Raises SandboxFailure."""
-    if not parts and (unfit := look(subject, change)):  # the parts of a combined bug have been looked at
-        return TrialOutcome(key=change.key, kind=change.kind, verdict=unfit, seconds=0.0)
-    began = time.monotonic()
-    verdict, task = _settled(subject, change, parts)
-    seconds = time.monotonic() - began
+    began, verdict = 0.0, "kept"
+    task: Task | None = None
+    try:
+        if not parts:  # the parts of a combined bug have been looked at
+            look(subject, change)
+        began = time.monotonic()
+        task = _settled(subject, change, parts)
+    except Dropped as dropped:
+        verdict = dropped.verdict
+    seconds = time.monotonic() - began if began else 0.0
     return TrialOutcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
 
 
-def look(subject: Subject, change: Change) -> Verdict | None:
-    """Return what is wrong with a change at first sight; None if its nearest tests notice it."""
+def look(subject: Subject, change: Change) -> None:
+    """Raise Dropped if the tests nearest to a change do not notice it."""
     keys = subject.baseline.nearest(change.places)[:LOOK_AT]
     seconds = sum(subject.baseline.reach[key].seconds for key in keys)
-    [ran] = _tried(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
-    return ran if isinstance(ran, str) else None if _failing(ran, keys) else "unseen"
+    [ran] = _ran(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
+    if not _failing(ran, keys):
+        raise Dropped("unseen")
 
 
-def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[Verdict, Task | None]:
-    baseline, changed = subject.baseline, change.apply(subject.repository.files)
-    if _copied(subject.repository, change):
-        return "copied", None
-    [ran] = _tried(subject, [_job(subject, changed, baseline.plan.tests, explain=True)], 15.0 + 4 * baseline.suite_s)
-    if isinstance(ran, str):
-        return ran, None
-    failing = _failing(ran, baseline.plan.tests)
-    names = {baseline.plan.tests[key] for key in failing}
+def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
+    baseline, repository, tests = subject.baseline, subject.repository, subject.baseline.plan.tests
+    files, changed = repository.files, change.apply(repository.files)
+    originals = ["\n".join(files[edit.path].split("\n")[edit.start - 1 : edit.end]) for edit in change.edits]
+    if any(text.count("\n") > 1 and sum(other.count(text) for other in files.values()) > 1 for text in originals):
+        raise Dropped("copied")
+    [ran] = _ran(subject, [_job(subject, changed, tests, explain=True)], 15.0 + 4 * baseline.suite_s)
+    failing = _failing(ran, tests)
+    names = {tests[key] for key in failing}
     if not failing or any(names.isdisjoint(json.loads(part.metadata["fail_to_pass"])) for _, part in parts):
-        return "unseen", None
-    if len(failing) > max(8, MOST_BROKEN * len(baseline.plan.tests)):
-        return "too much", None
-    near = [key for key in baseline.nearest(change.places) if key not in failing]
+        raise Dropped("unseen")
+    if len(failing) > max(8, MOST_BROKEN * len(tests)):
+        raise Dropped("too much")
+    nearest = baseline.nearest(change.places)
+    near = [key for key in nearest if key not in failing]
     modules = modules_of([*failing, *near[:BESIDES]])
-    others = [key for key in sorted(baseline.plan.tests) if key.partition("::")[0] in modules]
+    others = [key for key in sorted(tests) if key.partition("::")[0] in modules]
     besides = [key for key in dict.fromkeys([*near, *others]) if key not in failing][:BESIDES]
-    order = [key for key in baseline.nearest(change.places) if key in failing] or sorted(failing)
-    symptoms = _symptoms(subject, ran, order, change, parts)
-    if not symptoms:
-        return "silent", None
-    draft = _draft(subject, change, changed, sorted({*failing, *besides}))
-    task = repeated(subject, draft, failing)
-    if not isinstance(task, Task):
-        return task, None
-    seed = f"{subject.seed} {change.key}"
-    if change.kind == "feature":
-        edit = change.edits[0]
-        original = "\n".join(subject.repository.files[edit.path].split("\n")[edit.start - 1 : edit.end])
-        text = write_feature(edit.path, edit.name, original, seed, symptoms)
-    else:
-        text = write(symptoms, len(json.loads(task.metadata["fail_to_pass"])), seed)
-    if not text:
-        return "silent", None
-    task = task.model_copy(update={"instruction": text})
-    return graded(subject, task)
-
-
-def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: Sequence[str]) -> Task:
-    """Return the task with these tests, before any is ruled out."""
-    repository, plan = subject.repository, subject.baseline.plan
-    modules, places = modules_of(keys), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
+    symptoms = _symptoms(subject, ran, [key for key in nearest if key in failing] or sorted(failing), change, parts)
+    keys, places = frozenset({*failing, *besides}), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
+    hidden = needed(repository.hidden, modules_of(keys))
     task = Task(
         id=f"{repository.name}-{change.kind}-{change.key}",
         instruction="-",
-        files={**repository.files, **changed},
-        tests={path: repository.hidden[path] for path in needed(repository.hidden, modules)},
-        solution={path: repository.files[path] for path in changed},
+        files={**files, **changed},
+        tests={path: repository.hidden[path] for path in hidden},
+        solution={path: files[path] for path in changed},
         source_scope=repository.scope,
         grader="pytest",
-        metadata=repository.settings | {"kind": change.kind, "repository": repository.name, "places": places},
+        metadata=repository.settings
+        | {"kind": change.kind, "repository": repository.name, "places": places, PLAN: ""},  # made last
     )
-    return with_plan(task, restricted(plan, keys, digest(task)))
-
-
-def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
-    """Return a plan of fewer tests."""
-    wanted_keys = set(keys)
-    twins = [replace(twin, keys=tuple(sorted(wanted_keys.intersection(twin.keys)))) for twin in plan.twins]
-    twins = [twin for twin in twins if twin.keys]
-    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(wanted_keys)}, twins=tuple(twins))
-
-
-def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
-    """Return the task with the tests on which all runs agree, and its workspace without those that fail."""
-    plan = GradePlan.from_json(task.metadata["pytest.plan"])
-    keys = frozenset(plan.tests)
-    jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
-    reach = subject.baseline.reach
-    timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
-    failures: list[set[str]] = []
-    for seed in range(REPEATS):
-        right, wrong = _tried(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
-        if isinstance(wrong, str):
-            return wrong
-        if isinstance(right, str) or _failing(right, keys):
-            return "ungraded"
-        failures.append(_failing(wrong, keys))
-    steady, ever = set.intersection(*failures) & set(failing), set.union(*failures) | set(failing)
-    if not steady:
-        return "flaky"
-    counted = [key for key in sorted(keys) if key in steady or key not in ever]
+    steady, varying = _repeated(subject, task, keys, failing)
+    seed = f"{subject.seed} {change.key}"
+    if change.kind == "feature":
+        text = write_feature(change.edits[0].path, change.edits[0].name, originals[0], seed, symptoms)
+    else:
+        text = write(symptoms, len(steady), seed)
+    if not text:
+        raise Dropped("silent")
     # The workspace keeps only tests that pass: the agent has to find out what fails.
-    by_module = {path: [key for key in steady if key.startswith(path + "::")] for path in modules_of(steady)}
-    by_module = {path: gone for path, gone in by_module.items() if path in task.files}
-    visible = {path: without_tests(task.files[path], gone) for path, gone in by_module.items()}
-    ids = [plan.tests[key] for key in counted]
-    facts = {IDS: json.dumps(ids), "fail_to_pass": json.dumps([plan.tests[key] for key in sorted(steady)])}
-    task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})
-    return with_plan(Task.model_validate(task.model_dump()), restricted(plan, counted, digest(task)))
+    in_modules = {path: [key for key in steady if key.startswith(f"{path}::")] for path in modules_of(steady)}
+    passing = {path: without_tests(task.files[path], gone) for path, gone in in_modules.items() if path in task.files}
+    counted = sorted(keys - varying)
+    facts = {IDS: [tests[key] for key in counted], "fail_to_pass": [tests[key] for key in sorted(steady)]}
+    metadata = task.metadata | {name: json.dumps(ids) for name, ids in facts.items()}
+    task = task.model_copy(update={"instruction": text, "files": task.files | passing, "metadata": metadata})
+    return _graded(subject, task, counted, facts["fail_to_pass"])
 
 
-def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
-    """Grade the task by the grader itself, with twins and recorded calls, which its plan then holds."""
+def _repeated(
+    subject: Subject, task: Task, keys: frozenset[str], failing: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Return the tests that fail without a change every time, and those that do so at times. Raises Dropped if there is none, or
+    the solution fails one."""
+    jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
+    timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
+    failures = [set(failing)]
+    for seed in range(REPEATS):
+        right, wrong = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
+        if _failing(right, keys):
+            raise Dropped("ungraded")
+        failures.append(_failing(wrong, keys))
+    if not (steady := set.intersection(*failures)):
+        raise Dropped("flaky")
+    return steady, set.union(*failures) - steady
+
+
+def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence[str]) -> Task:
+    """Return the task with a plan of these tests, by whose twins and recorded calls the grader itself tells its solution from its
+    start. Raises Dropped."""
+    baseline, counted = subject.baseline.plan, set(keys)
+    twins = [replace(twin, keys=tuple(sorted(counted.intersection(twin.keys)))) for twin in baseline.twins]
+    tests = {key: baseline.tests[key] for key in keys}
+    plan = GradePlan(digest=digest(task), tests=tests, twins=tuple(twin for twin in twins if twin.keys))
     # A multiple of RUN_S, so that it does not vary from run to run.
     timeout_s = RUN_S * round(1 + 4 * subject.baseline.suite_s / RUN_S)
-    if timeout_s > RUN_S:
-        task = task.model_copy(update={"metadata": task.metadata | {SECONDS: f"{timeout_s:g}"}})
-    plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])
+    seconds = {SECONDS: f"{timeout_s:g}"} if timeout_s > RUN_S else {}
+    task = with_plan(task.model_copy(update={"metadata": task.metadata | seconds}), plan)
     task = with_plan(task, guarded(task, plan, failing, subject.boxes(timeout_s)))
     right, wrong = (
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
         for files in (gold_files(task), workspace(task))
     )
     fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
-    return "kept" if fits and set(wrong.failed) == set(failing) else "ungraded", task
-
-
-def _copied(repository: Repository, change: Change) -> bool:
-    """Return whether the original text of a changed function occurs more than once in the repository."""
-    for edit in change.edits:
-        lines = repository.files[edit.path].split("\n")[edit.start - 1 : edit.end]
-        text = "\n".join(lines)
-        if len(lines) >= 3 and sum(content.count(text) for content in repository.files.values()) > 1:
-            return True
-    return False
+    if not fits or set(wrong.failed) != set(failing):
+        raise Dropped("ungraded")
+    return task
 
 
 def _symptoms(
     subject: Subject, ran: JobResult, order: Sequence[str], change: Change, parts: Sequence[Part]
 ) -> list[Symptom]:
-    """Return one symptom for each bug, or the examples for a feature; nothing if a bug has no symptom that tells.
+    """Return one symptom for each bug, or the examples for a feature. Raises Dropped if a bug has no symptom that tells.
 
     For several bugs, a test that fails because of one bug alone is preferred.
     """
+
+    def telling(keys: Sequence[str]) -> list[Symptom]:
+        modules = {key: normal(subject.repository.hidden[key.partition("::")[0]]) for key in keys[:LISTENED]}
+        listened = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
+        return [heard for heard in listened if heard is not None]
+
     if change.kind == "feature":
-        return [_symptom(subject, ran, key) for key in order[:LISTENED]]
-    if not parts:
-        best = _best(subject, ran, order)
-        return [best] if best else []
-    plan = subject.baseline.plan
-    broken = [set(json.loads(part.metadata["fail_to_pass"])) for _, part in parts]
+        return telling(order)
+    tests_of_bugs = [order]
+    if parts:
+        tests = subject.baseline.plan.tests
+        broken = [set(json.loads(task.metadata["fail_to_pass"])) for _, task in parts]
+        count = Counter(name for names in broken for name in names)
+        tests_of_bugs = [
+            sorted(  # stable
+                (key for key in subject.baseline.nearest(part.places) if key in order and tests[key] in names),
+                key=lambda key: count[tests[key]] > 1,
+            )
+            for names, (part, _) in zip(broken, parts, strict=True)
+        ]
     symptoms: list[Symptom] = []
-    for number, (failed, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
-        others = set().union(*broken[:number], *broken[number + 1 :])
-        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in failed]
-        mixed = sorted(near, key=lambda key: plan.tests[key] in others)  # stable
-        best = _best(subject, ran, mixed)
+    for keys in tests_of_bugs:
+        ranked = telling(keys)
+        best = min(ranked, key=lambda s: (bool(s.code), bool(s.setup), len(s.code) > SHORT_CODE), default=None)
         if best is None or best in symptoms:
-            return []
+            raise Dropped("silent")
         symptoms.append(best)
     return symptoms
-
-
-def _best(subject: Subject, ran: JobResult, keys: Sequence[str]) -> Symptom | None:
-    """Return the first of the symptoms that tell most."""
-    candidates = [
-        candidate for candidate in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if candidate.tells
-    ]
-    return min(
-        candidates,
-        key=lambda candidate: (candidate.rank, bool(candidate.setup), len(candidate.code) > SHORT_CODE),
-        default=None,
-    )
-
-
-def _symptom(subject: Subject, ran: JobResult, key: str) -> Symptom:
-    text = normal(subject.repository.hidden[key.partition("::")[0]])
-    return symptom(key, text, ran.result(key), ran.failures.get(key))

@@ -20,6 +20,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
 from composer_nb.harness.tasks.making.options import RunOptions
 from composer_nb.harness.tasks.making.repository import of_files
+from composer_nb.harness.tasks.making.trial import Dropped
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
 
@@ -91,8 +92,9 @@ def test_commits_become_tasks(checkout: Path, tmp_path: Path, backend: Backend) 
 
 
 def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
-    found = [draft(candidate, 0, RunOptions()) for candidate in history(checkout, 3)]
-    assert found == ["too much", "no source", "too much"]
+    for candidate, verdict in zip(history(checkout, 3), ["too much", "no source", "too much"], strict=True):
+        with pytest.raises(Dropped, match=verdict):
+            draft(candidate, 0, RunOptions())
 
 
 @pytest.mark.parametrize(
@@ -110,31 +112,7 @@ def test_requests(message: str, asked: str) -> None:
     assert request_of(message) == asked.strip()
 
 
-def test_releases(tmp_path: Path, backend: Backend) -> None:
-    texts = [
-        (SUMS, TESTS, "2.0\n---\n- all of it\n"),
-        (MEAN, TESTS + EMPTY, "2.1\n---\n- The mean of nothing is 0.0 (#3)\n\n2.0\n---\n- all of it\n"),
-    ]
-    for number, (code, tests, log) in enumerate(texts):
-        for path, text in {"sums.py": code, "tests/test_sums.py": tests, "CHANGES.rst": log}.items():
-            (tmp_path / f"sums-{number}" / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / f"sums-{number}" / path).write_text(text)
-    (tmp_path / "sums-2").mkdir()
-    paths = [tmp_path / f"sums-{number}" for number in range(3)]
-    first, second = releases(paths)
-    assert first.request == "2.1\n---\n- The mean of nothing is 0.0" and second.unfit == "no suite"
-    words = ["tasks", "mine", *map(str, paths), "--out", str(tmp_path / "out"), "--json"]
-    assert main(words) == 0
-    [task] = load_tasks(tmp_path / "out")
-    assert task.id == "sums-1" and grade(task, gold_files(task), backend).passed
-    held = json.loads((tmp_path / "out/summary.json").read_text())
-    assert held["verdicts"] == {"kept": 1, "no suite": 1}
-
-
-def test_tests_that_fail_afterwards_too_or_are_slow_or_deselected_do_not_count(
-    tmp_path: Path, backend: Backend
-) -> None:
-    broken = """
+BROKEN = """
 
 import pytest, time
 
@@ -148,21 +126,34 @@ def test_that_takes_long():
 def test_that_its_project_leaves_out():
     pass
 """
-    for number, (code, tests, log) in enumerate(
-        [(SUMS, TESTS, ""), (MEAN, TESTS + EMPTY + broken, "- Nothing has a mean\n")]
-    ):
-        settings = "[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n"
-        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log, "pytest.ini": settings}.items():
-            (tmp_path / f"sums-{number}").mkdir(exist_ok=True)
-            (tmp_path / f"sums-{number}" / path).write_text(text)
-    paths, running = [tmp_path / "sums-0", tmp_path / "sums-1"], RunOptions(suite_s=30.0)
-    made = mine(paths, tmp_path / "out", backend, running=running)
-    again = mine(paths, tmp_path / "out", None, running=running)  # type: ignore[arg-type]
-    for each in (made, again):
-        assert each["verdicts"] == {"kept": 1}
-        assert each["slow"] == 1 and [row["slow"] for row in each["candidates"]] == [1]
+RAISES = "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ZeroDivisionError):\n        mean([])\n"
+
+
+def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tests that fail afterwards too, are slow or deselected do not count, and visible ones that the change contradicts go."""
+    states = [
+        (SUMS, TESTS + RAISES, "2.0\n---\n- all of it\n"),
+        (MEAN, TESTS + EMPTY + BROKEN, "2.1\n---\n- The mean of nothing is 0.0 (#3)\n\n2.0\n---\n- all of it\n"),
+    ]
+    for number, (code, tests, log) in enumerate(states):
+        folder = tmp_path / f"sums-{number}"
+        folder.mkdir()
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
+        for path, text in {"sums.py": code, "test_sums.py": tests, "CHANGES.rst": log}.items():
+            (folder / path).write_text(text)
+    (tmp_path / "sums-2").mkdir()
+    paths = [tmp_path / f"sums-{number}" for number in range(3)]
+    first, second = releases(paths)
+    assert first.request == "2.1\n---\n- The mean of nothing is 0.0" and second.unfit == "no suite"
+    words = ["tasks", "mine", *map(str, paths), "--out", str(tmp_path / "out"), "--suite-seconds", "30", "--json"]
+    for _ in range(2):  # the second call knows what the first found out
+        assert main(words) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["verdicts"] == {"kept": 1, "no suite": 1}
+        assert summary["slow"] == 1 and [row["slow"] for row in summary["candidates"]] == [1, 0]
     [task] = load_tasks(tmp_path / "out")
-    assert limit_of(task) == 30.0
+    assert task.id == "sums-1" and limit_of(task) == 30.0 and grade(task, gold_files(task), backend).passed
+    assert task.files["test_sums.py"].rstrip() == TESTS.rstrip()
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
     ]
@@ -180,19 +171,6 @@ def test_a_request_names_new_modules_parameters_and_variables_too(tmp_path: Path
     )
     named = ["LIMIT", "Mode", "SAFE", "clocks", "tick", "until"]
     assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end") == named
-
-
-def test_visible_tests_that_a_change_contradicts_are_removed(tmp_path: Path, backend: Backend) -> None:
-    old = "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ZeroDivisionError):\n        mean([])\n"
-    states = [(SUMS, TESTS + old, ""), (MEAN, TESTS + EMPTY, "- The mean of nothing is 0.0\n")]
-    for number, (code, tests, log) in enumerate(states):
-        (tmp_path / f"sums-{number}").mkdir()
-        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log}.items():
-            (tmp_path / f"sums-{number}" / path).write_text(text)
-    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
-    assert made["verdicts"] == {"kept": 1}
-    [task] = load_tasks(tmp_path / "out")
-    assert task.files["test_sums.py"].rstrip() == TESTS.rstrip() and grade(task, gold_files(task), backend).passed
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,21 @@ def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given:
         read_options(SUITE | files, given)
 
 
+PYTEST = '[pytest]\naddopts = ["-m", "not network"]\ntestpaths = ["tests"]\npython_functions = ["check_*"]\nxfail_strict = true\n'
+
+
+def test_the_newest_forms_of_pytests_configuration_are_read_first() -> None:
+    others = {"pytest.ini": "[pytest]\naddopts = -k none\n", "tests/test_a.py": ""}
+    for name in ("pytest.toml", ".pytest.toml"):
+        found = read_options(others | {name: "\ufeff" + PYTEST})
+        assert found.select == ("-m", "not network") and found.paths == ("tests",)
+        assert found.ini == "python_functions =\n    check_*\nxfail_strict =\n    True\n"
+    assert read_options(others | {"pytest.toml": ""}).select == (), "an empty one counts too, as pytest has it"
+    assert read_options(others | {"pytest.toml": PYTEST, ".pytest.toml": "["}).paths == ("tests",)
+    with pytest.raises(ValueError, match=r"pytest.toml cannot be read for pytest's options: .*table \[pytest\]"):
+        read_options({"pytest.toml": "addopts = '-x'\n"})
+
+
 HELPER = {
     "helper/__init__.py": "LIMIT = 3\n",
     "helper/plugin.py": "import pytest\n\n\n@pytest.fixture\ndef limit():\n    return 3\n",
@@ -135,20 +150,15 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
     bare = Repository(name="shapes", files=REPOSITORY, settings={})
-    with pytest.raises(ValueError, match=r"only 0 of .*Bring helper by --packages FOLDER"):
-        measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})
-    with pytest.raises(ValueError, match=r"early, before its first test: ModuleNotFoundError.*Bring helper"):
-        measure(at_once, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
-    with pytest.raises(ValueError, match=r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"):
-        measure(
-            repository,
-            backend,
-            SandboxSpec(),
-            lambda doing: None,
-            RunOptions(suite_s=3.0),
-            Options(ini=repository.settings["pytest.ini"]),
-        )
+    usual, slowly = read_options(REPOSITORY), Options(ini=repository.settings["pytest.ini"])
+    for unfit, limits, way, message in (
+        (bare, running, usual, r"only 0 of .*Bring helper by --packages FOLDER"),
+        (at_once, running, usual, r"early, before its first test: ModuleNotFoundError.*Bring helper"),
+        (repository, RunOptions(suite_s=3.0), slowly, r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(unfit, backend, SandboxSpec(), lambda doing: None, limits, way)
 
 
 def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
