@@ -18,13 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomlkit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, toml_of, visible
+
+if TYPE_CHECKING:
+    from composer_nb.harness.tasks.task import Task
 
 WORKSPACE = "environment/workspace"
 PRISTINE = "/composer_nb/workspace"  # Folder of a derived image with the files of its working directory.
@@ -173,22 +176,6 @@ class ForeignFiles(BaseModel):
     executable: tuple[Name, ...] = ()
 
 
-class Fields(Protocol):
-    """The fields of a Task that a directory contains. (`task.py` imports this module.)"""
-
-    id: str
-    instruction: str
-    files: dict[str, str]
-    tests: dict[str, str]
-    solution: dict[str, str]
-    source_scope: tuple[str, ...]
-    grader: Grader
-    tools: tuple[str, ...]
-    strictness: Strictness
-    metadata: dict[str, str]
-    kept: ForeignFiles | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """A task directory in memory."""
@@ -282,7 +269,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     }
 
 
-def layout(task: Fields) -> Directory:
+def layout(task: Task) -> Directory:
     """Return the directory of a task: the one that was read, with later changes, or a new one."""
     fields: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
     files = {f"{folder}/{name}": text.encode() for folder, texts in fields for name, text in texts.items()}
@@ -345,7 +332,7 @@ def _graded(extras: HarborExtras) -> tuple[str, tuple[str, ...]]:
     return extras.grader or ("functions" if extras.source_scope else "script"), tuple(extras.source_scope or ("**",))
 
 
-def _with_own(toml: str, task: Fields, runtime: str | None) -> str:
+def _with_own(toml: str, task: Task, runtime: str | None) -> str:
     """Return a task.toml with this package's table, the rest as it is."""
     extras = {"id": task.id, "grader": task.grader, "runtime": runtime, "source_scope": [*task.source_scope]}
     extras |= {"tools": [*task.tools] or None, "strictness": task.strictness if task.strictness != "twins" else None}

@@ -87,58 +87,53 @@ _NO_EFFECT = re.compile(
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
-def obstacles(task: Task) -> list[str]:
-    """Return the requests of a task that no sandbox here can meet, each with the name of its setting."""
+def obstacles(task: Task) -> Iterator[str]:
+    """Name the requests of a task that no sandbox here can meet, each by its setting."""
     settings = task.settings
-    environment, users = settings.environment, (("agent", settings.agent), ("verifier", settings.verifier))
-    network = [(name, table.network_mode) for name, table in (("environment", environment), *users)]
-    network = [(name, mode) for name, mode in network if mode not in (None, "no-network")]
-    compose = [name for name in harbor.IMAGE_FILES[1:] if task.kept and f"environment/{name}" in task.kept.rest]
+    environment, verifier = settings.environment, settings.verifier
+    tables = [("environment", environment), ("agent", settings.agent), ("verifier", verifier)]
+    rest = task.kept.rest if task.kept else {}
     checks: list[tuple[object, str]] = [
         (environment.allow_internet, "environment.allow_internet = true: sandboxes have no network"),
-        *((True, f"{name}.network_mode = {mode!r}: sandboxes have no network") for name, mode in network),
-        *((True, f"environment/{name}: a sandbox is one container") for name in compose),
+        *(
+            (mode not in (None, "no-network"), f"{name}.network_mode = {mode!r}: sandboxes have no network")
+            for name, mode in ((name, table.network_mode) for name, table in tables)
+        ),
+        *((f"environment/{name}" in rest, f"environment/{name}: a sandbox is one container") for name in harbor.IMAGE_FILES[1:]),
         (environment.gpus, "environment.gpus: sandboxes have none"),
         (environment.os.lower() != "linux", f"environment.os = {environment.os!r}: sandboxes run Linux"),
         (environment.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
         (environment.healthcheck, "environment.healthcheck: services are not supported"),
-        (settings.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
-        (settings.verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
+        (verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
+        (verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
         *(
-            (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
-            for name, table in users
+            (user not in (None, "agent"), f"{name}.user = {user!r}: a sandbox has one user, who is not root")
+            for name, user in (("agent", settings.agent.user), ("verifier", verifier.user))
         ),
         (
             environment.workdir not in (None, WORKSPACE) and not task.image,
             f"environment.workdir = {environment.workdir!r}: without an image it is {WORKSPACE}",
         ),
     ]  # fmt: skip
-    texts = [text for wrong, text in checks if wrong]
-    return [*texts, *_unwritable(task), *_image_lines(task), *_unknown_variables(task)]
-
-
-def _image_lines(task: Task) -> Iterator[str]:
-    """Name the relevant lines in the Dockerfile of a task that claims to need no image."""
-    if task.kept is None or task.image or task.grader != "script":
-        return
-    text = task.kept.rest.get("environment/Dockerfile", b"").decode("utf-8", "replace")
-    plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    for line in re.sub(r"\\[ \t]*\n", " ", plain).split("\n"):
-        word, *rest = line.split() or [""]
-        if word and not _NO_EFFECT.fullmatch(line_text := " ".join([word.upper(), *rest])):
-            yield f"environment/Dockerfile: {visible(line_text[:80])}: needs an image, so remove runtime = {harbor.RUNTIME!r}"
-
-
-def _unknown_variables(task: Task) -> Iterator[str]:
-    settings = task.settings
-    for name, table in (
-        ("environment", settings.environment),
-        ("verifier", settings.verifier),
-        ("solution", settings.solution),
-    ):
+    yield from (text for wrong, text in checks if wrong)
+    folders = (WORKSPACE, "/logs", *_WRITABLE, *filter(None, [environment.workdir]))
+    for artifact in settings.carried[1:]:  # that no agent here can write, or no grader reads
+        if artifact.service not in (None, "main"):
+            yield f"artifacts: service = {artifact.service!r}: a sandbox is one container"
+        elif artifact.source.startswith("/") and not _within(artifact.source, folders) and not task.image:
+            yield f"artifacts: {artifact.source!r}: a sandbox can write {', '.join(folders)} alone"
+        elif task.grader != "script" and _within(artifact.source, folders[1:]):
+            yield f"artifacts: {artifact.source!r}: the grader {task.grader!r} reads the workspace alone"
+    if task.grader == "script" and not task.image:
+        text = rest.get("environment/Dockerfile", b"").decode("utf-8", "replace")
+        plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+        for line in re.sub(r"\\[ \t]*\n", " ", plain).split("\n"):
+            word, *words = line.split() or [""]
+            if word and not _NO_EFFECT.fullmatch(line := " ".join([word.upper(), *words])):
+                yield f"environment/Dockerfile: {visible(line[:80])}: needs an image, so remove runtime = {harbor.RUNTIME!r}"
+    for name, table in (("environment", environment), ("verifier", verifier), ("solution", settings.solution)):
         for key, value in table.env.items():
-            template = _TEMPLATE.fullmatch(value)
-            if template and template[2] is None:
+            if (template := _TEMPLATE.fullmatch(value)) and template[2] is None:
                 yield f"{name}.env.{key} = {value!r}: this machine's variables are not for sandboxes; give it a default"
 
 
@@ -172,8 +167,8 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
     Raises ValueError for requests that no sandbox here can meet, and SandboxUnavailable for an image that cannot be built.
     """
-    if problems := obstacles(task):
-        raise ValueError(f"task {task.id}: {problems[0]}")
+    if problem := next(obstacles(task), ""):
+        raise ValueError(f"task {task.id}: {problem}")
     named = task.metadata.get("image", "")
     if named and backend.name != "docker":
         why = f"its tests run in the image {named}, which {backend.name} does not have: use docker"
@@ -303,18 +298,6 @@ def lay_artifacts(box: Sandbox, files: Mapping[str, bytes]) -> bool:
 
 def _within(path: str, folders: Iterable[str]) -> bool:
     return any(f"{path}/".startswith(f"{folder}/") for folder in folders)
-
-
-def _unwritable(task: Task) -> Iterator[str]:
-    """Name the artifacts that no agent here can write, or that no grader reads."""
-    folders = (WORKSPACE, "/logs", *_WRITABLE, *filter(None, [task.settings.environment.workdir]))
-    for artifact in task.settings.carried[1:]:
-        if artifact.service not in (None, "main"):
-            yield f"artifacts: service = {artifact.service!r}: a sandbox is one container"
-        elif artifact.source.startswith("/") and not _within(artifact.source, folders) and not task.image:
-            yield f"artifacts: {artifact.source!r}: a sandbox can write {', '.join(folders)} alone"
-        elif task.grader != "script" and _within(artifact.source, folders[1:]):
-            yield f"artifacts: {artifact.source!r}: the grader {task.grader!r} reads the workspace alone"
 
 
 def _check_artifacts(task: Task, box: Sandbox) -> None:

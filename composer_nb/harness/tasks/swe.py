@@ -43,35 +43,29 @@ def from_swebench(row: Row, files: Mapping[str, str] | None = None) -> Task:
 
     Raises ValueError, which names the missing or unfit part of the row.
     """
-    name, patch, tests = _text(row, "instance_id"), _text(row, "patch"), _text(row, "test_patch")
     if files is None:
+        name, patch, tests = _text(row, "instance_id"), _text(row, "patch"), _text(row, "test_patch")
         image = f"swebench/sweb.eval.x86_64.{name.replace('__', '_1776_').lower()}:latest"
         solution = {"solve.sh": "#!/bin/bash\ngit apply /solution/gold.patch\n", "gold.patch": patch}
         return _in_image(row, image, "", {"test.patch": tests}, solution, {})
-    gold = _fits(row, "patch", lambda: apply_patch(files, patch))
-    hidden = _fits(row, "test_patch", lambda: apply_patch(files, tests))
-    gone = {path for path, text in hidden.items() if text is None}
-    remaining = {path: text for path, text in files.items() if path not in gone}
-    after = remaining | {path: text for path, text in hidden.items() if text is not None}
-    return _from_files(row, remaining, gold, after, set(hidden) - gone)
+    gold, tested = _applied(row, "patch", files), _applied(row, "test_patch", files)
+    remaining = {path: text for path, text in files.items() if path not in tested or tested[path] is not None}
+    hidden = {path: text for path, text in tested.items() if text is not None}
+    return _from_files(row, remaining, gold, remaining | hidden, set(hidden))
 
 
 def from_swesmith(row: Row, files: Mapping[str, str] | None = None) -> Task:
     """Return the task of a SWE-smith row. `files`: the repository's text files without the bug; then the modules with tests that
     the bug breaks are hidden. Raises ValueError like `from_swebench`."""
-    patch = _text(row, "patch")
     if files is None:
+        patch = _text(row, "patch")
         bug = "COPY bug.patch /tmp/bug.patch\nRUN git apply /tmp/bug.patch && rm /tmp/bug.patch\n"
         solution = {"solve.sh": "#!/bin/bash\ngit apply -R /solution/bug.patch\n", "bug.patch": patch}
         return _in_image(row, _text(row, "image_name"), bug, {}, solution, {"environment/bug.patch": patch.encode()})
-    broken = _fits(row, "patch", lambda: apply_patch(files, patch))
-    buggy = dict(files)
-    for path, text in broken.items():
-        buggy.pop(path, None)
-        if text is not None:
-            buggy[path] = text
+    broken = _applied(row, "patch", files)
     hidden = {_module(name) for name in _names(row, "FAIL_TO_PASS")}
-    visible = {path: text for path, text in buggy.items() if path not in hidden}
+    buggy = {path: text for path, text in files.items() if path not in broken} | broken
+    visible = {path: text for path, text in buggy.items() if text is not None and path not in hidden}
     return _from_files(row, visible, {path: files.get(path) for path in broken}, dict(files), hidden)
 
 
@@ -106,7 +100,7 @@ def _from_files(
     row: Row, files: dict[str, str], gold: Mapping[str, str | None], tested: Mapping[str, str], hidden: set[str]
 ) -> Task:
     """Return a task with the workspace `files`, the solution's changes `gold`, and hidden tests from `tested`."""
-    names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
+    common, names = _common(row)
     hidden = hidden | {_module(name) for name in names}
     if missing := sorted(hidden - set(tested)):
         raise _unfit(row, f"tests name {missing[0]!r}, which is not among the files")
@@ -114,14 +108,12 @@ def _from_files(
         raise _unfit(row, f"its solution deletes {gone[0]!r}, which a task cannot ask for")
     solution = {path: text for path, text in gold.items() if text is not None and path not in hidden}
     return Task(
-        id=_text(row, "instance_id"),
-        instruction=_text(row, "problem_statement"),
+        **common | {"metadata": {IDS: json.dumps(names)} | common["metadata"]},
         files=files,
         tests={path: tested[path] for path in sorted(hidden)},
         solution=solution,
         source_scope=("**", *sorted(solution)),
         grader="pytest",
-        metadata={IDS: json.dumps(names)} | _origin(row),
     )
 
 
@@ -130,34 +122,36 @@ def _in_image(
 ) -> Task:
     if any(sign.isspace() for sign in image):
         raise _unfit(row, f"image_name: {image!r} is no image's name")
-    names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
-    modules = sorted({_module(name) for name in names})
-    dockerfile = f"FROM {image}\nWORKDIR /testbed\n{prepare}RUN {_HISTORY}\n"
+    common, names = _common(row)
     return Task(
-        id=_text(row, "instance_id"),
-        instruction=_text(row, "problem_statement"),
+        **common,
         files={},
         tests={
             "test.sh": _TEST.format(pristine=shlex.quote(PRISTINE)),
             "ids.txt": "".join(f"{name}\n" for name in names),
-            "modules.txt": "".join(f"{name}\n" for name in modules),
+            "modules.txt": "".join(f"{name}\n" for name in sorted(set(map(_module, names)))),
             **tests,
         },
         solution=solution,
         source_scope=("**",),
         grader="script",
-        metadata=_origin(row),
         kept=ForeignFiles(
-            name=_text(row, "instance_id"),
+            name=common["id"],
             toml=TOML,
-            rest={"environment/Dockerfile": dockerfile.encode(), **rest},
+            rest={
+                "environment/Dockerfile": f"FROM {image}\nWORKDIR /testbed\n{prepare}RUN {_HISTORY}\n".encode(),
+                **rest,
+            },
             executable=("solution/solve.sh", "tests/test.sh"),
         ),
     )
 
 
-def _origin(row: Row) -> dict[str, str]:
-    return {key: str(row[key]) for key in ("repo", "base_commit", "version") if row.get(key)}
+def _common(row: Row) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that a row gives any task, and the tests that count."""
+    origin = {key: str(row[key]) for key in ("repo", "base_commit", "version") if row.get(key)}
+    fields = {"id": _text(row, "instance_id"), "instruction": _text(row, "problem_statement"), "metadata": origin}
+    return fields, _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
 
 
 def _unfit(row: Row, why: str) -> ValueError:
@@ -192,8 +186,10 @@ def _module(name: str) -> str:
     return name.partition("::")[0]
 
 
-def _fits(row: Row, key: str, applied: Any) -> dict[str, str | None]:
+def _applied(row: Row, key: str, files: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the files that a patch of a row changes."""
+    patch = _text(row, key)
     try:
-        return dict(applied())
+        return apply_patch(files, patch)
     except ValueError as error:
         raise _unfit(row, f"{key}: {error}") from None

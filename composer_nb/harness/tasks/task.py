@@ -6,10 +6,10 @@ tasks are stored as one JSON Lines file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -89,10 +89,18 @@ class Task(BaseModel):
                 if ENTRY not in self.tests:
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
             elif self.grader == "pytest":
-                _check_modules(self.tests)
+                if not any(map(is_test_module, self.tests)):
+                    raise ValueError(
+                        "no test module found (test_….py or …_test.py): a task without tests cannot be graded"
+                    )
+                for path, text in self.tests.items():
+                    _ = path.endswith(".py") and parse_module(path, text)
             else:
                 parse_test_files(self.tests)
-                if self.mutants and not (len(self.source_scope) == 1 and parse_tests(*self._written)):
+                written = self.source_scope[0]  # the test file that an agent extends
+                if self.mutants and not (
+                    len(self.source_scope) == 1 and parse_tests(written, self.files.get(written, ""))
+                ):
                     raise ValueError(
                         "a task with metadata.mutants has one test file as source_scope, which holds a test"
                     )
@@ -117,11 +125,6 @@ class Task(BaseModel):
             raise ValueError(f"metadata.mutants: {harbor.first_problem(error)}") from None
 
     @property
-    def _written(self) -> tuple[str, str]:
-        """The test file that an agent extends, and its initial text."""
-        return self.source_scope[0], self.files.get(self.source_scope[0], "")
-
-    @property
     def image(self) -> bool:
         """Whether the task needs an image, by name or from its Dockerfile."""
         if self.kept is None or self.grader != "script":
@@ -142,8 +145,7 @@ class Task(BaseModel):
         """The limits of calls (grader `functions`), if its task.toml states more than the usual ones."""
         if self.kept is None:
             return None
-        usual, environment = CallLimits(), self.settings.environment
-        seconds = self.settings.verifier.timeout_sec
+        usual, environment, seconds = CallLimits(), self.settings.environment, self.settings.verifier.timeout_sec
         if seconds in (harbor.WRITTEN_S, harbor.Verifier().timeout_sec):
             seconds = 0.0  # not stated
         limits = CallLimits(
@@ -184,15 +186,6 @@ class Task(BaseModel):
 _MUTANTS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
 
 
-def _check_modules(tests: Mapping[str, str]) -> None:
-    """Raise ValueError if there is no test module, or a module is not Python."""
-    if not any(is_test_module(path) for path in tests):
-        raise ValueError("no test module found (test_….py or …_test.py): a task without tests cannot be graded")
-    for path, text in tests.items():
-        if path.endswith(".py"):
-            parse_module(path, text)
-
-
 def _validated(where: str, values: Mapping[str, Any]) -> Task:
     try:
         return Task.model_validate(values)
@@ -211,7 +204,7 @@ def load_tasks(path: Path) -> list[Task]:
 
     Raises ValueError, which names the place, if there is no task, one is unfit or two share an id, and FileNotFoundError.
     """
-    tasks = []
+    tasks: list[Task] = []
     for _, entry in read_tasks(path):
         if isinstance(entry, ValueError):
             raise entry
@@ -227,6 +220,7 @@ def load_tasks(path: Path) -> list[Task]:
 def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
     """Yield the name of each place with a task, and the task or its error. Raises FileNotFoundError, and ValueError for a file
     that cannot be read."""
+    read: Iterable[tuple[str, Callable[[], Task]]]
     if (path / "tasks.jsonl").is_file():  # output of `tasks make`
         path = path / "tasks.jsonl"
     if path.is_file():
@@ -235,31 +229,25 @@ def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
         lines = text.split("\n") if text else []  # JSON may hold what splitlines takes for a line's end
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            yield where, _attempt(_json_task, where, line)
+        places = ((f"{path}:{number}", line) for number, line in enumerate(lines, 1))
+        read = ((where, partial(_json_task, where, line)) for where, line in places)
     elif (path / "task.toml").is_file():
-        yield str(path), _attempt(Task.from_harbor, path)
+        read = [(str(path), partial(Task.from_harbor, path))]
     elif path.is_dir():
-        for entry in sorted(path.iterdir()):
-            if (entry / "task.toml").is_file():
-                yield entry.name, _attempt(Task.from_harbor, entry)
+        folders = [entry for entry in sorted(path.iterdir()) if (entry / "task.toml").is_file()]
+        read = [(folder.name, partial(Task.from_harbor, folder)) for folder in folders]
     else:
         raise FileNotFoundError(f"{path}: no task file or folder here")
-
-
-def _attempt(read: Callable[..., Task], *arguments: Any) -> Task | ValueError:
-    try:
-        return read(*arguments)
-    except ValueError as error:
-        return error
+    for where, read_one in read:
+        try:
+            yield where, read_one()
+        except ValueError as error:
+            yield where, error
 
 
 def _json_task(where: str, line: str) -> Task:
     try:
         values = json_of(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg}") from None
-    except ValueError as error:  # a number of 5,000 digits, a list in a list in a list
-        raise ValueError(f"{where}: not JSON that can be read: {error}") from None
+    except ValueError as error:  # also a number of 5,000 digits, a list in a list in a list
+        raise ValueError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
     return _validated(where, values)

@@ -60,19 +60,15 @@ def test_a_set_has_one_text_whatever_the_order_of_its_hashes() -> None:
     assert (test.arguments, test.expected) == ("({'a', 'b', 'c'},)", "{1, 20, 3}")
 
 
-@pytest.mark.parametrize(
-    "value", [float("inf"), -float("inf"), float("nan"), [1, (float("inf"),)], object(), 1j, [...]]
-)
-def test_a_value_without_a_literal_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="no literal|not plain data"):
-        literal(value)
-    with pytest.raises(ValueError, match="no literal|not plain data"):
-        render_tests("f", "f", [((value,), 1)])
-    with pytest.raises(ValueError, match="no literal|not plain data"):
-        render_tests("f", "f", [((), value)])
-
-
-def test_infinity_may_be_wanted_but_not_passed() -> None:
+def test_a_value_without_a_literal_is_refused_but_infinity_may_be_wanted() -> None:
+    for value in (float("inf"), float("nan"), [1, (float("inf"),)], object(), 1j, [...]):
+        for write in (
+            literal,
+            lambda v: render_tests("f", "f", [((v,), 1)]),
+            lambda v: render_tests("f", "f", [((), v)]),
+        ):
+            with pytest.raises(ValueError, match="no literal|not plain data"):
+                write(value)
     assert parse_tests("t.py", GOOD.replace("7", "1e999"))[0].expected == "inf"
     with pytest.raises(ValueError, match=r"t\.py:4: test_0: arguments and value must be literals"):
         parse_tests("t.py", GOOD.replace("4)", "1e999)"))
@@ -87,24 +83,19 @@ def body(text: str) -> str:
     [
         (body("class T:\n    pass\n"), r"t\.py:4: only imports and functions named test"),
         ("import f\n", r"t\.py:1: only imports"),
-        (body("def helper():\n    assert f(1) == 1\n"), "only imports"),
         (body("@skip\ndef test_a():\n    assert f(1) == 1\n"), "no decorators and no parameters"),
         (body("def test_a(x):\n    assert f(1) == 1\n"), "no decorators and no parameters"),
-        (body("def test_a(*x, **y):\n    assert f(1) == 1\n"), "no decorators and no parameters"),
         (body("def test_a():\n    assert f(1) == 1\n    assert f(2) == 2\n"), "needs one line"),
         (body("def test_a():\n    assert f(1) == 1, 'why'\n"), "needs one line"),
-        (body("def test_a():\n    assert f(1)\n"), "needs one line"),
         (body("def test_a():\n    assert f(1) == 1 == 1\n"), "needs one line"),
         (body("def test_a():\n    assert 1 == f(1)\n"), "needs one line"),
         (body("def test_a():\n    assert f(x=1) == 1\n"), "call an imported function by its plain name"),
         (body("def test_a():\n    assert f.g(1) == 1\n"), "call an imported function by its plain name"),
         ("from f import *\n\n\ndef test_a():\n    assert f(1) == 1\n", "call an imported function by its plain name"),
         (body("def test_a():\n    assert f(*[1]) == 1\n"), "must be literals"),
-        (body("def test_a():\n    assert f(1 + 1) == 1\n"), "must be literals"),
         (body("def test_a():\n    assert f({[]: 1}) == 1\n"), "must be literals"),
         (body(f"def test_a():\n    assert f(1) == {'a' * 20_000!r}\n"), "must be literals"),
         (body("def test_a():\n    assert f(1) == 1\n\n\ndef test_a():\n    assert f(2) == 2\n"), "share a name"),
-        (body("from g import f\n\n\ndef test_a():\n    assert f(1) == 1\n"), "share a name"),
         ("from f import test_a\n\n\ndef test_a():\n    assert test_a(1) == 1\n", "share a name"),
         ("def test_a(:\n", r"t\.py:1: not Python"),
         ("x = '\0'\n", r"t\.py.*: not Python"),

@@ -35,39 +35,27 @@ def contents(path: Path) -> dict[str, tuple[bytes, bool]]:
     }
 
 
-@pytest.mark.parametrize("executable", [True, False])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_somebody_else_wrote_comes_out_as_it_was(name: str, executable: bool, tmp_path: Path) -> None:
-    path = lay(name, tmp_path, executable)
+def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str, tmp_path: Path) -> None:
+    path, plain = (lay(name, tmp_path / str(executable), executable) for executable in (True, False))
     task = Task.from_harbor(path)
-    assert contents(task.to_harbor(tmp_path / "again")) == contents(path)
+    assert contents(Task.from_harbor(plain).to_harbor(tmp_path / "again")) == contents(plain)
     save_tasks([task], tmp_path / "tasks.jsonl")
     [loaded] = load_tasks(tmp_path / "tasks.jsonl")
     assert loaded == task and contents(loaded.to_harbor(tmp_path / "third")) == contents(path)
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_change_of_the_task_shows_and_nothing_else_changes(name: str, tmp_path: Path) -> None:
-    path = lay(name, tmp_path)
-    task = Task.from_harbor(path)
-    changed = task.model_copy(update={"id": "new", "metadata": {'a"b': "[x]\n"}, "instruction": "other"})
-    out = changed.to_harbor(tmp_path / "out")
+    changes = {"id": "new", "metadata": {'a"b': "[x]\n"}, "instruction": "other"}
+    out = task.model_copy(update=changes).to_harbor(tmp_path / "out")
     again = Task.from_harbor(out)
-    assert (again.id, again.metadata, again.instruction) == ("new", {'a"b': "[x]\n"}, "other")
-    assert (again.files, again.tests, again.source_scope, again.image) == (
-        task.files,
-        task.tests,
-        task.source_scope,
-        task.image,
-    )
-    before, after = contents(path), contents(out)
-    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} == {
-        "task.toml",
-        "instruction.md",
+    same = ("files", "tests", "source_scope", "image")
+    assert {field: getattr(again, field) for field in (*changes, *same)} == changes | {
+        field: getattr(task, field) for field in same
     }
+    before, after = contents(path), contents(out)
+    different = {file for file in {*before, *after} if before.get(file) != after.get(file)}
+    assert different == {"task.toml", "instruction.md"}
     old, new = (tomllib.loads((folder / "task.toml").read_bytes().decode()) for folder in (path, out))
-    for told in (old, new):
-        told.setdefault("metadata", {}).pop("composer_nb", None)
+    for table in (old, new):
+        table.setdefault("metadata", {}).pop("composer_nb", None)
     assert old == new
 
 

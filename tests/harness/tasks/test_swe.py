@@ -45,12 +45,9 @@ def test_a_row_with_its_repository_is_graded_by_pytest() -> None:
     assert task.tests == {"tests/test_sums.py": NEW_TEST} and task.instruction == "add subtracts"
     assert json.loads(task.metadata["pytest.ids"]) == ["tests/test_sums.py::test_two", "tests/test_sums.py::test_zero"]
     assert task.metadata["base_commit"] == "abc"
-
-
-def test_swe_smiths_patch_introduces_the_bug_and_its_tests_are_hidden() -> None:
-    task = Task.from_swesmith(SMITH, WHOLE)
-    assert task.files == {"lib/__init__.py": "", "lib/sums.py": WRONG}
-    assert task.solution == {"lib/sums.py": RIGHT} and task.tests == {"tests/test_sums.py": NEW_TEST}
+    smith = Task.from_swesmith(SMITH, WHOLE)  # its patch introduces the bug
+    assert smith.files == {"lib/__init__.py": "", "lib/sums.py": WRONG}
+    assert smith.solution == {"lib/sums.py": RIGHT} and smith.tests == {"tests/test_sums.py": NEW_TEST}
 
 
 @pytest.mark.slow
