@@ -58,8 +58,9 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
         gives_up = not passed and rng.random() < 0.25
     if not passed and not gives_up:
         while now != right:
-            line = _first_difference(now, right)
-            edit, now = _edit(path, now, line, right.split("\n")[line])
+            lines = list(zip(now.split("\n"), right.split("\n"), strict=True))
+            at = next(at for at, (line, wanted) in enumerate(lines) if line != wanted)
+            edit, now = _edit(path, now, at, lines[at][1])
             yield one(edit)
         if tried or rng.random() < 0.7:
             yield _TEST
@@ -254,11 +255,6 @@ def _indents(text: str) -> list[str]:
     return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
 
 
-def _first_difference(now: str, right_text: str) -> int:
-    lines, right = now.split("\n"), right_text.split("\n")
-    return next(line for line in range(len(lines)) if lines[line] != right[line])
-
-
 def _mistake(path: str, now: str, right_text: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
     """Return an edit that does not fix the program, and the program after it. A mistake of place is not made twice."""
     lines, right = now.split("\n"), right_text.split("\n")
@@ -303,21 +299,19 @@ _EDITS = {"edit_line": ("line", "text"), "substitute": ("old", "new")}
 
 @dataclass(slots=True)
 class _Play:
-    """A script under way."""
+    """A script under way.
+
+    Attributes:
+        said: Its last message.
+        seen: The observations that answered it.
+        reads: Whether the policy reads a file of its own accord, so that the answer is not for the script.
+    """
 
     script: Script
     said: Said
-    """Its last message."""
     seen: str = ""
-    """The observations that answered it."""
     log: list[tuple[Said, str]] = field(default_factory=list)
     reads: bool = False
-    """The policy reads a file of its own accord: the answer is not for the script."""
-
-    def look(self) -> Said | None:
-        """Return the last call that read a file, if there was one: a summary leaves out what it showed."""
-        calls = [written.call for message, _ in self.log for written in message.calls]
-        return next((one(c) for c in reversed(calls) if isinstance(c, ToolCall) and c.name == "read_file"), None)
 
 
 class WithoutModel:
@@ -375,12 +369,6 @@ class ScriptedPolicy(WithoutModel):
             play.script.close()
         return super().release(rollout)
 
-    def _answer(self, request: Request) -> Completion:
-        try:
-            return super()._answer(request)
-        except StopIteration:
-            raise ValueError(f"the script of rollout {request.rollout} ended before its agent") from None
-
     def written(self, request: Request) -> list[int]:
         root = first_segment(request.rollout)
         begins = request.rollout not in self._live
@@ -396,10 +384,15 @@ class ScriptedPolicy(WithoutModel):
         play.reads = False
         if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
             return self.renderer.encoded([digest(play.log), self.renderer.end])
-        if begins and output is None and (look := play.look()):
+        calls = [written.call for message, _ in play.log for written in message.calls]
+        reads = [call for call in calls if isinstance(call, ToolCall) and call.name == "read_file"]
+        if begins and output is None and reads:  # a summary leaves out what it showed
             play.reads = True
-            return self.renderer.turn(look)
-        play.said = play.script.send(play.seen)
+            return self.renderer.turn(one(reads[-1]))
+        try:
+            play.said = play.script.send(play.seen)
+        except StopIteration:
+            raise ValueError(f"the script of rollout {root} ended before its agent") from None
         return self.renderer.turn(play.said)
 
     def _observed(self, request: Request) -> str | None:

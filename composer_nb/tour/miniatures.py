@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
@@ -46,6 +46,8 @@ NAMES = (
     *("total", "count", "pick", "scan", "join", "find", "rank", "part", "step", "mark", "load", "pack", "sort", "move"),
     *("peek", "read", "near", "last", "item", "rows", "name", "kind", "line", "text", "size", "time", "path", "call"),
 )
+
+Cases = list[tuple[tuple[object, ...], object]]  # Arguments and the value that they give.
 
 
 def make_miniatures(
@@ -158,10 +160,9 @@ def _task(
     hidden_tests: dict[str, str] = {}
     for index, module in enumerate(modules):
         if index != home or rng.random() < 0.3:
-            other, inputs, results = _sibling(rng, program.heldout)
+            other, examples = _sibling(rng, program.heldout)
             called = names.pop()
             texts[module].append(_named(other.source, called))
-            examples = list(zip(inputs, results, strict=True))
             tests[f"test_{called}.py"] = render_tests(module, called, examples[:OTHERS])
             hidden_tests[f"test_hidden_{called}.py"] = render_tests(module, called, examples[OTHERS:])
         if index == home:
@@ -170,45 +171,40 @@ def _task(
             hidden_tests[f"test_hidden_{name}.py"] = render_tests(module, name, [cases[i] for i in hidden])
     path, code = f"{modules[home]}.py", _named(program.source, name)
     files = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
-    right = files[path].replace(_named(candidate.buggy, name), code)
+    scope, right = tuple(files), files[path].replace(_named(candidate.buggy, name), code)
+    solution = {path: right}
     digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
-    written = f"test_{name}.py"
     kind = candidate.kind if candidate.kind in PLANTS else "bug"
+    metadata = {"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name}
+    metadata |= {"kind": kind} if kind != "bug" else {}
+    if kind == "tests":
+        metadata["mutants"] = json.dumps([{path: right.replace(code, _named(mutant, name))} for mutant in mutants])
+        added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
+        written = f"test_{name}.py"
+        files, scope = files | {path: right}, (written,)
+        solution = {written: tests[written].replace("def test_0", f"{added}\n\ndef test_0")}
     what = f"{name}: {program.spec}"
-    instruction = f"fix {what}" if specified else "fix the tests"
-    if kind != "bug":
-        instruction = {"feature": f"add {what}", "tests": f"test {what}", "lint": "fix the lints"}[kind]
-    task = Task(
+    asked = {"bug": f"fix {what}" if specified else "fix the tests", "lint": "fix the lints"}
+    return Task(
         id=f"{program.family}-{digest}",
-        instruction=instruction,
+        instruction=(asked | {"feature": f"add {what}", "tests": f"test {what}"})[kind],
         files=files | tests,
         tests=hidden_tests,
-        solution={path: right},
-        source_scope=tuple(files),
-        metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name},
+        solution=solution,
+        source_scope=scope,
+        strictness="lints" if kind == "lint" else "twins",
+        metadata=metadata,
     )
-    if kind == "bug":
-        return task
-    changes: dict[str, Any] = {"metadata": task.metadata | {"kind": kind}}
-    if kind == "lint":
-        changes["strictness"] = "lints"
-    if kind == "tests":
-        wrong = [{path: right.replace(code, _named(mutant, name))} for mutant in mutants]
-        added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
-        answer = tests[written].replace("def test_0", f"{added}\n\ndef test_0")
-        changes["metadata"]["mutants"] = json.dumps(wrong)
-        changes |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
-    return Task.model_validate(task.model_dump() | changes)
 
 
 def _named(source: str, name: str) -> str:
     return source.replace("def f(", f"def {name}(", 1)
 
 
-def _sibling(rng: Random, heldout: bool) -> tuple[Program, list[tuple[object, ...]], list[object]]:
-    """Return a correct program on the same side of the split, with inputs and results."""
+def _sibling(rng: Random, heldout: bool) -> tuple[Program, Cases]:
+    """Return a correct program on the same side of the split, with its cases."""
     program = draw_program(rng)
     while program.heldout != heldout:
         program = draw_program(rng)
     inputs, results = evaluate(program, 2 * OTHERS, rng)
-    return program, list(inputs), list(results)
+    return program, list(zip(inputs, results, strict=True))

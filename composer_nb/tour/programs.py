@@ -67,41 +67,8 @@ def canonical(source: str) -> str:
     return ast.unparse(Canonical().visit(tree))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The draws common to all families: names, constants, and whether the constant is a second parameter."""
-
-    xs: str
-    x: str
-    out: str
-    c: int
-    c2: int
-    has_k: bool
-
-    @property
-    def bound(self) -> str:
-        return "k" if self.has_k else str(self.c)
-
-    @property
-    def head(self) -> str:
-        return f"def f({self.xs}, k):" if self.has_k else f"def f({self.xs}):"
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return ("list", "small") if self.has_k else ("list",)
-
-
-def _parts(rng: Random) -> _Parts:
-    return _Parts(
-        xs=rng.choice(["xs", "nums", "a", "items", "vals"]),
-        x=rng.choice(["x", "v", "n", "e"]),
-        out=rng.choice(["out", "res", "t", "acc"]),
-        c=rng.randint(1, 9),
-        c2=rng.randint(2, 9),
-        has_k=rng.random() < 0.4,
-    )
-
-
+# What the placeholders of a template stand for.
+Words = dict[str, str]
 MAPS: dict[str, tuple[str, str]] = {
     "same": ("{x}", "items"),
     "square": ("{x} * {x}", "items squared"),
@@ -115,139 +82,170 @@ MAPS: dict[str, tuple[str, str]] = {
 COMPARISONS = {
     ">": "more than", "<": "less than", ">=": "at least", "<=": "at most", "==": "equal to", "!=": "not equal to",
 }  # fmt: skip
+# How a loop collects: where it starts, and its step.
+STEPS = {
+    "sum": ("0", "{out} += {value}"),
+    "count": ("0", "{out} += 1"),
+    "product": ("1", "{out} *= {value}"),
+    "list": ("[]", "{out}.append({value})"),
+    "last": ("-1", "{out} = {value}"),
+}
+AGGREGATES = [
+    ("sum({inner})", "sum of {words}"),
+    ("max({inner}, default=0)", "largest of {words}"),
+    ("min({inner}, default=0)", "smallest of {words}"),
+    ("sorted({inner})", "sorted {words}"),
+    ("len({inner})", "number of {words}"),
+]
+SLICES = [
+    ("{n}:", "items after the first {n}"),
+    (":{n}", "the first {n} items"),
+    ("-{n}:", "the last {n} items"),
+    (":-{n}", "items before the last {n}"),
+    ("::{m}", "every {m} items"),
+]
+OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
 
 
-def _filter(rng: Random, x: str, p: _Parts) -> tuple[str, str]:
+def _words(rng: Random) -> Words:
+    """Draw what all families share: names and constants. A constant `k` may be a second parameter."""
+    words = {
+        "xs": rng.choice(["xs", "nums", "a", "items", "vals"]),
+        "x": rng.choice(["x", "v", "n", "e"]),
+        "out": rng.choice(["out", "res", "t", "acc"]),
+        "c": str(rng.randint(1, 9)),
+        "c2": str(rng.randint(2, 9)),
+    }
+    has_k = rng.random() < 0.4
+    return words | {"k": "k" if has_k else words["c"], "parameters": f"{words['xs']}, k" if has_k else words["xs"]}
+
+
+def _filter(rng: Random, w: Words) -> tuple[str, str]:
     kind = rng.choice([*COMPARISONS, "divides", "not divides"])
     if kind in COMPARISONS:
-        return f"{x} {kind} {p.bound}", f"{COMPARISONS[kind]} {p.bound}"
-    divisor = p.bound if p.has_k else str(max(2, p.c))
-    sign, words = ("==", "divisible by") if kind == "divides" else ("!=", "not divisible by")
-    return f"{x} % {divisor} {sign} 0", f"{words} {divisor}"
+        return f"{w['x']} {kind} {w['k']}", f"{COMPARISONS[kind]} {w['k']}"
+    divisor = "2" if w["k"] == "1" else w["k"]
+    sign, divisible = ("==", "divisible by") if kind == "divides" else ("!=", "not divisible by")
+    return f"{w['x']} % {divisor} {sign} 0", f"{divisible} {divisor}"
 
 
-def _map(rng: Random, x: str, c2: int) -> tuple[str, str]:
+def _map(rng: Random, w: Words) -> tuple[str, str]:
     code, words = MAPS[rng.choice(list(MAPS))]
-    return code.format(x=x, c2=c2), words.format(c2=c2)
+    return code.format(**w), words.format(**w)
 
 
-# Source, specification and kinds of the parameters.
-Draw = tuple[str, str, tuple[str, ...]]
-
-
-def _loop(rng: Random, p: _Parts) -> Draw:
-    value, words = _map(rng, p.x, p.c2)
-    test, where = _filter(rng, p.x, p)
-    start, step, name = rng.choice(
-        [
-            ("0", f"{p.out} += {value}", f"sum of {words}"),
-            ("0", f"{p.out} += 1", "count of items"),
-            ("1", f"{p.out} *= {value}", f"product of {words}"),
-            ("[]", f"{p.out}.append({value})", f"list of {words}"),
-            ("-1", f"{p.out} = {value}", f"last of {words}"),
-        ]
-    )
-    body = (
-        f"{p.head}\n    {p.out} = {start}\n    for {p.x} in {p.xs}:\n"
-        f"        if {test}:\n            {step}\n    return {p.out}"
-    )
-    return body, f"{name} for items {where}", p.kinds
+def _step(rng: Random, names: str, w: Words, value: str) -> tuple[str, Words]:
+    name = rng.choice(names.split())
+    start, step = STEPS[name]
+    return name, {"start": start, "step": step.format(out=w["out"], value=value)}
 
 
 def _aggregate(rng: Random, inner: str, words: str) -> tuple[str, str]:
-    return rng.choice(
-        [
-            (f"sum({inner})", f"sum of {words}"),
-            (f"max({inner}, default=0)", f"largest of {words}"),
-            (f"min({inner}, default=0)", f"smallest of {words}"),
-            (f"sorted({inner})", f"sorted {words}"),
-            (f"len({inner})", f"number of {words}"),
-        ]
+    code, spec = rng.choice(AGGREGATES)
+    return code.format(inner=inner), spec.format(words=words)
+
+
+def _loop(rng: Random, w: Words) -> Words:
+    value, words = _map(rng, w)
+    test, where = _filter(rng, w)
+    name, step = _step(rng, "sum count product list last", w, value)
+    return step | {"test": test, "spec": f"{name} of {'items' if name == 'count' else words} for items {where}"}
+
+
+def _comp(rng: Random, w: Words) -> Words:
+    value, words = _map(rng, w)
+    test, where = _filter(rng, w)
+    result, spec = _aggregate(rng, w["out"], words)
+    return {"value": value, "test": test, "result": result, "spec": f"{spec} for items {where}"}
+
+
+def _pair(rng: Random, w: Words) -> Words:
+    back, sign = rng.choice([1, 1, 2, 3]), rng.choice(list(COMPARISONS))
+    item, before = f"{w['xs']}[i]", f"{w['xs']}[i - {back}]"
+    value, words = rng.choice([(item, "items"), (f"{item} - {before}", "steps"), ("i", "indexes")])
+    name, step = _step(rng, "count sum list", w, value)
+    spec = (
+        f"{name} of {'indexes' if name == 'count' else words} where item is {COMPARISONS[sign]} the item {back} before"
     )
+    return step | {"back": str(back), "test": f"{item} {sign} {before}", "spec": spec}
 
 
-def _comp(rng: Random, p: _Parts) -> Draw:
-    value, words = _map(rng, p.x, p.c2)
-    test, where = _filter(rng, p.x, p)
-    code, spec = _aggregate(rng, p.out, words)
-    body = f"{p.head}\n    {p.out} = [{value} for {p.x} in {p.xs} if {test}]\n    return {code}"
-    return body, f"{spec} for items {where}", p.kinds
-
-
-def _pair(rng: Random, p: _Parts) -> Draw:
-    d = rng.choice([1, 1, 2, 3])
-    sign = rng.choice(list(COMPARISONS))
-    value, words = rng.choice([(f"{p.xs}[i]", "items"), (f"{p.xs}[i] - {p.xs}[i - {d}]", "steps"), ("i", "indexes")])
-    start, step, name = rng.choice(
-        [
-            ("0", f"{p.out} += 1", "count of indexes"),
-            ("0", f"{p.out} += {value}", f"sum of {words}"),
-            ("[]", f"{p.out}.append({value})", f"list of {words}"),
-        ]
-    )
-    body = (
-        f"def f({p.xs}):\n    {p.out} = {start}\n    for i in range({d}, len({p.xs})):\n"
-        f"        if {p.xs}[i] {sign} {p.xs}[i - {d}]:\n            {step}\n    return {p.out}"
-    )
-    return body, f"{name} where item is {COMPARISONS[sign]} the item {d} before", ("list",)
-
-
-def _fn2(rng: Random, p: _Parts) -> Draw:
+def _fn2(rng: Random, w: Words) -> Words:
     a, b = rng.choice([("p", "q"), ("a", "b"), ("x", "y"), ("m", "n")])
     sign = rng.choice(list(COMPARISONS))
-    words = {"+": "plus", "-": "minus", "*": "times"}
-    first, second = rng.choice(list(words)), rng.choice(list(words))
-    body = f"def f({a}, {b}):\n    if {a} {sign} {b}:\n        return {a} {first} {p.c}\n    return {b} {second} {p.c2}"
-    spec = f"if {a} is {COMPARISONS[sign]} {b} then {a} {words[first]} {p.c} else {b} {words[second]} {p.c2}"
-    return body, spec, ("any", "any")
+    first, second = rng.choice(list(OPERATORS)), rng.choice(list(OPERATORS))
+    spec = (
+        f"if {a} is {COMPARISONS[sign]} {b} then {a} {OPERATORS[first]} {w['c']} else {b} {OPERATORS[second]} {w['c2']}"
+    )
+    return {"a": a, "b": b, "sign": sign, "first": first, "second": second, "spec": spec}
 
 
-def _digits(rng: Random, p: _Parts) -> Draw:
+def _digits(rng: Random, w: Words) -> Words:
     base = rng.choice([10, 10, 2, 8])
-    bound = min(p.c, base - 1)
-    sign = rng.choice(list(COMPARISONS))
-    start, step, name = rng.choice(
-        [("0", f"{p.out} += d", "sum"), ("0", f"{p.out} += 1", "count"), ("1", f"{p.out} *= d", "product")]
-    )
-    body = (
-        f"def f(n):\n    {p.out} = {start}\n    while n > 0:\n        d = n % {base}\n"
-        f"        if d {sign} {bound}:\n            {step}\n        n //= {base}\n    return {p.out}"
-    )
-    return body, f"{name} of base {base} digits {COMPARISONS[sign]} {bound}", ("number",)
+    bound, sign = min(int(w["c"]), base - 1), rng.choice(list(COMPARISONS))
+    name, step = _step(rng, "sum count product", w, "d")
+    spec = f"{name} of base {base} digits {COMPARISONS[sign]} {bound}"
+    return step | {"base": str(base), "test": f"d {sign} {bound}", "spec": spec}
 
 
-def _slice(rng: Random, p: _Parts) -> Draw:
-    c = rng.randint(1, 4)
-    part, words = rng.choice(
-        [
-            (f"{c}:", f"items after the first {c}"),
-            (f":{c}", f"the first {c} items"),
-            (f"-{c}:", f"the last {c} items"),
-            (f":-{c}", f"items before the last {c}"),
-            (f"::{max(2, c)}", f"every {max(2, c)} items"),
-        ]
-    )
-    value, mapped = _map(rng, p.x, p.c2)
-    code, spec = _aggregate(rng, f"[{value} for {p.x} in {p.out}]", mapped)
-    body = f"def f({p.xs}):\n    {p.out} = {p.xs}[{part}]\n    return {code}"
-    return body, f"{spec} over {words}", ("list",)
+def _slice(rng: Random, w: Words) -> Words:
+    n = rng.randint(1, 4)
+    part, words = (text.format(n=n, m=max(2, n)) for text in rng.choice(SLICES))
+    value, mapped = _map(rng, w)
+    result, spec = _aggregate(rng, f"[{value} for {w['x']} in {w['out']}]", mapped)
+    return {"part": part, "result": result, "spec": f"{spec} over {words}"}
 
 
-FAMILIES: dict[str, tuple[float, Callable[[Random, _Parts], Draw]]] = {
-    "loop": (5.0, _loop),
-    "comp": (3.0, _comp),
-    "pair": (2.0, _pair),
-    "fn2": (2.0, _fn2),
-    "digits": (1.5, _digits),
-    "slice": (1.5, _slice),
-}
+# Weight, kinds of the parameters but for `k`, the draw of further words, and the program.
+FAMILIES: dict[str, tuple[float, tuple[str, ...], Callable[[Random, Words], Words], str]] = {
+    "loop": (5.0, ("list",), _loop, """\
+def f({parameters}):
+    {out} = {start}
+    for {x} in {xs}:
+        if {test}:
+            {step}
+    return {out}"""),
+    "comp": (3.0, ("list",), _comp, """\
+def f({parameters}):
+    {out} = [{value} for {x} in {xs} if {test}]
+    return {result}"""),
+    "pair": (2.0, ("list",), _pair, """\
+def f({xs}):
+    {out} = {start}
+    for i in range({back}, len({xs})):
+        if {test}:
+            {step}
+    return {out}"""),
+    "fn2": (2.0, ("any", "any"), _fn2, """\
+def f({a}, {b}):
+    if {a} {sign} {b}:
+        return {a} {first} {c}
+    return {b} {second} {c2}"""),
+    "digits": (1.5, ("number",), _digits, """\
+def f(n):
+    {out} = {start}
+    while n > 0:
+        d = n % {base}
+        if {test}:
+            {step}
+        n //= {base}
+    return {out}"""),
+    "slice": (1.5, ("list",), _slice, """\
+def f({xs}):
+    {out} = {xs}[{part}]
+    return {result}"""),
+}  # fmt: skip
 
 
 def draw_program(rng: Random) -> Program:
     """Draw one program. The same generator state gives the same program."""
-    family = rng.choices(list(FAMILIES), [weight for weight, _ in FAMILIES.values()])[0]
-    source, spec, inputs = FAMILIES[family][1](rng, _parts(rng))
-    return Program(family=family, source=ast.unparse(syntax.parse(source)), spec=spec, inputs=inputs)
+    family = rng.choices(list(FAMILIES), [weight for weight, *_ in FAMILIES.values()])[0]
+    _, kinds, draw, template = FAMILIES[family]
+    words = _words(rng)
+    words |= draw(rng, words)
+    source = ast.unparse(syntax.parse(template.format(**words)))
+    inputs = (*kinds, "small") if ", k):" in source else kinds
+    return Program(family=family, source=source, spec=words["spec"], inputs=inputs)
 
 
 def draw_arguments(rng: Random, program: Program) -> tuple[object, ...]:

@@ -28,10 +28,13 @@ VISIBLE, HIDDEN = 4, 8
 # Number of bugs tried in one sandbox.
 BATCH = 64
 
-_COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
-_AUGMENTED = [ast.Add, ast.Sub, ast.Mult]
-_CHOICES: dict[str, list[Any]] = {"compare": _COMPARE, "operator": _BINARY, "augmented": [*_AUGMENTED, ast.FloorDiv]}
+# Operators of each kind of place. Of an augmented assignment, a bug is one of the first three.
+_CHOICES: dict[str, list[Any]] = {
+    "compare": [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq],
+    "operator": _BINARY,
+    "augmented": _BINARY[:4],
+}
 _AGGREGATES = ["sum", "max", "min", "len", "sorted"]
 
 
@@ -43,34 +46,28 @@ def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, st
     if not sites:
         return None
     kind, index = rng.choice(sites)
-    changed = syntax.parse(source)
-    _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
-    text = ast.unparse(ast.fix_missing_locations(changed))
-    return (kind, text) if _one_line(source, text) else None
+    text = _changed(source, index, lambda node: _plant(kind, node, rng, _locals(tree)))
+    return (kind, text) if text else None
 
 
 def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
     """Return (kind, changed source) of every change of these kinds that changes exactly one line, without repeats."""
-    tree = syntax.parse(source)
     kind_of: dict[str, str] = {}
-    for kind, index in dict.fromkeys(_sites(tree)):
-        for choice in range(len(_CHOICES[kind])) if kind in kinds else ():
-            changed = syntax.parse(source)
-            node: Any = list(ast.walk(changed))[index]
-            new = _CHOICES[kind][choice]()
-            if kind == "compare":
-                node.ops = [new]
-            else:
-                node.op = new
-            text = ast.unparse(changed)
-            if text != source and _one_line(source, text):
+    for kind, index in dict.fromkeys(_sites(syntax.parse(source))):
+        for operator in _CHOICES[kind] if kind in kinds else ():
+            if text := _changed(source, index, lambda node, operator=operator: _operate(node, operator)):
                 kind_of.setdefault(text, kind)
     return [(kind, text) for text, kind in kind_of.items()]
 
 
-def _one_line(source: str, text: str) -> bool:
+def _changed(source: str, index: int, change: Callable[[Any], None]) -> str:
+    """Return `source` with its node of this number changed; empty unless exactly one line differs."""
+    tree = syntax.parse(source)
+    change(list(ast.walk(tree))[index])
+    text = ast.unparse(tree)
     before, after = source.split("\n"), text.split("\n")
-    return len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    one = len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    return text if one else ""
 
 
 def _locals(tree: ast.AST) -> list[str]:
@@ -98,15 +95,22 @@ def _sites(tree: ast.AST) -> list[tuple[str, int]]:
     return sites
 
 
-def _change(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
+def _operate(node: Any, operator: Any) -> None:
+    if isinstance(node, ast.Compare):
+        node.ops = [operator()]
+    else:
+        node.op = operator()
+
+
+def _plant(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
     def other(choices: Sequence[Any], now: object) -> Any:
         return rng.choice([choice for choice in choices if choice != now])
 
     match kind:
         case "compare":
-            node.ops = [other(_COMPARE, type(node.ops[0]))()]
+            _operate(node, other(_CHOICES[kind], type(node.ops[0])))
         case "operator" | "augmented":
-            node.op = other(_BINARY if kind == "operator" else _AUGMENTED, type(node.op))()
+            _operate(node, other(_BINARY if kind == "operator" else _BINARY[:3], type(node.op)))
         case "swap":
             node.left, node.right = node.right, node.left
         case "constant":

@@ -23,7 +23,6 @@ from composer_nb.tour.expert import Script, ScriptedPolicy, expert, one
 from composer_nb.tour.repairs import make_tasks
 
 READ = ToolCall(name="read_file", arguments={"path": "f.py"})
-FINISH = ToolCall(name="finish", arguments={})
 Play = Callable[[float], list[Attempt]]
 
 
@@ -46,27 +45,17 @@ def names(done: Attempt) -> list[str]:
     return [json.loads(turn.call)["name"] for turn in done.rollout.turns]
 
 
-def test_an_expert_without_mistakes_solves_everything_with_one_edit(play: Play) -> None:
+def test_an_expert_mends_everything_and_with_mistakes_most(play: Play) -> None:
     done = play(0.0)
-    assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
-    assert {tuple(names(each)) for each in done} == {
+    assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in done)
+    assert {tuple(names(attempt)) for attempt in done} == {
         ("read_file", "edit_line", "finish"),
         ("read_file", "edit_line", "run_tests", "finish"),
     }
-    assert 0.5 < sum("run_tests" in names(each) for each in done) / len(done) < 0.9
-
-
-def test_an_expert_with_mistakes_makes_them_and_mends_most(play: Play) -> None:
     done = play(0.7)
-    assert all(each.rollout.stop == "finished" and not each.rollout.invalid_calls for each in done)
-    edits = Counter(names(each).count("edit_line") for each in done)
-    assert len(edits) > 2 and any(count > 1 for count in edits)
-    solved = sum(each.grade.passed for each in done)
-    assert len(done) / 3 < solved < len(done)
-    for each in done:
-        tests = [turn for turn in each.rollout.turns if turn.tests_run is not None]
-        if each.grade.passed and tests:
-            assert tests[-1].tests_passed == tests[-1].tests_run
+    assert all(attempt.rollout.stop == "finished" and not attempt.rollout.invalid_calls for attempt in done)
+    assert len(Counter(names(attempt).count("edit_line") for attempt in done)) > 2
+    assert len(done) / 3 < sum(attempt.grade.passed for attempt in done) < len(done)
 
 
 @pytest.mark.parametrize(
@@ -85,27 +74,19 @@ def test_a_task_beyond_the_expert_is_an_error(task: Task, change: dict[str, Any]
         next(script)
 
 
-def script_of(*calls: ToolCall) -> Script:
-    return (one(call) for call in calls)
-
-
-def test_a_script_that_ends_too_soon_is_an_error(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
-    policy = ScriptedPolicy(agent.renderer, lambda n: script_of(READ))
-    with pytest.raises(ValueError, match="the script of rollout 0 ended before its agent"):
-        list(drive([agent.attempt(task, 0)], policy, boxes("1")))
-
-
-def test_scripts_are_sent_what_the_tools_answered(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
-    heard: list[str] = []
+def test_scripts_are_sent_what_the_tools_answered_and_must_not_end_first(
+    agent: Agent, task: Task, boxes: Callable[..., Any]
+) -> None:
+    observations: list[str] = []
 
     def script(n: int) -> Script:
-        heard.append((yield one(READ)))
-        heard.append((yield one(ToolCall(name="read_file", arguments={"path": "no.py"}))))
-        yield one(FINISH)
+        observations.append((yield one(READ)))
+        observations.append((yield one(ToolCall(name="read_file", arguments={"path": "no.py"}))))
 
     policy = ScriptedPolicy(agent.renderer, script)
-    list(drive([agent.attempt(task, 0)], policy, boxes("1")))
-    assert heard[0].startswith("1def f(xs, k):\n2") and heard[1] == "error: no file no.py"
+    with pytest.raises(ValueError, match="the script of rollout 0 ended before its agent"):
+        list(drive([agent.attempt(task, 0)], policy, boxes("1")))
+    assert observations[0].startswith("1def f(xs, k):\n2") and observations[1] == "error: no file no.py"
 
 
 def test_a_policy_forgets_what_was_released(renderer: CompactRenderer) -> None:

@@ -1,4 +1,4 @@
-"""Miniature repositories: right answers pass, bugs fail where an agent can see it, and nothing held out is shown."""
+"""Kinds of miniature repositories: the right answer is worth 1, none and a cheat nothing, and an expert solves all."""
 
 from __future__ import annotations
 
@@ -7,67 +7,103 @@ from random import Random
 
 import pytest
 
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
+from composer_nb.harness.syntax import lints
+from composer_nb.harness.tasks.functions import parse_test_files, parse_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.tour.miniatures import ENUMERABLE, HIDDEN, OTHERS, VISIBLE, make_miniatures
-from composer_nb.tour.programs import FAMILIES, HELDOUT_SHARE, Program
-from composer_nb.tour.repairs import bugs, neighbours
+from composer_nb.tour.expert import ScriptedPolicy, searcher
+from composer_nb.tour.miniatures import ENUMERABLE, MUTANTS, OTHERS, VISIBLE, Kind, make_miniatures
+from composer_nb.tour.programs import FAMILIES, Program
+from composer_nb.tour.repairs import buggy, fingerprints, neighbours
 
-COUNT = 24
+KINDS: tuple[Kind, ...] = ("bug", "feature", "tests", "lint")
+COUNT = 16
 
 
-@pytest.fixture(scope="module", params=[False, True])
-def made(request: pytest.FixtureRequest, sandboxes: SandboxExecutor) -> tuple[bool, list[Task]]:
-    executor = CachedExecutor(sandboxes)
-    return request.param, list(make_miniatures("seed", COUNT, heldout=request.param, executor=executor))
+@pytest.fixture(scope="module")
+def executor(sandboxes: SandboxExecutor) -> CachedExecutor:
+    return CachedExecutor(sandboxes)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, executor: CachedExecutor) -> list[Task]:
+    return list(make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(request.param,)))
 
 
 def functions_of(task: Task) -> dict[str, str]:
     """Every function of a repository, as `f`."""
-    found = {}
+    functions = {}
     for path in task.source_scope:
         for node in ast.parse(task.solution.get(path, task.files[path])).body:
             assert isinstance(node, ast.FunctionDef)
             name, node.name = node.name, "f"
-            found[name] = ast.unparse(node)
-    return found
+            functions[name] = ast.unparse(node)
+    return functions
 
 
-def test_the_same_seed_gives_the_same_tasks(made: tuple[bool, list[Task]], sandboxes: SandboxExecutor) -> None:
-    heldout, tasks = made
-    again = make_miniatures("seed", 10, heldout=heldout, executor=CachedExecutor(sandboxes))
-    assert list(again) == tasks[:10]
-    assert len({task.id for task in tasks}) == COUNT
+def emptied(task: Task) -> dict[str, str]:
+    return task.files | dict.fromkeys(task.source_scope, "")
 
 
-def test_the_right_answer_passes_and_the_first_failure_names_the_function(
-    made: tuple[bool, list[Task]], sandboxes: SandboxExecutor
-) -> None:
-    for task in made[1]:
-        seen, graded = parse_test_files(task.visible_tests), parse_test_files(task.tests)
-        others = len(functions_of(task)) - 1
-        assert len(seen) == VISIBLE + OTHERS * others and len(graded) == HIDDEN + OTHERS * others
-        right = task.files | task.solution
-        requests = [request_tests(files, tests) for tests in (seen, graded) for files in (task.files, right)]
-        results = [
-            [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-            for tests, outcomes in zip((seen, seen, graded, graded), sandboxes.run(requests), strict=True)
-        ]
-        bug_seen, right_seen, bug_graded, right_graded = results
-        assert all(right_seen) and all(right_graded), task.id
-        assert not all(bug_graded), task.id
-        assert seen[bug_seen.index(False)].function == task.metadata["function"]
-        assert all(
-            test.function == task.metadata["function"] for test, ok in zip(seen, bug_seen, strict=True) if not ok
-        )
+def without_tests(task: Task) -> dict[str, str]:
+    return {path: text for path, text in task.files.items() if not path.startswith("test_")}
 
 
-def test_every_function_is_on_the_side_of_the_split_that_its_task_is_on(made: tuple[bool, list[Task]]) -> None:
-    for task in made[1]:
+def with_true_tests(task: Task) -> dict[str, str]:
+    """Every test file asserts what any code passes."""
+    easy = "from builtins import abs\n\n\ndef test_0():\n    assert abs(1) == 1\n"
+    return task.files | dict.fromkeys([path for path in task.files if path.startswith("test_")], easy)
+
+
+def test_only_the_right_answer_is_worth_something(made: list[Task], executor: CachedExecutor) -> None:
+    for task in made:
+        gold = task.files | task.solution
+        assert grade(task, gold, executor).passed, task.id
+        for cheat in (dict, emptied, without_tests, with_true_tests):
+            files = cheat(task.files) if cheat is dict else cheat(task)
+            found = grade(task, files, executor)
+            assert found.status == "graded" and not found.passed, (task.id, cheat)
+        assert grade(task, gold | {"notes.txt": "x"}, executor).passed == (task.strictness != "lints")
+
+
+def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task], executor: CachedExecutor) -> None:
+    kind: Kind = made[0].metadata.get("kind", "bug")  # type: ignore[assignment]
+    again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
+    assert list(again) == made and len({task.id for task in made}) == COUNT
+    asked = {"bug": "fix ", "feature": "add {}: ", "tests": "test {}: ", "lint": "fix the lints"}[kind]
+    for task in made:
+        assert task.instruction.startswith(asked.format(task.metadata["function"]))
+        assert buggy(task).startswith("def f(") and len(fingerprints([task])) >= 2
         for source in functions_of(task).values():
-            program = Program(family="", source=source, spec="", inputs=())
-            assert program.heldout == made[0] == (int(program.structure[:2], 16) < HELDOUT_SHARE * 256)
+            assert Program(family="", source=source, spec="", inputs=()).heldout
+        if kind == "lint":
+            [path] = task.solution
+            assert len(lints(task.files[path])) == 1 and not lints(task.solution[path])
+        if kind == "feature":
+            assert "    pass" in buggy(task)
+        if kind == "tests":
+            assert 1 <= len(task.mutants) <= MUTANTS
+            assert "mutants" not in "".join(task.files.values())
+        else:
+            assert len(parse_test_files(task.visible_tests)) == VISIBLE + OTHERS * (len(functions_of(task)) - 1)
+
+
+def test_the_expert_solves_them_in_the_limits_of_small_models(
+    made: list[Task], renderer: CompactRenderer, executor: CachedExecutor
+) -> None:
+    agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+    policy = ScriptedPolicy(renderer, lambda number: searcher(made[number], Random(number)))
+    done: list[Attempt] = [
+        each for _, each in drive((agent.attempt(t, n) for n, t in enumerate(made)), policy, executor)
+    ]
+    assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
+    assert all(each.rollout.invalid_calls == 0 and each.rollout.messages <= 6 for each in done)
 
 
 def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:
@@ -80,15 +116,6 @@ def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:
     assert {len(task.source_scope) for task in untold} == {1, 2, 3}
 
 
-def test_a_bug_that_can_be_enumerated_is_undone_by_a_neighbour(made: tuple[bool, list[Task]]) -> None:
-    for task in made[1]:
-        right = functions_of(task)[task.metadata["function"]]
-        for seed in range(4):
-            planted = bugs(right, Random(seed), ENUMERABLE)
-            if planted is not None:
-                assert right in [text for _, text in neighbours(planted[1], ENUMERABLE)]
-
-
 def test_neighbours_differ_from_the_source_in_one_line_and_from_each_other() -> None:
     source = "def f(xs, k):\n    t = 0\n    for x in xs:\n        if x > k:\n            t += x * 2\n    return t"
     found = [text for _, text in neighbours(source, ENUMERABLE)]
@@ -96,3 +123,38 @@ def test_neighbours_differ_from_the_source_in_one_line_and_from_each_other() -> 
     assert {kind for kind, _ in neighbours(source, ("compare",))} == {"compare"}
     for text in found:
         assert sum(a != b for a, b in zip(text.split("\n"), source.split("\n"), strict=True)) == 1
+
+
+# Tests that an agent writes.
+
+
+@pytest.fixture(scope="module")
+def weak(executor: CachedExecutor) -> Task:
+    return next(make_miniatures("kinds", 1, heldout=True, executor=executor, kinds=("tests",)))
+
+
+def test_tests_must_call_the_function_and_keep_what_was_there(weak: Task, executor: CachedExecutor) -> None:
+    """Code is told apart by what it does: `getlines` would tell it by its text."""
+    [(path, right)] = weak.solution.items()
+    [name, module] = [weak.metadata["function"], parse_tests(path, weak.files[path])[0].module]
+    spy = f"from linecache import getlines\n{weak.files[path]}\n\ndef test_9():\n    assert getlines({module + '.py'!r}) == []\n"
+    written = right.replace("def test_0", "def test_x", 1)
+    assert grade(weak, weak.files | {path: written}, executor).passed, "names are free"
+    first = f"def test_0():{right.partition('def test_0():')[2].partition(chr(10) * 3)[0]}"
+    fewer, other = right.replace(first, "").rstrip() + "\n", right.replace(f"import {name}", "import f")
+    for text in (spy, fewer, other, right + "print(1)\n"):
+        assert text != right
+        found = grade(weak, weak.files | {path: text}, executor)
+        assert not found.passed and "passes as it is" in found.tests
+
+
+@pytest.mark.parametrize("mutants", ["{}", "[1]", '[{"../x": "y"}]', "no"])
+def test_mutants_of_a_foreign_task_are_checked(weak: Task, mutants: str) -> None:
+    with pytest.raises(ValueError, match=r"metadata\.mutants"):
+        Task.model_validate(weak.model_dump() | {"metadata": weak.metadata | {"mutants": mutants}})
+
+
+def test_mutants_need_tests_to_write(weak: Task) -> None:
+    scope = tuple(path for path in weak.files if not path.startswith("test"))[:1]
+    with pytest.raises(ValueError, match=r"one test file as source_scope|only imports and functions"):
+        Task.model_validate(weak.model_dump() | {"source_scope": scope, "solution": {}})

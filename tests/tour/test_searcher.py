@@ -31,29 +31,24 @@ def searched(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> list[Atte
     return [done[number] for number in range(len(tasks))]
 
 
-def test_it_finds_the_answer_by_testing(searched: list[Attempt]) -> None:
-    solved = sum(done.grade.passed for done in searched)
-    assert solved >= 0.9 * len(searched)  # a wrong change may pass the visible tests
+def test_it_tests_looks_tries_and_undoes(searched: list[Attempt]) -> None:
+    assert sum(done.grade.passed for done in searched) >= 0.9 * len(
+        searched
+    )  # a wrong change may pass the visible tests
     figures = behaviour(searched)
     assert figures["recovery"] > 0.9 and figures["recovery_n"] > 10
     assert figures["tests_after_wrong_edit"] == 1.0 and figures["invalid_call_rate"] == 0.0
-    assert figures["reads_before_edit"] == 2.0 and figures["calls_per_turn"] > 1.2
-
-
-def test_every_try_is_undone_before_the_next_and_none_comes_twice(searched: list[Attempt]) -> None:
-    most = 0
+    counts = []
     for done in searched:
         calls = [json.loads(turn.call) for turn in done.rollout.turns]
         names = [call["name"] for call in calls]
         edits = [call["arguments"] for call in calls if call["name"] == "substitute"]
-        assert names[:3] == ["run_tests", "grep", "read_file"] and names[-1] == "finish"
-        tries = names[3:-1]
-        assert tries == (["substitute", "run_tests"] + ["undo", "substitute", "run_tests"] * (len(edits) - 1))
+        tries = ["substitute", "run_tests"] + ["undo", "substitute", "run_tests"] * (len(edits) - 1)
+        assert names == ["run_tests", "grep", "read_file", *tries, "finish"]
         assert len({(edit["old"], edit["new"]) for edit in edits}) == len(edits) <= TRIES
-        told = ":" in next(iter(done.task.instruction.split("\n")))
-        assert len(edits) == 1 or not told
-        most = max(most, len(edits))
-    assert most > 3
+        assert len(edits) == 1 or ":" not in done.task.instruction.split("\n")[0]
+        counts.append(len(edits))
+    assert max(counts) > 3
 
 
 def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> None:
