@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.policy import Request
 from composer_nb.labs.scaling import bits_per_byte
-from composer_nb.trainer.corpus.filters import parsed
+from composer_nb.trainer.corpus.build import parsed
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.ranks import Ranks

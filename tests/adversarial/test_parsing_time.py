@@ -19,7 +19,7 @@ from composer_nb.harness.terms import conduct
 from composer_nb.harness.tools import terminal
 from composer_nb.labs.audit.probes import COPIES
 from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
-from composer_nb.trainer.corpus.licences import is_allowed
+from composer_nb.trainer.corpus.repositories import is_allowed
 from tests.harness.test_monitors import TASK, done
 
 DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
