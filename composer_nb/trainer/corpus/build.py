@@ -138,7 +138,7 @@ def _filters_of(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str,
         duplicates = near_duplicates([file.text for file in files], s.similar, s.seed)
         return {index: f"{files[first].repository}: {files[first].path}" for index, first in duplicates.items()}
 
-    alone = {
+    alone: dict[str, Callable[[SourceFile], str]] = {
         "licence": unlicensed,
         "not generated": lambda file: "says so" if is_generated(file.text) else "",
         "longest line": long_line,

@@ -323,7 +323,7 @@ def _symptoms(
 
     if change.kind == "feature":
         return telling(order)
-    tests_of_bugs = [order]
+    tests_of_bugs: Sequence[Sequence[str]] = [order]
     if parts:
         tests = subject.baseline.plan.tests
         broken = [set(json.loads(task.metadata["fail_to_pass"])) for _, task in parts]
