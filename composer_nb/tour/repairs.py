@@ -66,8 +66,8 @@ def _changed(source: str, index: int, change: Callable[[Any], None]) -> str:
     change(list(ast.walk(tree))[index])
     text = ast.unparse(tree)
     before, after = source.split("\n"), text.split("\n")
-    one = len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
-    return text if one else ""
+    one_line = len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    return text if one_line else ""
 
 
 def _locals(tree: ast.AST) -> list[str]:

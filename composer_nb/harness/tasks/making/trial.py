@@ -38,7 +38,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import check_database
 
 
-class Dropped(Exception):
+class NoTask(Exception):
     """There is no task of a change.
 
     unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
@@ -86,7 +86,7 @@ class TrialOutcome:
 
     Attributes:
         kind: Kind of the change; of a commit or a release, why there is no task.
-        verdict: `kept`, or that of `Dropped`.
+        verdict: `kept`, or that of `NoTask`.
     """
 
     key: str
@@ -174,16 +174,16 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
 
 
 def _ran(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult]:
-    """Return the runs. Raises Dropped if one does not end. If one ends a sandbox that all share, each runs alone."""
+    """Return the runs. Raises NoTask if one does not end. If one ends a sandbox that all share, each runs alone."""
     try:
         ran = subject.boxes(timeout_s).run(jobs)
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
-            raise Dropped("ends early") from None
+            raise NoTask("ends early") from None
         return [result for alone in jobs for result in _ran(subject, [alone], timeout_s)]
     for run in ran:
         if run.flags:
-            raise Dropped("endless" if "timeout" in run.flags else "ends early")
+            raise NoTask("endless" if "timeout" in run.flags else "ends early")
     return ran
 
 
@@ -203,19 +203,19 @@ def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Tria
             look(subject, change)
         began = time.monotonic()
         task = _settled(subject, change, parts)
-    except Dropped as dropped:
-        verdict = dropped.verdict
+    except NoTask as no_task:
+        verdict = no_task.verdict
     seconds = time.monotonic() - began if began else 0.0
     return TrialOutcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
 
 
 def look(subject: Subject, change: Change) -> None:
-    """Raise Dropped if the tests nearest to a change do not notice it."""
+    """Raise NoTask if the tests nearest to a change do not notice it."""
     keys = subject.baseline.nearest(change.places)[:LOOK_AT]
     seconds = sum(subject.baseline.reach[key].seconds for key in keys)
     [ran] = _ran(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
     if not _failing(ran, keys):
-        raise Dropped("unseen")
+        raise NoTask("unseen")
 
 
 def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
@@ -223,14 +223,14 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     files, changed = repository.files, change.apply(repository.files)
     originals = ["\n".join(files[edit.path].split("\n")[edit.start - 1 : edit.end]) for edit in change.edits]
     if any(text.count("\n") > 1 and sum(other.count(text) for other in files.values()) > 1 for text in originals):
-        raise Dropped("copied")
+        raise NoTask("copied")
     [ran] = _ran(subject, [_job(subject, changed, tests, explain=True)], 15.0 + 4 * baseline.suite_s)
     failing = _failing(ran, tests)
     names = {tests[key] for key in failing}
     if not failing or any(names.isdisjoint(json.loads(part.metadata["fail_to_pass"])) for _, part in parts):
-        raise Dropped("unseen")
+        raise NoTask("unseen")
     if len(failing) > max(8, MOST_BROKEN * len(tests)):
-        raise Dropped("too much")
+        raise NoTask("too much")
     nearest = baseline.nearest(change.places)
     near = [key for key in nearest if key not in failing]
     modules = modules_of([*failing, *near[:BESIDES]])
@@ -257,7 +257,7 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     else:
         text = write(symptoms, len(steady), seed)
     if not text:
-        raise Dropped("silent")
+        raise NoTask("silent")
     # The workspace keeps only tests that pass: the agent has to find out what fails.
     in_modules = {path: [key for key in steady if key.startswith(f"{path}::")] for path in modules_of(steady)}
     passing = {path: without_tests(task.files[path], gone) for path, gone in in_modules.items() if path in task.files}
@@ -271,7 +271,7 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
 def _repeated(
     subject: Subject, task: Task, keys: frozenset[str], failing: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Return the tests that fail without a change every time, and those that do so at times. Raises Dropped if there is none, or
+    """Return the tests that fail without a change every time, and those that do so at times. Raises NoTask if there is none, or
     the solution fails one."""
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
     timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
@@ -279,16 +279,16 @@ def _repeated(
     for seed in range(REPEATS):
         right, wrong = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
         if _failing(right, keys):
-            raise Dropped("ungraded")
+            raise NoTask("ungraded")
         failures.append(_failing(wrong, keys))
     if not (steady := set.intersection(*failures)):
-        raise Dropped("flaky")
+        raise NoTask("flaky")
     return steady, set.union(*failures) - steady
 
 
 def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence[str]) -> Task:
     """Return the task with a plan of these tests, by whose twins and recorded calls the grader itself tells its solution from its
-    start. Raises Dropped."""
+    start. Raises NoTask."""
     baseline, counted = subject.baseline.plan, set(keys)
     twins = [replace(twin, keys=tuple(sorted(counted.intersection(twin.keys)))) for twin in baseline.twins]
     tests = {key: baseline.tests[key] for key in keys}
@@ -304,22 +304,22 @@ def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence
     )
     fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
     if not fits or set(wrong.failed) != set(failing):
-        raise Dropped("ungraded")
+        raise NoTask("ungraded")
     return task
 
 
 def _symptoms(
     subject: Subject, ran: JobResult, order: Sequence[str], change: Change, parts: Sequence[Part]
 ) -> list[Symptom]:
-    """Return one symptom for each bug, or the examples for a feature. Raises Dropped if a bug has no symptom that tells.
+    """Return one symptom for each bug, or the examples for a feature. Raises NoTask if a bug has no symptom that tells.
 
     For several bugs, a test that fails because of one bug alone is preferred.
     """
 
     def telling(keys: Sequence[str]) -> list[Symptom]:
         modules = {key: normal(subject.repository.hidden[key.partition("::")[0]]) for key in keys[:LISTENED]}
-        listened = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
-        return [heard for heard in listened if heard is not None]
+        reports = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
+        return [report for report in reports if report is not None]
 
     if change.kind == "feature":
         return telling(order)
@@ -340,6 +340,6 @@ def _symptoms(
         ranked = telling(keys)
         best = min(ranked, key=lambda s: (bool(s.code), bool(s.setup), len(s.code) > SHORT_CODE), default=None)
         if best is None or best in symptoms:
-            raise Dropped("silent")
+            raise NoTask("silent")
         symptoms.append(best)
     return symptoms
