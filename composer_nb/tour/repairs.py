@@ -264,7 +264,7 @@ def distinct(
         draws = (draw() for _ in range(16 * BATCH))
         fit = filter(None, list(draws) if ahead else draws)
         while candidates := list(islice(fit, max(16, 2 * (count - len(keys))))):
-            programs, inputs = [each.buggy for each in candidates], [each.inputs for each in candidates]
+            programs, inputs = [pair.buggy for pair in candidates], [pair.inputs for pair in candidates]
             runs = run_programs(programs, inputs, executor)
             for candidate, outcomes in zip(candidates, runs, strict=True):
                 task = make(candidate, outcomes) if outcomes is not None else None
