@@ -13,6 +13,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
@@ -55,7 +56,7 @@ def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
     kind_of: dict[str, str] = {}
     for kind, index in dict.fromkeys(_sites(syntax.parse(source))):
         for operator in _CHOICES[kind] if kind in kinds else ():
-            if text := _changed(source, index, lambda node, operator=operator: _operate(node, operator)):
+            if text := _changed(source, index, partial(_operate, operator=operator)):
                 kind_of.setdefault(text, kind)
     return [(kind, text) for text, kind in kind_of.items()]
 
