@@ -93,10 +93,10 @@ def _made(summary: Mapping[str, Any]) -> Group:
 
     rows = []
     for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
-        tried, kept = kind["tried"], kind["kept"]
+        tried, tasks = kind["tried"], kind["kept"]
         why = ", ".join(f"{count} {why}" for why, count in sorted(kind["verdicts"].items()) if why != "kept")
-        cost = f"{kind['seconds'] / kept:.1f}" if kept else "-"
-        rows.append((kind["kind"], str(tried), str(kept), f"{kept / tried:.0%}", cost, why))
+        cost = f"{kind['seconds'] / tasks:.1f}" if tasks else "-"
+        rows.append((kind["kind"], str(tried), str(tasks), f"{tasks / tried:.0%}", cost, why))
     left_out = ", ".join(f"{count} {why}" for why, count in sorted(summary["left_out"].items())) or "none"
     lines = [
         f"{summary['repository']}: {summary['tasks']} tasks, of {sum(kind['kept'] for kind in summary['kinds'])} changes kept, "

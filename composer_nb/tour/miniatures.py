@@ -184,10 +184,10 @@ def _task(
         files, scope = files | {path: right}, (written,)
         solution = {written: tests[written].replace("def test_0", f"{added}\n\ndef test_0")}
     what = f"{name}: {program.spec}"
-    asked = {"bug": f"fix {what}" if specified else "fix the tests", "lint": "fix the lints"}
+    instructions = {"bug": f"fix {what}" if specified else "fix the tests", "lint": "fix the lints"}
     return Task(
         id=f"{program.family}-{digest}",
-        instruction=(asked | {"feature": f"add {what}", "tests": f"test {what}"})[kind],
+        instruction=(instructions | {"feature": f"add {what}", "tests": f"test {what}"})[kind],
         files=files | tests,
         tests=hidden_tests,
         solution=solution,

@@ -13,6 +13,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
@@ -55,7 +56,7 @@ def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
     kind_of: dict[str, str] = {}
     for kind, index in dict.fromkeys(_sites(syntax.parse(source))):
         for operator in _CHOICES[kind] if kind in kinds else ():
-            if text := _changed(source, index, lambda node, operator=operator: _operate(node, operator)):
+            if text := _changed(source, index, partial(_operate, operator=operator)):
                 kind_of.setdefault(text, kind)
     return [(kind, text) for text, kind in kind_of.items()]
 
@@ -66,8 +67,8 @@ def _changed(source: str, index: int, change: Callable[[Any], None]) -> str:
     change(list(ast.walk(tree))[index])
     text = ast.unparse(tree)
     before, after = source.split("\n"), text.split("\n")
-    one = len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
-    return text if one else ""
+    one_line = len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+    return text if one_line else ""
 
 
 def _locals(tree: ast.AST) -> list[str]:
@@ -264,7 +265,7 @@ def distinct(
         draws = (draw() for _ in range(16 * BATCH))
         fit = filter(None, list(draws) if ahead else draws)
         while candidates := list(islice(fit, max(16, 2 * (count - len(keys))))):
-            programs, inputs = [each.buggy for each in candidates], [each.inputs for each in candidates]
+            programs, inputs = [pair.buggy for pair in candidates], [pair.inputs for pair in candidates]
             runs = run_programs(programs, inputs, executor)
             for candidate, outcomes in zip(candidates, runs, strict=True):
                 task = make(candidate, outcomes) if outcomes is not None else None

@@ -18,7 +18,6 @@ import argparse
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +34,7 @@ from composer_nb.trainer.drafts import DraftingEngine, rows_of, train_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from scripts.bench.in_turn import in_turn
 
 MOE = ModelConfig(
     vocab_size=4096,
@@ -152,20 +152,13 @@ def rates(
     forms: Mapping[str, Form], make: Callable[[int], Turns], rounds: int, *, same: bool = True
 ) -> dict[str, list[float]]:
     """Tokens a second of each form, round by round. Raises SystemExit where two found different tokens, unless they may."""
-    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    found: dict[str, list[float]] = {name: [] for name in forms}
-    for number in range(rounds + 1):
-        turns, said = make(number), {}
-        for name, form in forms.items():
-            begin = now()
-            said[name] = form(turns)
-            if number:  # the first warms up
-                found[name].append(sum(map(len, said[name])) / (now() - begin))
-        first, *others = said.items()
-        for name, tokens in others:
-            if same and tokens != first[1]:
-                raise SystemExit(f"{name} found other tokens than {first[0]}")
-    return found
+    measured = in_turn(forms, rounds, lambda number: (make(number),))
+    tokens = {name: [tokens for _, tokens in rows] for name, rows in measured.items()}
+    first, *others = tokens
+    for name in others:
+        if same and tokens[name] != tokens[first]:
+            raise SystemExit(f"{name} found other tokens than {first}")
+    return {name: [sum(map(len, said)) / seconds for seconds, said in rows] for name, rows in measured.items()}
 
 
 def table(title: str, found: Mapping[str, list[float]]) -> None:

@@ -19,8 +19,7 @@ import argparse
 import copy
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +39,7 @@ from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrain
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import to_streams
+from scripts.bench.in_turn import clock, timed
 
 COMMON: dict[str, Any] = {"vocab_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 1024}
 SHAPES = {
@@ -67,24 +67,6 @@ SHAPES = {
 """The first is sparse as Qwen3-30B-A3B is, in small; the second has few and large experts, where a step is mostly GEMMs."""
 ROWS, LENGTH = 4, 512
 Step = Callable[[], float]
-
-
-def clock() -> Callable[[], float]:
-    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def timed(forms: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each form, round by round."""
-    now = clock()
-    for form in forms.values():
-        form()
-    found: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(rounds):
-        for name, form in forms.items():
-            begin = now()
-            form()
-            found[name].append(now() - begin)
-    return found
 
 
 def ours(model: Model, ids: Tensor) -> Step:

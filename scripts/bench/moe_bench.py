@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels import moe
+from scripts.bench.in_turn import in_turn
 
 SHAPES = {
     "64 experts, 4 a token": (2048, 256, 96, 64, 4),
@@ -117,13 +119,9 @@ def main() -> None:
             for layer, _ in made.values():
                 near = 5e-2 if dtype == torch.bfloat16 else 1e-4
                 torch.testing.assert_close(layer(x, logits).detach(), exact, atol=near, rtol=5e-2)
-            times: dict[str, list[tuple[float, float]]] = {form: [] for form in made}
-            for number in range(rounds + 1):
-                drawn = inputs(case, dtype, number)
-                for form, (layer, weights) in made.items():
-                    found = timed(layer, weights, *drawn)
-                    if number:
-                        times[form].append(found)
+            sides = {form: partial(timed, layer, weights) for form, (layer, weights) in made.items()}
+            measured = in_turn(sides, rounds, lambda number, case=case, dtype=dtype: inputs(case, dtype, number))
+            times = {form: [seconds for _, seconds in rows] for form, rows in measured.items()}
             ours = np.array(times["ours"])
             for form, pairs in times.items():
                 their = np.array(pairs)

@@ -52,23 +52,20 @@ def test_lend_twice():
 FILES = {"shelf.py": SOURCE.encode(), "tests/test_shelf.py": TEST.encode(), "bad.py": b"def (", "note.md": b"Shelf"}
 
 
-def test_a_docstring_asks_for_its_function() -> None:
+def test_a_docstring_asks_for_its_function_and_no_answer_is_given_away() -> None:
     mined = mine(FILES)
-    found = {question.kind: question for question in mined.questions}
-    assert [question.kind for question in mined.questions].count(
-        "docstring"
-    ) == 1  # the others are short, double or idle
-    asked = found["docstring"]
+    questions = {question.kind: question for question in mined.questions}
+    assert (
+        sum(question.kind == "docstring" for question in mined.questions) == 1
+    )  # the others are short, double or idle
+    asked = questions["docstring"]
     assert (asked.text, asked.path, asked.first, asked.last) == ("Gives a book to a reader", "shelf.py", 7, 13)
-    assert found["bug"].text.startswith("shelf.py: ") and "The date of its return" in found["bug"].text
-    assert found["test"].first == 7 and "novel" in found["test"].text and "shelf.lend" not in found["test"].text
-
-
-def test_no_answer_is_given_away_and_lines_stay() -> None:
-    text = mine(FILES).files["shelf.py"].decode()
-    assert text.count("\n") == SOURCE.count("\n")
+    assert questions["bug"].text.startswith("shelf.py: ") and "The date of its return" in questions["bug"].text
+    test = questions["test"]
+    assert test.first == 7 and "novel" in test.text and "shelf.lend" not in test.text
+    text = mined.files["shelf.py"].decode()
+    assert text.count("\n") == SOURCE.count("\n") and text.split("\n")[11] == SOURCE.split("\n")[11]
     assert "Gives a book" not in text and "Twice the same" not in text and "A module" in text
-    assert text.split("\n")[11] == SOURCE.split("\n")[11]
     compile(text, "shelf.py", "exec")
 
 

@@ -31,38 +31,29 @@ def repository(first: int) -> tuple[dict[str, bytes], list[Question]]:
     return files, asked
 
 
-def trained(seed: int = 0) -> tuple[dict[str, float], np.ndarray, list[float]]:
+def trained() -> tuple[dict[str, float], np.ndarray, list[float]]:
     parts = [repository(first) for first in (0, 20)]
     vocabulary = make_vocabulary([files for files, _ in parts], 200)
     repositories = [prepare(str(n), files, asked, vocabulary) for n, (files, asked) in enumerate(parts)]
-    settings = RetrievalSettings(**{name: getattr(SETTINGS, name) for name in SETTINGS.__slots__} | {"seed": seed})
-    vectors, losses = train(repositories, vocabulary, settings)
+    vectors, losses = train(repositories, vocabulary, SETTINGS)
     return vocabulary, vectors, losses
 
 
-def test_learns_what_words_alone_do_not_say() -> None:
-    vocabulary, vectors, losses = trained()
+def test_learns_what_words_alone_do_not_say_and_twice_the_same() -> None:
+    (vocabulary, vectors, losses), (_, again, losses_again) = trained(), trained()
+    assert losses == losses_again and vectors.tobytes() == again.tobytes()
     files, asked = repository(40)  # never seen
     unseen = prepare("unseen", files, asked, vocabulary)
     start = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
     assert recall(unseen, vectors, depth=1) == 1.0 and recall(unseen, start, depth=1) < 0.5
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
-
-
-def test_twice_the_same() -> None:
-    (_, one, losses), (_, two, again), (_, other, _) = trained(), trained(), trained(1)
-    assert losses == again and one.tobytes() == two.tobytes() and one.tobytes() != other.tobytes()
-
-
-def test_searching_encodes_as_training_did() -> None:
-    vocabulary, vectors, _ = trained()
+    # Searching encodes as training did.
     files, asked = repository(0)
-    made = prepare("0", files, asked, vocabulary)
     embedding = to_embedding(vectors, vocabulary)
-    places, weights = made.chunks.row(0)
+    places, weights = prepare("0", files, asked, vocabulary).chunks.row(0)
     wanted = (vectors[places] * weights[:, None]).sum(axis=0)
     assert (np.diff(embedding.terms.astype(object)) > 0).all()
-    paths = sorted(files)
-    chunk = chunk_file(paths[0], files[paths[0]])
-    found = embedding.encode(chunk.terms, chunk.weights, chunk.counts)
-    np.testing.assert_allclose(found[0], wanted / np.linalg.norm(wanted), atol=1e-5)
+    path = min(files)
+    chunk = chunk_file(path, files[path])
+    encoded = embedding.encode(chunk.terms, chunk.weights, chunk.counts)
+    np.testing.assert_allclose(encoded[0], wanted / np.linalg.norm(wanted), atol=1e-5)

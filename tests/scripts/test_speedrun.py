@@ -66,17 +66,14 @@ def test_settings_break_rules(
     speedrun: Any, task: Task, tmp_path: Path, changed: dict[str, Any], why: str | None
 ) -> None:
     tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(3)]
-    found = speedrun.broken_rules(run_of(tmp_path, tasks, changed), {each.id: each for each in tasks})
-    assert (not found) if why is None else (len(found) == 1 and why in found[0])
-
-
-def test_scored_tasks_are_the_official_ones_and_enough(speedrun: Any, task: Task, tmp_path: Path) -> None:
-    tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(3)]
-    official = {each.id: each for each in tasks}
-    easier = task.model_copy(update={"id": "t2", "instruction": "fix f: double it"})
-    for scored in ([*tasks[:2], easier], tasks[:1]):
-        [found] = speedrun.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
-        assert "held-out tasks are not at least 2" in found
+    official = {scored.id: scored for scored in tasks}
+    broken = speedrun.broken_rules(run_of(tmp_path, tasks, changed), official)
+    assert (not broken) if why is None else (len(broken) == 1 and why in broken[0])
+    if not changed:  # scored tasks are the official ones, and enough
+        easier = task.model_copy(update={"id": "t2", "instruction": "fix f: double it"})
+        for scored in ([*tasks[:2], easier], tasks[:1]):
+            [rule] = speedrun.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
+            assert "held-out tasks are not at least 2" in rule
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ from scipy.stats import spearmanr
 from scripts.studies.transfer import figure, law, rank_correlation, row, within_seeds
 
 
-def test_the_correlation_is_that_of_ranks():
+def test_the_correlation_is_that_of_ranks_within_seeds():
     one, other = pd.Series([3.0, 1.0, 2.0, 2.0, 5.0]), pd.Series([-9.0, 4.0, 0.5, 0.25, -100.0])
     assert rank_correlation(one, other) == pytest.approx(spearmanr(one, other).statistic)
-
-
-def test_what_a_seed_changes_in_all_its_runs_is_left_out_within_seeds():
     table = pd.DataFrame({"seed": [0, 0, 1, 1], "loss": [0.1, 0.2, 0.5, 0.6], "reward": [0.3, 0.2, 0.9, 0.8]})
     assert within_seeds(table) == pytest.approx(-1.0) and rank_correlation(table["loss"], table["reward"]) > 0
 

@@ -17,7 +17,7 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.tour.expert import ScriptedPolicy, searcher
+from composer_nb.tour.expert import TRIES, ScriptedPolicy, searcher
 from composer_nb.tour.miniatures import ENUMERABLE, MUTANTS, OTHERS, VISIBLE, Kind, make_miniatures
 from composer_nb.tour.programs import FAMILIES, Program
 from composer_nb.tour.repairs import buggy, fingerprints, neighbours
@@ -80,8 +80,6 @@ def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task]
     for task in made:
         assert task.instruction.startswith(asked.format(task.metadata["function"]))
         assert buggy(task).startswith("def f(") and len(fingerprints([task])) >= 2
-        for source in functions_of(task).values():
-            assert Program(family="", source=source, spec="", inputs=()).heldout
         if kind == "lint":
             [path] = task.solution
             assert len(lints(task.files[path])) == 1 and not lints(task.solution[path])
@@ -91,6 +89,8 @@ def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task]
             assert 1 <= len(task.mutants) <= MUTANTS
             assert "mutants" not in "".join(task.files.values())
         else:
+            for source in functions_of(task).values():
+                assert Program(family="", source=source, spec="", inputs=()).heldout
             assert len(parse_test_files(task.visible_tests)) == VISIBLE + OTHERS * (len(functions_of(task)) - 1)
 
 
@@ -103,7 +103,8 @@ def test_the_expert_solves_them_in_the_limits_of_small_models(
         each for _, each in drive((agent.attempt(t, n) for n, t in enumerate(made)), policy, executor)
     ]
     assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
-    assert all(each.rollout.invalid_calls == 0 and each.rollout.messages <= 6 for each in done)
+    most = 6 if "kind" in made[0].metadata else 4 + TRIES
+    assert all(each.rollout.invalid_calls == 0 and each.rollout.messages <= most for each in done)
 
 
 def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:

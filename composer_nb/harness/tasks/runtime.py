@@ -91,7 +91,7 @@ def obstacles(task: Task) -> Iterator[str]:
     """Name the requests of a task that no sandbox here can meet, each by its setting."""
     settings = task.settings
     environment, verifier = settings.environment, settings.verifier
-    tables = [("environment", environment), ("agent", settings.agent), ("verifier", verifier)]
+    tables = (("environment", environment), ("agent", settings.agent), ("verifier", verifier))
     rest = task.kept.rest if task.kept else {}
     checks: list[tuple[object, str]] = [
         (environment.allow_internet, "environment.allow_internet = true: sandboxes have no network"),

@@ -138,7 +138,7 @@ def _filters_of(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str,
         duplicates = near_duplicates([file.text for file in files], s.similar, s.seed)
         return {index: f"{files[first].repository}: {files[first].path}" for index, first in duplicates.items()}
 
-    alone = {
+    alone: dict[str, Callable[[SourceFile], str]] = {
         "licence": unlicensed,
         "not generated": lambda file: "says so" if is_generated(file.text) else "",
         "longest line": long_line,
@@ -217,7 +217,7 @@ def _documents(files: Sequence[SourceFile], heldout: Sequence[bool], most: int) 
         sides_of.setdefault(file.repository, ({}, {}))[side][file.path] = file
     number = -1
     for sides in sides_of.values():
-        for side, by_path in enumerate(sides):
+        for is_heldout, by_path in zip((False, True), sides, strict=True):
             size = most + 1
             for path in import_order({path: file.text for path, file in by_path.items()}):
                 file = by_path[path]
@@ -225,7 +225,7 @@ def _documents(files: Sequence[SourceFile], heldout: Sequence[bool], most: int) 
                 if size > most:
                     number, size = number + 1, len(file.text)
                 row = dataclasses.asdict(file) | {"licence": of_file(file.text) or file.licence}
-                yield row | {"heldout": bool(side), "document": number}
+                yield row | {"heldout": is_heldout, "document": number}
 
 
 # Near duplicates: texts whose sets of five-token shingles overlap, found by MinHash (Broder 1997) in the library `datasketch`.

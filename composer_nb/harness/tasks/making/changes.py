@@ -49,6 +49,10 @@ class Unit:
         """The function, by which tests that reach it are found."""
         return self.path, self.start
 
+    def becoming(self, text: str) -> Edit:
+        """Return the edit that puts a text in its place."""
+        return Edit(path=self.path, name=self.name, start=self.start, end=self.end, text=text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit(Unit):
@@ -167,19 +171,16 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
         replaced = tree.deep_replace(old, new)
         assert isinstance(replaced, cst.Module)
         new_text = text[: len(text) - len(code)] + replaced.code.removeprefix(header).removesuffix("\n")
-        if _fits(text, new_text):
-            edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
-            yield Change(kind=kind, edits=(edit,), places=(unit.place,))
+        if _means_else(text, new_text) and changed_lines(text, new_text) <= MAX_CHANGED:
+            yield Change(kind=kind, edits=(unit.becoming(new_text),), places=(unit.place,))
 
 
-def _fits(old: str, new: str) -> bool:
-    """Return whether a change is Python, changes the program, and is small."""
+def _means_else(old: str, new: str) -> bool:
+    """Return whether a function's new text is Python and another program."""
     try:
-        if normalised(old) == normalised(new):
-            return False
+        return normalised(old) != normalised(new)
     except (SyntaxError, ValueError):
         return False
-    return changed_lines(old, new) <= MAX_CHANGED
 
 
 def changed_lines(old: str, new: str) -> int:
@@ -231,12 +232,8 @@ def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iter
         gone = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
         helpers = [helper for helper in where if helper.path == unit.path and _only_helps(helper, text, files)]
         if gone and not any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
-            edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
-            edits += [
-                Edit(path=helper.path, name=helper.name, start=helper.start, end=helper.end, text="")
-                for helper in helpers
-            ]
-            yield Change(kind="feature", edits=tuple(edits), places=(unit.place,))
+            edits = unit.becoming(gone), *(helper.becoming("") for helper in helpers)
+            yield Change(kind="feature", edits=edits, places=(unit.place,))
 
 
 def function_of(text: str) -> Function | None:

@@ -103,8 +103,8 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
     results = {example.call: example.expected for example in examples if not example.code and example.expected}
     short_name = name.rpartition(".")[2]
     nearest = sorted(results, key=lambda call: short_name not in call)[:2]
-    shown = " and ".join(f"`{example}` should give `{results[example]}`" for example in nearest)
-    if len(documented.split()) < SAYS and not shown:
+    example_text = " and ".join(f"`{example}` should give `{results[example]}`" for example in nearest)
+    if len(documented.split()) < SAYS and not example_text:
         return ""
     brief = brief if len(brief.split()) >= SAYS else longer
     styles = (
@@ -113,7 +113,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
         f"We need `{call}` ({path}):\n\n{longer}",
         f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
     )
-    return Random(f"instruction {seed}").choice(styles) + (f"\n\nFor example, {shown}." if shown else "")
+    return Random(f"instruction {seed}").choice(styles) + (f"\n\nFor example, {example_text}." if example_text else "")
 
 
 def without_tests(text: str, keys: Iterable[str]) -> str:

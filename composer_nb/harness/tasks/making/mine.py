@@ -40,7 +40,7 @@ from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
-from composer_nb.harness.tasks.making.trial import Dropped, TaskStore, TrialOutcome, needed
+from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
@@ -258,14 +258,14 @@ def changelog(before: Repository, after: Repository) -> str:
 
 
 def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
-    """Return the task of a candidate before it has run. Raises Dropped."""
+    """Return the task of a candidate before it has run. Raises NoTask."""
     before, after = candidate.before, candidate.after
     if before is None or after is None or not candidate.request:
-        raise Dropped(*(candidate.unfit or "no request").split(": ", 1))
+        raise NoTask(*(candidate.unfit or "no request").split(": ", 1))
     try:
         with_packages, options = prepared(after, running)
     except ValueError as error:
-        raise Dropped("unfit", str(error)[:200]) from None
+        raise NoTask("unfit", str(error)[:200]) from None
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
     modules = sorted(path for path in options.chosen(changed) if is_test_module(path))
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
@@ -275,11 +275,11 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
     solution = {path: after.files[path] for path in paths if not supports_tests(path)}
     size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
     if not any(path in after.sources for path in solution):
-        raise Dropped("no source")
+        raise NoTask("no source")
     if not modules:
-        raise Dropped("no tests")
+        raise NoTask("no tests")
     if size > most_lines:
-        raise Dropped("too much")
+        raise NoTask("too much")
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
     facts = {"kind": "history", "repository": after.name, "lines": str(size), SECONDS: f"{running.suite_s:g}"}
@@ -295,7 +295,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
             metadata=with_packages.settings | facts,
         )
     except ValueError as error:
-        raise Dropped("unfit", str(error)[:200]) from None
+        raise NoTask("unfit", str(error)[:200]) from None
 
 
 def _try(candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int) -> tuple[TrialOutcome, int]:
@@ -310,26 +310,26 @@ def _try(candidate: Candidate, backend: Backend, running: RunOptions, most_lines
         try:
             [ran] = boxes.run([after])
         except (SandboxDied, RunnerEnded) as error:
-            raise Dropped("ungraded", f"the gold patch ends its sandbox: {error}"[:290]) from None
+            raise NoTask("ungraded", f"the gold patch ends its sandbox: {error}"[:290]) from None
         # Others fail for want of a file or a package, as a rule, or are slow.
         counted = {key: result.id for key, result in ran.results.items() if result.passed}
         slow = sum(result.why == "Endless" for result in ran.results.values())
         if not counted:
-            raise Dropped("ungraded", f"the gold patch passes no test {sorted(ran.flags) or ''}".strip())
+            raise NoTask("ungraded", f"the gold patch passes no test {sorted(ran.flags) or ''}".strip())
         with suppress(SandboxDied, RunnerEnded):
             [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
             if all(before.result(key).passed for key in counted):
-                raise Dropped("unseen", UNSEEN)
+                raise NoTask("unseen", UNSEEN)
         ids = {IDS: json.dumps(sorted(counted.values()))}
         files = task.files | current(task, candidate, boxes)
         task = task.model_copy(update={"files": files, "metadata": task.metadata | ids})
         validation = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
         if not validation.valid or validation.plan is None:
             problem = (validation.problems or ("no test counts",))[0][:300]
-            raise Dropped("unseen" if problem == UNSEEN else "ungraded", problem)
+            raise NoTask("unseen" if problem == UNSEEN else "ungraded", problem)
         task = with_plan(task, validation.plan)
-    except Dropped as dropped:
-        task, verdict, why = None, dropped.verdict, dropped.why
+    except NoTask as no_task:
+        task, verdict, why = None, no_task.verdict, no_task.why
     seconds = time.monotonic() - began
     return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=task), slow
 

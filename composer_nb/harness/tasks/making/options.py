@@ -157,16 +157,16 @@ def _settings(name: str, text: str) -> dict[str, Any] | None:
     """Return pytest's settings in a configuration file; None if it has none. Raises ValueError."""
     from iniconfig import IniConfig, ParseError
 
-    own = name.lstrip(".").startswith("pytest.")  # counts even without settings
+    dedicated = name.lstrip(".").startswith("pytest.")  # counts even without settings
     if not name.endswith(".toml"):
         try:
             sections = IniConfig(name, data=text)
         except ParseError as error:
             raise ValueError(str(error)) from None
         section = "tool:pytest" if name == "setup.cfg" else "pytest"
-        return dict(sections[section].items()) if section in sections else {} if own else None
+        return dict(sections[section].items()) if section in sections else {} if dedicated else None
     document = toml_of(text)
-    if own:
+    if dedicated:
         settings = document.get("pytest", {})
         stray = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
     else:

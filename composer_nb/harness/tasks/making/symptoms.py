@@ -197,7 +197,7 @@ def differing(expected: str, actual: str) -> tuple[str, str]:
     """Return two values, cut to where they differ if one of them is long."""
     if max(len(expected), len(actual)) <= MAX_QUOTE:
         return short(expected), short(actual)
-    unlike = (at for at, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
+    unlike = (at for at, pair in enumerate(zip(expected, actual, strict=False)) if pair[0] != pair[1])
     start = max(0, next(unlike, min(len(expected), len(actual))) - CONTEXT)
 
     def cut(text: str) -> str:
@@ -281,8 +281,8 @@ def _reproduced(
     setup = tuple(sorted(free & arguments))
     imports = dict.fromkeys(imported[name] for name in sorted(free & set(imported)) if name != "pytest")
     code = "\n".join([*imports, *map(ast.unparse, lines)])
-    known = not free - available - set(setup) and len(setup) <= FIXTURES
-    return (code, setup) if known and code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else None
+    complete = not free - available - set(setup) and len(setup) <= FIXTURES
+    return (code, setup) if complete and code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else None
 
 
 def _bound(definition: ast.stmt) -> set[str]:

@@ -16,13 +16,13 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
-from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
+from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, gold_files, job, modules_of, normal, with_plan
 from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
 from composer_nb.harness.grading.validate import IDS, guarded
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
@@ -38,7 +38,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import check_database
 
 
-class Dropped(Exception):
+class NoTask(Exception):
     """There is no task of a change.
 
     unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
@@ -86,7 +86,7 @@ class TrialOutcome:
 
     Attributes:
         kind: Kind of the change; of a commit or a release, why there is no task.
-        verdict: `kept`, or that of `Dropped`.
+        verdict: `kept`, or that of `NoTask`.
     """
 
     key: str
@@ -174,16 +174,16 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
 
 
 def _ran(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult]:
-    """Return the runs. Raises Dropped if one does not end. If one ends a sandbox that all share, each runs alone."""
+    """Return the runs. Raises NoTask if one does not end. If one ends a sandbox that all share, each runs alone."""
     try:
         ran = subject.boxes(timeout_s).run(jobs)
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
-            raise Dropped("ends early") from None
+            raise NoTask("ends early") from None
         return [result for alone in jobs for result in _ran(subject, [alone], timeout_s)]
     for run in ran:
         if run.flags:
-            raise Dropped("endless" if "timeout" in run.flags else "ends early")
+            raise NoTask("endless" if "timeout" in run.flags else "ends early")
     return ran
 
 
@@ -203,111 +203,100 @@ def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Tria
             look(subject, change)
         began = time.monotonic()
         task = _settled(subject, change, parts)
-    except Dropped as dropped:
-        verdict = dropped.verdict
+    except NoTask as no_task:
+        verdict = no_task.verdict
     seconds = time.monotonic() - began if began else 0.0
     return TrialOutcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
 
 
 def look(subject: Subject, change: Change) -> None:
-    """Raise Dropped if the tests nearest to a change do not notice it."""
+    """Raise NoTask if the tests nearest to a change do not notice it."""
     keys = subject.baseline.nearest(change.places)[:LOOK_AT]
     seconds = sum(subject.baseline.reach[key].seconds for key in keys)
     [ran] = _ran(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
     if not _failing(ran, keys):
-        raise Dropped("unseen")
+        raise NoTask("unseen")
 
 
 def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
-    baseline, files = subject.baseline, subject.repository.files
-    changed = change.apply(files)
+    baseline, repository, tests = subject.baseline, subject.repository, subject.baseline.plan.tests
+    files, changed = repository.files, change.apply(repository.files)
     originals = ["\n".join(files[edit.path].split("\n")[edit.start - 1 : edit.end]) for edit in change.edits]
     if any(text.count("\n") > 1 and sum(other.count(text) for other in files.values()) > 1 for text in originals):
-        raise Dropped("copied")
-    [ran] = _ran(subject, [_job(subject, changed, baseline.plan.tests, explain=True)], 15.0 + 4 * baseline.suite_s)
-    failing = _failing(ran, baseline.plan.tests)
-    names = {baseline.plan.tests[key] for key in failing}
+        raise NoTask("copied")
+    [ran] = _ran(subject, [_job(subject, changed, tests, explain=True)], 15.0 + 4 * baseline.suite_s)
+    failing = _failing(ran, tests)
+    names = {tests[key] for key in failing}
     if not failing or any(names.isdisjoint(json.loads(part.metadata["fail_to_pass"])) for _, part in parts):
-        raise Dropped("unseen")
-    if len(failing) > max(8, MOST_BROKEN * len(baseline.plan.tests)):
-        raise Dropped("too much")
-    near = [key for key in baseline.nearest(change.places) if key not in failing]
+        raise NoTask("unseen")
+    if len(failing) > max(8, MOST_BROKEN * len(tests)):
+        raise NoTask("too much")
+    nearest = baseline.nearest(change.places)
+    near = [key for key in nearest if key not in failing]
     modules = modules_of([*failing, *near[:BESIDES]])
-    others = [key for key in sorted(baseline.plan.tests) if key.partition("::")[0] in modules]
+    others = [key for key in sorted(tests) if key.partition("::")[0] in modules]
     besides = [key for key in dict.fromkeys([*near, *others]) if key not in failing][:BESIDES]
-    order = [key for key in baseline.nearest(change.places) if key in failing] or sorted(failing)
-    symptoms = _symptoms(subject, ran, order, change, parts)
-    task = repeated(subject, _draft(subject, change, changed, sorted({*failing, *besides})), failing)
+    symptoms = _symptoms(subject, ran, [key for key in nearest if key in failing] or sorted(failing), change, parts)
+    keys, places = frozenset({*failing, *besides}), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
+    hidden = needed(repository.hidden, modules_of(keys))
+    task = Task(
+        id=f"{repository.name}-{change.kind}-{change.key}",
+        instruction="-",
+        files={**files, **changed},
+        tests={path: repository.hidden[path] for path in hidden},
+        solution={path: files[path] for path in changed},
+        source_scope=repository.scope,
+        grader="pytest",
+        metadata=repository.settings
+        | {"kind": change.kind, "repository": repository.name, "places": places, PLAN: ""},  # made last
+    )
+    steady, varying = _repeated(subject, task, keys, failing)
     seed = f"{subject.seed} {change.key}"
     if change.kind == "feature":
         text = write_feature(change.edits[0].path, change.edits[0].name, originals[0], seed, symptoms)
     else:
-        text = write(symptoms, len(json.loads(task.metadata["fail_to_pass"])), seed)
+        text = write(symptoms, len(steady), seed)
     if not text:
-        raise Dropped("silent")
-    return graded(subject, task.model_copy(update={"instruction": text}))
+        raise NoTask("silent")
+    # The workspace keeps only tests that pass: the agent has to find out what fails.
+    in_modules = {path: [key for key in steady if key.startswith(f"{path}::")] for path in modules_of(steady)}
+    passing = {path: without_tests(task.files[path], gone) for path, gone in in_modules.items() if path in task.files}
+    counted = sorted(keys - varying)
+    facts = {IDS: [tests[key] for key in counted], "fail_to_pass": [tests[key] for key in sorted(steady)]}
+    metadata = task.metadata | {name: json.dumps(ids) for name, ids in facts.items()}
+    task = task.model_copy(update={"instruction": text, "files": task.files | passing, "metadata": metadata})
+    return _graded(subject, task, counted, facts["fail_to_pass"])
 
 
-def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: Sequence[str]) -> Task:
-    """Return the task with these tests, before any is ruled out."""
-    repository, plan = subject.repository, subject.baseline.plan
-    modules, places = modules_of(keys), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
-    task = Task(
-        id=f"{repository.name}-{change.kind}-{change.key}",
-        instruction="-",
-        files={**repository.files, **changed},
-        tests={path: repository.hidden[path] for path in needed(repository.hidden, modules)},
-        solution={path: repository.files[path] for path in changed},
-        source_scope=repository.scope,
-        grader="pytest",
-        metadata=repository.settings | {"kind": change.kind, "repository": repository.name, "places": places},
-    )
-    return with_plan(task, restricted(plan, keys, digest(task)))
-
-
-def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
-    """Return a plan of fewer tests."""
-    wanted_keys = set(keys)
-    twins = [replace(twin, keys=tuple(sorted(wanted_keys.intersection(twin.keys)))) for twin in plan.twins]
-    twins = [twin for twin in twins if twin.keys]
-    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(wanted_keys)}, twins=tuple(twins))
-
-
-def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task:
-    """Return the task with the tests on which all runs agree, and its workspace without those that fail. Raises Dropped."""
-    plan = GradePlan.from_json(task.metadata["pytest.plan"])
-    keys = frozenset(plan.tests)
+def _repeated(
+    subject: Subject, task: Task, keys: frozenset[str], failing: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Return the tests that fail without a change every time, and those that do so at times. Raises NoTask if there is none, or
+    the solution fails one."""
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
-    reach = subject.baseline.reach
-    timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
-    failures: list[set[str]] = []
+    timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
+    failures = [set(failing)]
     for seed in range(REPEATS):
         right, wrong = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
         if _failing(right, keys):
-            raise Dropped("ungraded")
+            raise NoTask("ungraded")
         failures.append(_failing(wrong, keys))
-    steady, ever = set.intersection(*failures) & set(failing), set.union(*failures) | set(failing)
-    if not steady:
-        raise Dropped("flaky")
-    counted = [key for key in sorted(keys) if key in steady or key not in ever]
-    # The workspace keeps only tests that pass: the agent has to find out what fails.
-    by_module = {path: [key for key in steady if key.startswith(path + "::")] for path in modules_of(steady)}
-    by_module = {path: gone for path, gone in by_module.items() if path in task.files}
-    visible = {path: without_tests(task.files[path], gone) for path, gone in by_module.items()}
-    ids = [plan.tests[key] for key in counted]
-    facts = {IDS: json.dumps(ids), "fail_to_pass": json.dumps([plan.tests[key] for key in sorted(steady)])}
-    task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})
-    return with_plan(Task.model_validate(task.model_dump()), restricted(plan, counted, digest(task)))
+    if not (steady := set.intersection(*failures)):
+        raise NoTask("flaky")
+    return steady, set.union(*failures) - steady
 
 
-def graded(subject: Subject, task: Task) -> Task:
-    """Return the task with the twins and recorded calls by which the grader itself tells its solution from its start. Raises
-    Dropped."""
+def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence[str]) -> Task:
+    """Return the task with a plan of these tests, by whose twins and recorded calls the grader itself tells its solution from its
+    start. Raises NoTask."""
+    baseline, counted = subject.baseline.plan, set(keys)
+    twins = [replace(twin, keys=tuple(sorted(counted.intersection(twin.keys)))) for twin in baseline.twins]
+    tests = {key: baseline.tests[key] for key in keys}
+    plan = GradePlan(digest=digest(task), tests=tests, twins=tuple(twin for twin in twins if twin.keys))
     # A multiple of RUN_S, so that it does not vary from run to run.
     timeout_s = RUN_S * round(1 + 4 * subject.baseline.suite_s / RUN_S)
-    if timeout_s > RUN_S:
-        task = task.model_copy(update={"metadata": task.metadata | {SECONDS: f"{timeout_s:g}"}})
-    plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])
+    seconds = {SECONDS: f"{timeout_s:g}"} if timeout_s > RUN_S else {}
+    task = with_plan(task.model_copy(update={"metadata": task.metadata | seconds}), plan)
     task = with_plan(task, guarded(task, plan, failing, subject.boxes(timeout_s)))
     right, wrong = (
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
@@ -315,26 +304,26 @@ def graded(subject: Subject, task: Task) -> Task:
     )
     fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
     if not fits or set(wrong.failed) != set(failing):
-        raise Dropped("ungraded")
+        raise NoTask("ungraded")
     return task
 
 
 def _symptoms(
     subject: Subject, ran: JobResult, order: Sequence[str], change: Change, parts: Sequence[Part]
 ) -> list[Symptom]:
-    """Return one symptom for each bug, or the examples for a feature. Raises Dropped if a bug has no symptom that tells.
+    """Return one symptom for each bug, or the examples for a feature. Raises NoTask if a bug has no symptom that tells.
 
     For several bugs, a test that fails because of one bug alone is preferred.
     """
 
     def telling(keys: Sequence[str]) -> list[Symptom]:
         modules = {key: normal(subject.repository.hidden[key.partition("::")[0]]) for key in keys[:LISTENED]}
-        listened = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
-        return [heard for heard in listened if heard is not None]
+        reports = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
+        return [report for report in reports if report is not None]
 
     if change.kind == "feature":
         return telling(order)
-    tests_of_bugs = [order]
+    tests_of_bugs: Sequence[Sequence[str]] = [order]
     if parts:
         tests = subject.baseline.plan.tests
         broken = [set(json.loads(task.metadata["fail_to_pass"])) for _, task in parts]
@@ -351,6 +340,6 @@ def _symptoms(
         ranked = telling(keys)
         best = min(ranked, key=lambda s: (bool(s.code), bool(s.setup), len(s.code) > SHORT_CODE), default=None)
         if best is None or best in symptoms:
-            raise Dropped("silent")
+            raise NoTask("silent")
         symptoms.append(best)
     return symptoms

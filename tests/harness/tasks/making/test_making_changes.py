@@ -8,6 +8,7 @@ import inspect
 import shlex
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice, pairwise
 from random import Random
 
@@ -33,28 +34,17 @@ def changed_by(kind: str, text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
-        ("compare", "return a < b", "return a <= b"),
-        ("operator", "return a + b", "return a - b"),
-        ("logic", "return a and b", "return a or b"),
         ("negate", "return b if a and c else a", "return b if not (a and c) else a"),
-        ("constant", "return a[0]", "return a[1]"),
         ("swap", "return a - (b or c)", "return (b or c) - a"),
         ("chain", "return a + b + c", "return a + b"),
         ("arguments", "return g(a, b, c)", "return g(b, a, c)"),
         ("keyword", "return g(a, b=1)", "return g(a)"),
-        ("conversion", "return list(a)", "return a"),
         ("bounds", "return a[1:b]", "return a[:b]"),
-        ("callee", "return a.lstrip(b)", "return a.rstrip(b)"),
-        ("assignment", "a = 1\n    return a", "return a"),
-        ("call", "a.sort()\n    return a", "return a"),
         ("order", "a = b\n    b = c\n    return a", "b = c\n    a = b\n    return a"),
         ("always", "if a:\n        b = 1\n    return b", "b = 1\n    return b"),
-        ("condition", "if a:\n        return b\n    return c", "return c"),
         ("branches", "if a:\n        b()\n    else:\n        c()", "if a:\n        c()\n    else:\n        b()"),
-        ("loop", "for b in a:\n        c = b\n    return c", "return c"),
         ("once", "for b in a:\n        c += b", "for b in a:\n        c += b\n        break"),
         ("wrapper", "with a:\n        b = 1\n    return b", "b = 1\n    return b"),
-        ("flow", "while a:\n        break", "while a:\n        continue"),
     ],
 )  # fmt: skip
 def test_what_a_kind_does(kind: str, before: str, after: str) -> None:
@@ -66,8 +56,6 @@ def test_kinds_of_parameters_and_exceptions() -> None:
     assert changed_by("default", "def f(a=1): pass\n") == {"def f(a=2): pass\n", "def f(a=0): pass\n"}
     [raised] = changed_by("exception", "def f():\n    raise ValueError(1)\n")
     assert raised.startswith("def f():\n    raise ") and "ValueError" not in raised and raised.endswith("(1)\n")
-    [variable] = changed_by("variable", "def f(a, b):\n    return g(a)\n")
-    assert variable == "def f(a, b):\n    return g(b)\n"
     assert changed_by("decorator", "@cached\ndef f(): pass\n") == {"def f(): pass\n"}
 
 
@@ -143,53 +131,35 @@ def test_combined_bugs_touch_nothing_twice(found: list[Change]) -> None:
 
 
 MARK = "\ufeff"
-SHARES = '''def split(amount, people):
-    """Split an amount of cents among people, as evenly as possible.
-
-    The larger shares come first.
-    """
-    if people < 1:
-        raise ValueError("nobody")
-    share, rest = divmod(amount, people)
-    return [share + 1] * rest + [share] * (people - rest)
-
-
-def largest(shares):
-    best = shares[0]
-    for share in shares:
-        if share > best:
-            best = share
-    return best
-'''
-LAYOUTS = {
-    "plain": SHARES,
-    "mark": MARK + SHARES,
-    "returns": SHARES.replace("\n", "\r\n"),
-    "both": MARK + SHARES.replace("\n", "\r\n"),
-    "form feeds": SHARES.replace("\n\n\ndef", "\n\f\n\fdef"),
+LAYOUTS: dict[str, Callable[[str], str]] = {
+    "mark": lambda text: MARK + text,
+    "returns": lambda text: text.replace("\n", "\r\n"),
+    "both": lambda text: MARK + text.replace("\n", "\r\n"),
+    "form feeds": lambda text: text.replace("\n\n\ndef", "\n\f\n\fdef"),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_bugs_keep_the_layout_of_their_file(name: str) -> None:
-    files = {"m.py": LAYOUTS[name]}
-    where = units("m.py", files["m.py"])
-    assert [unit.name for unit in where] == ["split", "largest"]
-    changes = [*bugs(files, where, "0"), *features(files, where, "0")]
-    plain, there = {"m.py": SHARES}, units("m.py", SHARES)
-    usual = {change.kind for change in (*bugs(plain, there, "0"), *features(plain, there, "0"))}
-    assert {change.kind for change in changes} == usual
+def test_bugs_keep_the_layout_of_their_file(name: str, files: dict[str, str]) -> None:
+    def drawn(text: str) -> list[Change]:
+        where = units("m.py", text)
+        return [*bugs({"m.py": text}, where, "0"), *features({"m.py": text}, where, "0")]
+
+    plain, text = files["shapes/core.py"], LAYOUTS[name](files["shapes/core.py"])
+    changes = drawn(text)
+    assert {change.kind for change in changes} == {change.kind for change in drawn(plain)}
     for change in changes:
-        text = change.apply(files)["m.py"]
-        assert text.startswith(MARK) == files["m.py"].startswith(MARK) and text.count(MARK) == files["m.py"].count(MARK)
-        assert ("\r" in text) == ("\r" in files["m.py"]) and text.count("\r") in (0, text.count("\n"))
-        assert text.count("\f") == files["m.py"].count("\f")
-        ast.parse(text.removeprefix(MARK))
+        changed = change.apply({"m.py": text})["m.py"]
+        assert changed.startswith(MARK) == text.startswith(MARK) and changed.count(MARK) == text.count(MARK)
+        assert ("\r" in changed) == ("\r" in text) and changed.count("\r") in (0, changed.count("\n"))
+        gone = len(change.edits) - 1 if name == "form feeds" else 0  # private functions that only a feature uses
+        assert changed.count("\f") == text.count("\f") - gone
+        ast.parse(changed.removeprefix(MARK))
 
 
-def test_sources_without_bugs_are_named_with_their_reason() -> None:
+def test_sources_without_bugs_are_named_with_their_reason(files: dict[str, str]) -> None:
     for text, reason in (
-        (SHARES.replace("\n", "\r\n", 3), "its lines end in several ways"),
+        (files["shapes/core.py"].replace("\n", "\r\n", 3), "its lines end in several ways"),
         ("{{ name }}: template\n", "not Python"),
         ("a\n" * 200_000, "not parsed: 400000 characters"),
     ):

@@ -20,7 +20,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
 from composer_nb.harness.tasks.making.options import RunOptions
 from composer_nb.harness.tasks.making.repository import of_files
-from composer_nb.harness.tasks.making.trial import Dropped
+from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
 
@@ -93,7 +93,7 @@ def test_commits_become_tasks(checkout: Path, tmp_path: Path, backend: Backend) 
 
 def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     for candidate, verdict in zip(history(checkout, 3), ["too much", "no source", "too much"], strict=True):
-        with pytest.raises(Dropped, match=verdict):
+        with pytest.raises(NoTask, match=verdict):
             draft(candidate, 0, RunOptions())
 
 
