@@ -16,8 +16,7 @@ from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
 from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
-from composer_nb.trainer.learning.data import TokenRow, code_rows, mixture, mixture_code, read_corpus
-from composer_nb.trainer.learning.data import gap_tokens
+from composer_nb.trainer.learning.data import TokenRow, code_rows, gap_tokens, mixture, mixture_code, read_corpus
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
