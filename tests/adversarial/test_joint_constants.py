@@ -36,7 +36,7 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-@pytest.fixture(scope="module", params=["rows", "tests", "a class"])
+@pytest.fixture(scope="module", params=["rows", "a class"])
 def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, GradePlan]:
     task = JOINT.get(request.param) or joint_task("a class", IN_A_CLASS)
     found = validate_task(task, backend, repeats=1)

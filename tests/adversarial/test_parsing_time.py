@@ -24,7 +24,7 @@ from tests.harness.test_monitors import TASK, done
 
 DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
 LINES = [f"{number % 120}" for number in range(20_000)]
-NESTED = "\n".join("f(" * 150 + "1, 2" + ")" * 150 for _ in range(300))
+NESTED = "\n".join("f(" * 150 + "1, 2" + ")" * 150 for _ in range(100))
 OTHER = [f"{number * 7 % 127}" for number in range(20_000)]
 
 

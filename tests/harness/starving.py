@@ -20,8 +20,8 @@ def starve(box: Sandbox, share: float) -> None:
     if group is None or box.backend.name != "bwrap":
         pytest.skip("the shares of this sandbox are not ours to set")
     shares = 1024 * 0.8 ** os.nice(0) * share / (1 - share)  # weights of the kernel
-    name, value = ("cpu.shares", shares) if group.version == 1 else ("cpu.weight", shares * 100 / 1024)
-    group.file(name).write_text(str(max(1, round(value))))
+    file = group.file("cpu.shares", "cpu.weight")
+    file.write_text(str(max(1, round(shares if file.name == "cpu.shares" else shares * 100 / 1024))))
 
 
 @contextlib.contextmanager

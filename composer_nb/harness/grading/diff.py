@@ -39,15 +39,9 @@ SETUP_FOLDERS = {".git", ".hg", ".svn", "site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes that are graded, and those that are dropped.
-
-    Attributes:
-        files: The task's files with the changes applied.
-        changed: Paths of `files` that are new or different, and paths of the task's that are gone.
-    """
+    """The task's files with the changes applied, and the changes that are dropped."""
 
     files: Mapping[str, bytes]
-    changed: tuple[str, ...] = ()
     dropped: Mapping[str, Drop] = field(default_factory=dict)
 
     @property
@@ -64,14 +58,12 @@ def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes
     if pristine is None:
         pristine = {path: text.encode() for path, text in task.files.items()}
     graded = dict(pristine)
-    changed: list[str] = []
     dropped: dict[str, Drop] = {}
     for path in sorted(set(pristine) - set(files)):
         if reason := _unwanted(task, path):
             dropped[path] = reason
         else:
             del graded[path]
-            changed.append(path)
     size, places = 0, set[str]()
     for path in sorted(path for path, data in files.items() if pristine.get(path) != data):
         reason = _unwanted(task, path) or ("conflict" if _misfits({*graded, *task.tests} - {path}, path) else None)
@@ -83,8 +75,7 @@ def changes(task: Task, files: Mapping[str, bytes], pristine: Mapping[str, bytes
             dropped[path] = reason
         else:
             graded[path], size, places = files[path], new, needed
-            changed.append(path)
-    return Changes(files=graded, changed=tuple(sorted(changed)), dropped=dropped)
+    return Changes(files=graded, dropped=dropped)
 
 
 def _unwanted(task: Task, path: str) -> Drop | None:

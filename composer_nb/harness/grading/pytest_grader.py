@@ -83,7 +83,6 @@ def grade_pytest(
     backend: Backend,
     plan: GradePlan | None = None,
     *,
-    runs: int = RUNS,
     timeout_s: float = 0.0,
     spec: SandboxSpec | None = None,
     rng: random.Random | None = None,
@@ -108,7 +107,7 @@ def grade_pytest(
     boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
     rng = rng or random.SystemRandom()
     lone = draw_alone(plan, rng)
-    twin_sets = draw(plan, rng, 2 if lone else runs)
+    twin_sets = draw(plan, rng, 2 if lone else RUNS)
     jobs = [job(task, edits.files, twins, frozenset(plan.tests)) for twins in twin_sets]
     jobs += filter(None, (lone_job(task, edits.files, twin, changed) for twin, changed in lone))
     if len(jobs) < len(twin_sets) + len(lone):  # a test no longer stands alone: validate the task again

@@ -278,9 +278,9 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
         answer = started.answers.get(index)
         if call not in steady or (answer is None and index >= last):  # the latter was never asked
             continue
-        module, name, given = call
+        module, name, arguments = call
         tells = answer is None or not same(json.loads(answers[call]), json.loads(answer))
-        recorded = RecordedCall(module=module, name=name, given=given, said=answers[call], telling=tells)
+        recorded = RecordedCall(module=module, name=name, given=arguments, said=answers[call], telling=tells)
         if tells:
             telling.append(recorded)
         elif noted[call][0]:

@@ -144,6 +144,8 @@ class BwrapBackend(ResidentBackend):
     def _begin(self, spec: SandboxSpec) -> Sandbox:
         try:
             sandbox = Sandbox(self, spec, machine := self._start(spec))
+        except SandboxSlow:
+            raise
         except SandboxFailure:
             if not self._zygote_died(spec.warm):
                 raise
@@ -226,19 +228,15 @@ class BwrapBackend(ResidentBackend):
         """Ask the zygote for a sandbox and return its lifeline. Start a zygote if there is none, or if it is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
-            for left in (1, 0):
-                zygote = self._zygotes[warm] = self._zygotes.get(warm) or self._start_zygote()
-                try:
-                    socket.send_fds(zygote.control, [settings.encode()], [there.fileno(), theirs.fileno()])
-                    return ours
-                except OSError as error:
-                    gone = isinstance(error, ConnectionError)  # otherwise it lives, and so do its sandboxes
-                    if gone:
-                        self._stop_zygote(warm)
-                    if not gone or not left:
-                        ours.close()
-                        raise SandboxFailure(f"the process that makes sandboxes cannot be asked: {error}") from error
-        raise AssertionError
+            zygote = self._zygotes[warm] = self._zygotes.get(warm) or self._start_zygote()
+            try:
+                socket.send_fds(zygote.control, [settings.encode()], [there.fileno(), theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                if isinstance(error, ConnectionError):  # otherwise it lives, and so do its sandboxes
+                    self._stop_zygote(warm)
+                raise SandboxFailure(f"the process that makes sandboxes cannot be asked: {error}") from error
+        return ours
 
     def _start_zygote(self) -> _Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -272,7 +270,7 @@ class BwrapBackend(ResidentBackend):
         """Return whether the death of the zygote is why a sandbox did not start; then the next request starts another one."""
         with self._lock:
             if warm not in self._zygotes:
-                return False
+                return True
             try:
                 self._zygotes[warm].process.wait(timeout=0.2)  # bubblewrap ends a moment after it
             except subprocess.TimeoutExpired:

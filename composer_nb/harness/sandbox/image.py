@@ -185,8 +185,8 @@ def accounts(uid: int) -> dict[str, tuple[bytes, int]]:
 
 def host_files() -> ImageFiles:
     """Return the files of the host image, but for shared libraries. Raises SandboxUnavailable."""
-    made = {f"{PLACE}/{name}": (content, 0o555) for name, content in made_programs().items()}
-    files, python = ImageFiles(links=dict(PLACES), written=accounts(UID) | made), Interpreter.find().path
+    programs = {f"{PLACE}/{name}": (content, 0o555) for name, content in made_programs().items()}
+    files, python = ImageFiles(links=dict(PLACES), written=accounts(UID) | programs), Interpreter.find().path
     files.add(python)
     if os.path.realpath("/usr/bin/python3") == python:
         files.add("/usr/bin/python3")

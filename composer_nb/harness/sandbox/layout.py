@@ -231,26 +231,26 @@ class Layout:
 
     def _plan(self, files: ImageFiles, uid: int | None) -> bytes:
         written = files.written | accounts(os.getuid() if uid is None else uid)
-        for place, path in files.regular.items() if uid is not None else ():
-            if (place.startswith(PLACE) or path == self.interpreter.path) and not open_to_all(path):
-                written[place] = Path(path).read_bytes(), 0o555  # the other user could not, as below a private folder
+        for target, path in files.regular.items() if uid is not None else ():
+            if (target.startswith(PLACE) or path == self.interpreter.path) and not open_to_all(path):
+                written[target] = Path(path).read_bytes(), 0o555  # the other user could not, as below a private folder
         written |= dict.fromkeys(DEVICES, (b"", 0o444))
-        links = self._links | {f"/dev/{name}": target for name, target in STREAMS.items()}
-        copied = {place: path for place, path in files.regular.items() if place not in written}
+        links = self._links | {f"/dev/{name}": to for name, to in STREAMS.items()}
+        copied = {target: path for target, path in files.regular.items() if target not in written}
         folders = {*self.trees, WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", NOTHING, *files.folders}
         folders |= set(map(os.path.dirname, [*links, *copied, *written]))
         inside = {folder for folder in folders if not any(f"{folder}/".startswith(f"{link}/") for link in links)}
         kit = {f"counters/{name}": text for name, text in counters().items()}
         texts = {"counters/empty": "", f"{TRIAL}.py": TRIAL_TEXT} | kit
-        contents = {f"copy{place}": content for place, content in written.items()}
+        contents = {f"copy{target}": content for target, content in written.items()}
         contents |= {name: (text.encode(), 0o444) for name, text in texts.items()}
         parts = ["new", "scratch", "empty", "counters", "devices", *(f"host{tree}" for tree in self.trees)]
         head = {
             "at": MEMORY,
             "folders": parts + [f"copy{folder}" for folder in sorted(inside)],
-            "links": {f"copy{place}": target for place, target in links.items()},
-            "files": {f"copy{place}": path for place, path in copied.items()},
-            "written": {place: (len(data), permissions) for place, (data, permissions) in contents.items()},
+            "links": {f"copy{path}": to for path, to in links.items()},
+            "files": {f"copy{target}": path for target, path in copied.items()},
+            "written": {target: (len(data), permissions) for target, (data, permissions) in contents.items()},
         }
         return json.dumps(head).encode() + b"\n" + b"".join(data for data, _ in contents.values())
 

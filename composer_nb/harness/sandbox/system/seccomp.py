@@ -146,6 +146,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
         more["fcntl"] = [(DENY if calls else IGNORE, (SECOND, "one of", LOCKS))]
     for name, clauses in RULES.items():
         number = table["clone"] if name == "clone" else RULED[name][column]
+        assert number is not None, f"a rule for {name}, which this machine has not"
         rule = [part for clause in [*clauses, *more.get(name, ())] for part in _compiled(clause)] + [_op(RET, ALLOW)]
         program += [_op(EQUAL, number, 0, len(rule)), *rule]
     return b"".join([*program, _op(RET, ALLOW)])
