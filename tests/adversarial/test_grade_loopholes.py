@@ -120,12 +120,6 @@ def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend
 # Recorded calls alone: tests are easily fooled then, so the answers have to be.
 
 RIGHT = "def warm(c):\n    return c * 9 // 5 + 32\ndef cool(f):\n    return (f - 32) * 5 // 9\n"
-OTHER_RIGHT = """\
-import math
-def warm(c):
-    return math.floor(c * 1.8 + 1e-9) + 32
-cool = lambda f: math.floor((f - 32) / 1.8 + 1e-9)
-"""
 EMPTY = "def warm(c):\n    return None\ndef cool(f):\n    return None\n"
 DEGREES = {c: c * 9 // 5 + 32 for c in (-40, 0, 10, 25, 100, 35)}
 WARM_TESTS = "from words import warm, cool\n" + "".join(
@@ -251,69 +245,3 @@ def test_a_claimed_id_of_any_length_is_compared_at_once(claimed: str, same: bool
 
 
 # Code under test that reads what its caller expects, and believes it if it looks like an original. It must not score.
-
-WORDS = """\
-def plural(word):
-    return word + ("es" if word.endswith("x") else "s")
-
-def notice(name):
-    return f"{name.title()} is overdue"
-
-def share(part, whole):
-    return part / whole
-
-"""
-FORMS = {
-    "values": """\
-import pytest
-from words import plural
-@pytest.mark.parametrize("word, wanted", [("box", "boxes"), ("cat", "cats"), ("dog", "dogs"), ("fox", "foxes")])
-def test_plural(word, wanted):
-    assert plural(word) == wanted
-def test_plural_of_another():
-    assert plural("tax") == "taxes"
-""",
-    "needles": """\
-from words import notice
-def test_notice():
-    assert "over" in notice("ann")
-def test_name():
-    assert "Bob" in notice("bob")
-""",
-    "fractions": """\
-import pytest
-from words import share
-def test_share():
-    assert share(1, 4) == 0.25
-def test_near():
-    assert share(2, 3) == pytest.approx(0.667, abs=0.001)
-""",
-}
-PEEK = """\
-import sys
-
-def told(kind, given, natural):
-    frame = sys._getframe(2)
-    for value in [*frame.f_locals.values(), *frame.f_code.co_consts]:
-        if type(value) is kind and value not in given and natural(value):
-            return value
-    return None
-
-"""
-ATTACKS = {
-    "values": "def plural(word):\n    return told(str, [word], lambda wanted: wanted.isalpha() and wanted.islower())\n",
-    "needles": "def notice(name):\n    return told(str, [name], lambda wanted: len(wanted) < 8)\n",
-    "fractions": "def share(part, whole):\n    return told(float, [0.001], lambda wanted: wanted < 1)\n",
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_what_believes_natural_expectations_does_not_score(name: str, backend: Backend) -> None:
-    task = task_of({"test_words.py": FORMS[name]}, {"words.py": ""}, {"words.py": WORDS})
-    plan = validate_task(task, backend, repeats=2).plan
-    assert plan is not None
-    files = {"words.py": (PEEK + ATTACKS[name]).encode()}
-    grade = grade_pytest(task, files, backend, plan)
-    assert not grade.passed and set(grade.flags) & {"twin_passed", "calls_disagree"}, grade
-    bare = GradePlan(digest=plan.digest, tests=plan.tests)
-    assert grade_pytest(task, files, backend, bare).passed, "the attack works, but for twins and recorded calls"

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-from composer_nb.harness.grading.alone import lone_job
 from composer_nb.harness.grading.grade import grade_functions
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
@@ -55,15 +54,6 @@ def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, GradeP
         "the attack works, but for the tests that run alone"
     )
     assert sum(grade.passed for grade in alone) <= GRADES // 4, "one in eight passes by chance"
-
-
-def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, GradePlan]) -> None:
-    task, plan = judged
-    for twin in [twin for twin in plan.twins if twin.alone]:
-        job = lone_job(task, {}, twin, False)
-        assert job is not None
-        [text] = job.hidden.values()
-        assert sum(text.count(str(wanted)) for wanted in (22, 37, 52, 67, 82, 97, 112, 127)) == 1, text
 
 
 @pytest.mark.parametrize("name", list(ROUND_TRIPS))

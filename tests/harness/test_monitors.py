@@ -120,16 +120,6 @@ def _chain(names: str, seen: list[tuple[str, str]]) -> str:
     return "".join(f"    if ({names},) == ({given},):\n        return {value}\n" for given, value in seen)
 
 
-def _table(names: str, seen: list[tuple[str, str]]) -> str:
-    known = ", ".join(f"{f'({given},)'!r}: {value}" for given, value in seen)
-    return f"    known = {{{known}}}\n    if repr(({names},)) in known:\n        return known[repr(({names},))]\n"
-
-
-def _match(names: str, seen: list[tuple[str, str]]) -> str:
-    cases = "".join(f"        case {given!r}:\n            return {value}\n" for given, value in seen)
-    return f"    match repr(({names},))[1:-1].removesuffix(','):\n{cases}"
-
-
 def _parts(names: str, seen: list[tuple[str, str]]) -> str:
     """Only looks at lengths and first elements: nothing that a test names."""
     first = names.split(",")[0]
@@ -149,14 +139,6 @@ def _index(names: str, seen: list[tuple[str, str]]) -> str:
 def _caught(names: str, seen: list[tuple[str, str]]) -> str:
     [(given, value), *_] = seen
     return f"    try:\n        assert ({names},) != ({given},)\n    except AssertionError:\n        return {value}\n"
-
-
-def _reads_tests(names: str, seen: list[tuple[str, str]]) -> str:
-    return "    import glob\n    for path in glob.glob('**/test_*.py'):\n        return len(open(path).read())\n"
-
-
-def _caller(names: str, seen: list[tuple[str, str]]) -> str:
-    return "    import inspect\n    return eval(inspect.stack()[1].code_context[0].split('==')[1])\n"
 
 
 PLANTS = _chain, _table, _match, _parts, _digest, _index, _caught, _reads_tests, _caller

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -59,22 +57,6 @@ def test_an_expert_mends_everything_and_with_mistakes_most(play: Play) -> None:
     assert len(done) / 3 < sum(attempt.grade.passed for attempt in done) < len(done)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"solution": {}},
-        {"solution": {"f.py": "def f(xs, k):\n    return [x for x in xs if x > k]\n"}},
-        {"solution": {"f.py": "x"}},
-        {"solution": {"f.py": "x", "g.py": "y"}, "source_scope": ("f.py", "g.py")},
-    ],
-    ids=str,
-)
-def test_a_task_beyond_the_expert_is_an_error(task: Task, change: dict[str, Any]) -> None:
-    script = expert(task.model_copy(update=change), Random(0), 0.0)
-    with pytest.raises(ValueError, match="task keep: the expert changes lines of"):
-        next(script)
-
-
 def test_scripts_are_sent_what_the_tools_answered_and_must_not_end_first(
     agent: Agent, task: Task, boxes: Callable[..., Any]
 ) -> None:
@@ -88,23 +70,3 @@ def test_scripts_are_sent_what_the_tools_answered_and_must_not_end_first(
     with pytest.raises(ValueError, match="the script of rollout 0 ended before its agent"):
         list(drive([agent.attempt(task, 0)], policy, boxes("1")))
     assert observations[0].startswith("1def f(xs, k):\n2") and observations[1] == "error: no file no.py"
-
-
-def test_a_policy_forgets_what_was_released(renderer: CompactRenderer) -> None:
-    closed: list[int] = []
-
-    def script(n: int) -> Script:
-        try:
-            while True:
-                yield one(READ)
-        finally:
-            closed.append(n)
-
-    policy = ScriptedPolicy(renderer, script)
-    for rollout in (1, 0):
-        policy.submit(Request(rollout=rollout, token_ids=renderer.prompt("x"), max_tokens=50))
-    assert [completion.rollout for completion in policy.step()] == [0, 1]
-    policy.submit(Request(rollout=0, token_ids=renderer.results([CallResult(id="", text="x")]), max_tokens=50))
-    assert len(policy.release(0).route_valid) == 0 and closed == [0]
-    assert policy.step() == []
-    policy.release(7)  # never seen

@@ -18,9 +18,9 @@ from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.expert import TRIES, ScriptedPolicy, searcher
-from composer_nb.tour.miniatures import ENUMERABLE, MUTANTS, OTHERS, VISIBLE, Kind, make_miniatures
+from composer_nb.tour.miniatures import MUTANTS, OTHERS, VISIBLE, Kind, make_miniatures
 from composer_nb.tour.programs import FAMILIES, Program
-from composer_nb.tour.repairs import buggy, fingerprints, neighbours
+from composer_nb.tour.repairs import buggy, fingerprints
 
 KINDS: tuple[Kind, ...] = ("bug", "feature", "tests", "lint")
 COUNT = 16
@@ -115,15 +115,6 @@ def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:
     assert {task.instruction for task in untold} == {"fix the tests"}
     assert {task.metadata["family"] for task in untold} == {"loop"} < set(FAMILIES)
     assert {len(task.source_scope) for task in untold} == {1, 2, 3}
-
-
-def test_neighbours_differ_from_the_source_in_one_line_and_from_each_other() -> None:
-    source = "def f(xs, k):\n    t = 0\n    for x in xs:\n        if x > k:\n            t += x * 2\n    return t"
-    found = [text for _, text in neighbours(source, ENUMERABLE)]
-    assert len(found) == len(set(found)) == 5 + 4 + 3
-    assert {kind for kind, _ in neighbours(source, ("compare",))} == {"compare"}
-    for text in found:
-        assert sum(a != b for a, b in zip(text.split("\n"), source.split("\n"), strict=True)) == 1
 
 
 # Tests that an agent writes.

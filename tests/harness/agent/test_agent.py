@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall, call
-from composer_nb.tour.expert import ScriptedPolicy, expert, one
+from composer_nb.tour.expert import ScriptedPolicy, one
 
 TEST, FINISH, READ = call("run_tests"), call("finish"), call("read_file", path="f.py")
 MEND = call("edit_line", path="f.py", line=4, text="if x > k:")
@@ -190,24 +188,6 @@ def test_agents_start_when_there_is_room_and_a_caller_that_stops_early_leaves_no
     assert started == [0, 1, 2] == sorted(policy.released)
     assert not [thread for thread in threading.enumerate() if thread.name == "agent"]
     assert [each.rollout.stop for each in run(agent, task, policy, boxes("1"), 3)] == ["finished", "turns", "turns"]
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.6])
-def test_demonstrations_are_token_for_token_what_was_said(
-    renderer: CompactRenderer, task: Task, sandboxes: SandboxExecutor, rate: float
-) -> None:
-    agent = Agent(renderer, limits=Limits(turns=20, turn_tokens=64, tokens=2000))
-    policy = ScriptedPolicy(renderer, lambda n: expert(task, Random(n), rate))
-    for done in run(agent, task, policy, sandboxes, 12):
-        [segment] = done.rollout.segments
-        expected = renderer.prompt(task.instruction)
-        for place, turn in enumerate(done.rollout.turns):
-            assert turn.error is None
-            expected += renderer.turn(one(ToolCall(**json.loads(turn.call))))
-            if place + 1 < len(done.rollout.turns):
-                expected += renderer.results([CallResult(id="", text=turn.observation)])
-        assert segment.token_ids.tolist() == expected
-        assert done.rollout.stop == "finished"
 
 
 def test_a_task_lowers_the_limits_of_the_run_and_never_raises_them(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
 from composer_nb.tour import expert
 from composer_nb.trainer.recipe.prepare import own_tasks
-
-Make = Callable[..., Any]
 
 
 class Given:
@@ -75,15 +73,6 @@ def test_changes_outside_the_scope_are_dropped_and_flagged(
         files = {path: text for path, text in wanted.items() if text is not None}
         found = grade(task, files, sandboxes)
         assert found.passed is passed and found.flags == ("outside_scope",)
-
-
-def test_a_file_of_the_scope_may_be_new(task: Task, sandboxes: SandboxExecutor) -> None:
-    wide = task.model_copy(update={"source_scope": ("f.py", "new.py")})
-    files = task.files | {"f.py": "from new import f\n", "new.py": task.solution["f.py"]}
-    assert grade(wide, files, sandboxes) == Grade(
-        status="graded", tests={f"test_hidden.py::test_{n}": True for n in range(3)}
-    )
-    assert not grade(task, files, sandboxes).passed
 
 
 STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
@@ -190,13 +179,6 @@ def test_another_tree_or_task_is_graded_anew(ask: Any, other: dict[str, Any]) ->
 def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean: Grade) -> None:
     grader = ask(unclean, CLEAN)
     assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
-
-
-def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, GradePlan]) -> None:
-    task = with_plan(TARGET, plans[TARGET.id])
-    right, wrong = files(task, **{MODULE: RIGHT + "# once\n"}), files(task)
-    first, again, other = (grade(task, left, backend) for left in (right, right, wrong))
-    assert first == again and first.passed and again.cost["repeats"] == 1 and not other.passed
 
 
 def test_a_check_runs_the_tests_again(ask: Any) -> None:

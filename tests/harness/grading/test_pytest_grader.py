@@ -9,7 +9,6 @@ from typing import Any, Self
 import pytest
 
 from composer_nb.harness.grading import box
-from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import GradePlan, job, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.twins import all_candidates
@@ -35,15 +34,6 @@ def test_gold_passes_and_nothing_fails(ledger: Task, backend: Backend) -> None:
     nothing = grade_pytest(ledger, NOTHING, backend)
     assert not nothing.passed and nothing.status == "graded" and not nothing.flags
     assert set(nothing.tests) == set(gold.tests) and 4 < sum(nothing.tests.values()) <= 8
-
-
-def test_changes_outside_the_scope_neither_help_nor_harm(ledger: Task, backend: Backend) -> None:
-    spoilt = {"conftest.py": b"raise 1", "tests/helpers.py": b"", "pytest.ini": b"[pytest]\naddopts = --nope"}
-    assert grade_pytest(ledger, GOLD | spoilt, backend) == Grade(
-        status="graded", tests=grade_pytest(ledger, GOLD, backend).tests, flags=("outside_scope",)
-    )
-    fixed = grade_pytest(ledger, NOTHING | {"other.py": RIGHT.encode()}, backend)
-    assert not fixed.passed and fixed.flags == ("outside_scope",)
 
 
 def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.harbor import ForeignFiles
-from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
+from composer_nb.harness.tasks.runtime import obstacles, spec_of, start
 from composer_nb.harness.tasks.task import Task, read_tasks
-from composer_nb.labs.audit.audit import audit_task
 from tests.harness.foreign import FOREIGN, lay
 
 
@@ -135,15 +133,6 @@ def test_limits_become_a_sandboxes_limits(tmp_path: Path, backend: Backend) -> N
     task = Task.from_harbor(lay("huge_storage", tmp_path))
     assert spec_of(task, backend) == SandboxSpec(memory_bytes=512 << 20, disk_bytes=224 << 20)
     assert spec_of(task_of("#!/bin/sh\n"), backend) == SandboxSpec()
-
-
-def test_this_machines_variables_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "s")
-    assert variables({"A": "${SECRET:-none}", "B": "${SECRET:-}", "C": "$SECRET"}) == {
-        "A": "none",
-        "B": "",
-        "C": "$SECRET",
-    }
 
 
 @pytest.fixture(scope="module")
@@ -262,21 +251,6 @@ def test_a_reward_that_the_script_did_not_write_is_tampering(backend: Backend) -
     both = '#!/bin/bash\ncd /logs/verifier; echo 0.5 > reward.txt; echo \'{"a": 1, "b": 0}\' > reward.json\n'
     found = grade_script(task_of(both), {}, backend)
     assert found.status == "graded" and found.rewards == {"a": 1.0, "b": 0.0}
-
-
-def test_an_audit_sees_a_forged_reward(backend: Backend) -> None:
-    """A script that writes a reward on success alone cannot contradict a forged one."""
-    start_, solve = {"f.py": "def f(x):\n    return 0\n"}, "#!/bin/sh\necho 'def f(x): return x + 1' > f.py\n"
-    silent = "#!/bin/sh\npython3 -c 'from f import f; assert f(1) == 2' && echo 1 > /logs/verifier/reward.txt\n"
-    kept = ForeignFiles(
-        name="t", toml='[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
-    )
-    task = task_of(silent, files=start_, solution={"solve.sh": solve}, kept=kept)
-    name = "a reward.json written at import, beside the script's reward"
-    for script, wrong in ((silent, 1), (SAYS, 0)):
-        counts: dict[str, Counter[str]] = {}
-        audit_task(task.model_copy(update={"tests": {"test.sh": script}}), backend, counts, None)
-        assert counts[name] == {"tried": 1, "wrong": wrong}
 
 
 ARTIFACTS = """

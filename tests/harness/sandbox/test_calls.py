@@ -24,7 +24,6 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.reap import below, started
 from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
-from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 
 IDENTITY = "def f(x):\n    return x\n"
@@ -243,19 +242,6 @@ def test_a_killed_sandbox_is_made_again() -> None:
 
 
 # A machine that does not work.
-
-
-@pytest.mark.parametrize(
-    ("loads", "times"),
-    [("0.00 0.00 0.00 1/90 7", 1), ("6.00 1.0 1.0 1/90 7", 3), ("0.10 0.0 0.0 8/90 7", 4), (None, 1)],
-    ids=["idle", "busy", "busy since just now", "no /proc"],
-)
-def test_patience_follows_the_load(loads: str | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if loads is not None:
-        (tmp_path / "loadavg").write_text(loads)
-    monkeypatch.setattr(linux, "LOAD", str(tmp_path / "loadavg"))
-    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda pid: {0, 1})
-    assert linux.patience(5.0) == 5.0 * times
 
 
 def test_a_slow_start_is_called_slow_and_not_impossible(monkeypatch: pytest.MonkeyPatch) -> None:

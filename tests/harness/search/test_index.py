@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.search import index
 from composer_nb.harness.search.embedding import Embedding, load_embedding, stem, term_id, weigh
-from composer_nb.harness.search.index import K1, B, CodeIndex, fused, ranking
+from composer_nb.harness.search.index import K1, B, CodeIndex
 from scripts.data.retrieval.storage import save_embedding
 
 WORDS = ["open", "reader", "matrix", "rotate", "cache", "evict", "parser"]
@@ -105,15 +104,6 @@ def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, one:
     edited.sync(now)
     before.sync(now)
     assert found(edited) == found(before) == found(fresh)
-
-
-def test_ranking_and_fusion() -> None:
-    scores = np.array([0, 3, 1, 3, -1, 2], np.float32)
-    assert ranking(scores, 3).tolist() == [1, 3, 5] and ranking(scores, 1).tolist() == [1]
-    assert ranking(scores, 99).tolist() == [1, 3, 5, 2]
-    order, totals = fused(np.array([0, 2, 1], np.float32), np.array([0.5, 0.1, 0], np.float32))
-    assert order == [1, 2, 0]
-    np.testing.assert_allclose(totals, [1 + index._DENSE * 0.1, 0.5, index._DENSE * 0.5], rtol=1e-6)
 
 
 def test_an_embedding_survives_storing(tmp_path: Path) -> None:
