@@ -44,13 +44,6 @@ class Right(metaclass=Meta):
 def f(xs, k):
     return Right()
 """,
-    "patched os.write": """
-import os
-real = os.write
-os.write = lambda fd, data: real(fd, bytes(data).replace(b"[0]", b"[28, 36]")) and len(data)
-def f(xs, k):
-    return [0]
-""",
     "patched eval and the box's own functions": SPY
     + """
 import __main__
@@ -59,19 +52,6 @@ __main__.call = lambda *_: ["returned", "[28, 36]"]
 __main__.send_line = lambda nonce, fields: None
 def f(xs, k):
     return [0]
-""",
-    "forged lines with the right nonce": SPY
-    + """
-import os
-def f(xs, k):
-    nonces = [v for v in everything() if type(v) is str and len(v) == 16 and set(v) <= set("0123456789abcdef")]
-    for nonce in nonces[:1]:
-        for fd in range(3, 6):
-            try:
-                os.write(fd, (nonce + ' ["returned", "[28, 36]"]\\n').encode() * 4)
-            except OSError:
-                pass
-    os._exit(0)
 """,
     "replaces itself in the box": SPY
     + """

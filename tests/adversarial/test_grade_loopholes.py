@@ -66,15 +66,6 @@ class Words:
         said = text.replace(".", " ").split()
         return next((each for each in words if each in said), word)
 """
-VOTES = """\
-import sys
-class Words:
-    def plural(self, word):
-        frame = sys._getframe(1)
-        codes = [each.__code__ for each in frame.f_globals.values() if hasattr(each, "__code__")]
-        said = [each for code in codes if word in code.co_consts for each in code.co_consts if isinstance(each, str)]
-        return max((each for each in said if each and each != word), key=said.count)
-"""
 KEPT = """\
 import sys
 class Words:
@@ -98,7 +89,7 @@ def suite(doc: str = "", turns: str = "1") -> str:
 # Suites that hold each expected value more than once have no test that stands alone, so nothing guards the task.
 HINTS = {
     "a docstring": (suite(doc="{} becomes {}."), AROUND, "twins"),
-    "the same expectation elsewhere": (suite(turns="123"), VOTES, "none"),
+    "the same expectation elsewhere": (suite(turns="123"), "", "none"),
     "the length, and what it said before": (suite(), KEPT, "twins"),
 }
 

@@ -20,13 +20,14 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
         HELLO,
     ),
     "limits": ("[environment]\ncpus = 1\nmemory_mb = 256\nstorage_mb = 64\ngpus = 0\nbuild_timeout_sec = 5.5\n", HELLO),
-    "huge_storage": ("[environment]\nmemory_mb = 512\nstorage_mb = 10240\n", HELLO),
     "timeouts": ("[agent]\ntimeout_sec = 30\n[verifier]\ntimeout_sec = 30.0\n", HELLO),
-    "no_network": ('[environment]\nnetwork_mode = "no-network"\n[agent]\nnetwork_mode = "no-network"\n', HELLO),
     "separate": ('artifacts = ["/workspace", {source = "/workspace/out", exclude = ["*.log"]}]\n'
         '[verifier]\nenvironment_mode = "separate"\n', HELLO),
-    "shared": ('[verifier]\nenvironment_mode = "shared"\n', HELLO),
-    "workdir": ('[environment]\nworkdir = "/workspace"\nos = "Linux"\n', HELLO),
+    "said_twice": (
+        '[environment]\nnetwork_mode = "no-network"\nworkdir = "/workspace"\nos = "Linux"\n'
+        '[agent]\nnetwork_mode = "no-network"\n[verifier]\nenvironment_mode = "shared"\n',
+        HELLO,
+    ),
     "variables": (
         '[environment]\nenv = {WORD = "${WORD_OF_NOBODY:-hello}"}\n'
         '[verifier]\nenv = {FILE = "hello.txt"}\n[solution]\nenv = {TO = "hello.txt"}\n',
@@ -64,28 +65,17 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
             "solution/right/f.py": "def add(a, b):\n    return a + b\ndef data():\n    return b'\\xff\\x00\\xfe'\n",
         },
     ),
-    "programs": (
-        "",
-        {
-            "tests/test.sh": CHECK.format(check='[ "$(./run now)" = "ran now" ]'),
-            "solution/solve.sh": "#!/bin/bash\nprintf '#!/bin/sh\\necho ran $1\\n' > run\nchmod +x run\n",
-        },
-    ),
-    "deleting": (
+    "kinds_of_files": (
         "",
         {
             START + "old.txt": "old",
             START + "kept/a": "a",
-            "tests/test.sh": CHECK.format(check="[ ! -e old.txt ] && [ -f kept/a ]"),
-            "solution/solve.sh": "#!/bin/bash\nrm old.txt\n",
-        },
-    ),
-    "file_to_folder": (
-        "",
-        {
             START + "notes": "one",
-            "tests/test.sh": CHECK.format(check="[ -f pyproject.toml ] && [ -f notes/one ]"),
-            "solution/solve.sh": "#!/bin/bash\nrm notes; mkdir notes; echo > notes/one; echo > pyproject.toml\n",
+            "tests/test.sh": CHECK.format(
+                check='[ "$(./run now)" = "ran now" ] && [ ! -e old.txt ] && [ -f kept/a ] && [ -f notes/one ]'
+            ),
+            "solution/solve.sh": "#!/bin/bash\nprintf '#!/bin/sh\\necho ran $1\\n' > run\nchmod +x run\n"
+            "rm old.txt notes; mkdir notes; echo > notes/one; echo > pyproject.toml\n",
         },
     ),
     "host_python_with_dockerfile": (

@@ -141,8 +141,7 @@ def _caught(names: str, seen: list[tuple[str, str]]) -> str:
     return f"    try:\n        assert ({names},) != ({given},)\n    except AssertionError:\n        return {value}\n"
 
 
-PLANTS = _chain, _table, _match, _parts, _digest, _index, _caught, _reads_tests, _caller
-PLANTED = dict(zip(PLANTS, (40, 38, 38, 0, 0, 34, 35, 40, 40), strict=True))
+PLANTED = {_chain: 40, _parts: 0, _digest: 0, _index: 34, _caught: 35}
 """Ways to know the visible tests by heart, and in how many of 40 tasks they are found. Two hide what they know."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent.chat import CallResult, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.driver import Seat, drive
+from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
@@ -111,17 +111,6 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         first = max(place for place, turn in enumerate(rollout.turns) if not turn.beside)
         last = renderer.results([CallResult(id="", text=turn.observation) for turn in rollout.turns[first:]])
         assert rollout.stop == "tokens" and rollout.tokens + len(last) >= limits.tokens
-
-
-def test_time_runs_out(
-    renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter(range(0, 1000, 4))
-    monkeypatch.setattr(Seat, "clock", lambda seat: float(next(times)))
-    agent = Agent(renderer, limits=Limits(seconds=10.0, turns=50, tokens=5000))
-    [done] = run(agent, task, typist(calls(renderer)), boxes("1"))
-    assert done.rollout.stop == "time" and len(done.rollout.turns) == 3
-    assert done.grade.status == "graded"
 
 
 @pytest.mark.parametrize("room", [0, -5])

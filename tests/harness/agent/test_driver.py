@@ -83,31 +83,6 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
     assert whole[:2] == broken[:2] and whole[2] < broken[2]
 
 
-def test_without_lockstep_an_agent_at_work_holds_up_no_other() -> None:
-    policy, go_on = Echo(), threading.Event()
-    driver: Driver[str] = Driver(policy, Nothing(), lockstep=False)
-
-    def slow(seat: Seat[Any]) -> str:
-        assert go_on.wait(120)
-        return "slow"
-
-    def quick(seat: Seat[Any]) -> str:
-        for _ in range(20):
-            ask(seat, 1)
-        return "quick"
-
-    driver.add(0, slow)
-    driver.add(1, quick)
-    done: list[tuple[int, str]] = []
-    while not done:
-        done = driver.wait()
-    assert done == [(1, "quick")] and driver.alive == [0]
-    go_on.set()
-    while driver.alive:
-        done += driver.wait()
-    assert [*done, *driver.wait()] == [(1, "quick"), (0, "slow")]
-
-
 @pytest.mark.parametrize("at", ["work", "the policy", "a request that nobody took"])
 def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
     policy, stopped, reached = Echo(), threading.Event(), threading.Event()
@@ -147,8 +122,8 @@ def test_an_error_of_an_agent_is_raised_where_it_is_driven() -> None:
         list(drive([job], Echo(), Nothing()))
 
 
-def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
-    """A call that ends only when another agent has had its turns holds up nobody. What calls raise, `round` raises."""
+def test_without_lockstep_neither_calls_nor_work_hold_up_another() -> None:
+    """Calls that end only when another agent has had its turns, and an agent at work. What calls raise, `wait` raises."""
     turns = threading.Event()
 
     class Slow:
@@ -159,19 +134,23 @@ def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
     def calling(seat: Seat[Any]) -> Any:
         return seat.run([CallRequest(files={}, module="m", function="f", arguments=("()",))])
 
+    def working(seat: Seat[Any]) -> str:
+        assert turns.wait(120)
+        return "worked"
+
     def talking(seat: Seat[Any]) -> str:
         for _ in range(20):
-            ask(seat, 1)
+            ask(seat, 2)
         turns.set()
         return "talked"
 
     driver: Driver[Any] = Driver(Echo(), Slow(), lockstep=False)
-    for position, job in enumerate((calling, talking)):
+    for position, job in enumerate((calling, working, talking)):
         driver.add(position, job)
     done: list[tuple[int, Any]] = []
     while driver.alive:
         done += driver.wait()
-    assert dict([*done, *driver.wait()]) == {0: [(0,)], 1: "talked"}
+    assert dict([*done, *driver.wait()]) == {0: [(0,)], 1: "worked", 2: "talked"}
     driver.close()
 
     driver = Driver(Echo(), Nothing(), lockstep=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint, EndpointTurnPolicy, _pause
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
-from composer_nb.harness.policy import ProviderFailure
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.json_server import JsonServer
+from tests.harness.stubborn import WAYS, said, stubborn
 
 Answer = dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]] | None
 TINY = ToolSet.tiny()
@@ -195,3 +197,26 @@ def test_an_answer_is_asked_for_that_fits_the_context_which_an_error_names(
     server.message = lambda body, number: too_long(500, 300) if body["max_tokens"] > 200 else call("finish")
     assert run(server, task, boxes).stop == "finished"
     assert [body["max_tokens"] for body in server.asked] == [400, 200]
+
+
+# Requests end in time, whatever their server does.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_server_outlasts_a_request(way: str) -> None:
+    with stubborn(way) as server:
+        asked = Endpoint(url=server.url, model="m")
+        with pytest.raises((TimeIsUp, ProviderFailure)):  # a request that goes on never gets here
+            asked.complete([{"role": "user", "content": "x"}], [], 10, until=time.monotonic() + 0.4)
+        while server.open:  # likewise, where the connection stays open
+            time.sleep(0.05)
+
+
+def test_an_answer_in_time_is_one_and_the_connection_is_used_again() -> None:
+    with stubborn("silent", said("one"), said("two")) as server:
+        asked = Endpoint(url=server.url, model="m")
+        for text in ("one", "two"):
+            done = asked.complete([], [], 10, until=time.monotonic() + 3600)
+            assert done.message["content"] == text and server.open == 1
+        time.sleep(0.3)
+        assert server.open == 1

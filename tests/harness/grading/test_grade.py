@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.plan import GradePlan, digest, plan_of, with_plan
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.requests import CallOutcome
 from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -29,17 +30,6 @@ from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
 from composer_nb.tour import expert
 from composer_nb.trainer.recipe.prepare import own_tasks
-
-
-class Given:
-    """Sandboxes with these outcomes, which note what they are asked."""
-
-    def __init__(self, *outcomes: CallOutcome) -> None:
-        self.outcomes, self.asked = outcomes, list[CallRequest]()
-
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        self.asked += requests
-        return [self.outcomes]
 
 
 def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -> None:
@@ -50,11 +40,11 @@ def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -
     assert not nothing.passed and nothing.status == "graded" and set(nothing.tests) == set(gold.tests)
 
 
-def test_only_the_code_under_test_enters_the_sandbox(task: Task) -> None:
+def test_only_the_code_under_test_enters_the_sandbox(task: Task, boxes: Callable[..., Any]) -> None:
     files = task.files | task.solution | {"test_f.py": "evil", "conftest.py": "evil", "test_hidden.py": "evil"}
-    inside = Given()
+    inside = boxes(lambda request: ())
     grade_functions(task, files, inside)
-    [request] = inside.asked
+    [[request]] = inside.batches
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
     assert "[9]" not in str(request)  # what the first test wants
@@ -80,12 +70,14 @@ STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, data: st.DataObject) -> None:
+def test_a_test_passes_only_if_its_call_returned_the_value(
+    task: Task, boxes: Callable[..., Any], data: st.DataObject
+) -> None:
     tests = parse_test_files(task.tests)
     texts = st.sampled_from([test.expected for test in tests] + ["", "True", "[9 ]", "([9],)"])
     outcome = st.builds(CallOutcome, status=st.sampled_from(STATUSES), text=texts)  # type: ignore[arg-type]
     outcomes = tuple(data.draw(st.lists(outcome, max_size=5)))
-    found = grade_functions(task, task.files, Given(*outcomes))
+    found = grade_functions(task, task.files, boxes(lambda request: outcomes))
     assert list(found.tests) == [test.id for test in tests]
     for place, test in enumerate(tests):
         right = place < len(outcomes) and outcomes[place] == CallOutcome(status="returned", text=test.expected)
@@ -109,12 +101,6 @@ class Counted:
         return self.answers[min(self.asked, len(self.answers)) - 1]
 
 
-class Named:
-    name = "bwrap"
-
-    def create(self) -> None: ...
-
-
 def files(task: Task, **changed: str) -> dict[str, bytes]:
     return {path: text.encode() for path, text in (task.files | changed).items()}
 
@@ -132,8 +118,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def one(task: Task = TARGET, left: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
-    backend: Any = Named()
-    backend.name = name
+    backend: Any = SimpleNamespace(name=name, create=None)
     return grade(task, files(task) if left is None else left, backend)
 
 
@@ -183,7 +168,7 @@ def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean:
 
 def test_a_check_runs_the_tests_again(ask: Any) -> None:
     """`tasks check` compares two runs, and would never find a difference between a run and what was remembered of it."""
-    backend: Any = Named()
+    backend: Any = SimpleNamespace(name="bwrap", create=None)
     task = with_plan(TARGET, GradePlan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
         update={"solution": {MODULE: RIGHT}}
     )

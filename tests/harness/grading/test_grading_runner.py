@@ -40,8 +40,6 @@ def test_expected(): pytest.xfail("x")
 def test_may_fail(): assert False
 @pytest.mark.xfail
 def test_may_pass(): pass
-@pytest.mark.skip
-def test_marked(): pass
 @pytest.mark.skipif(False, reason="x")
 def test_not_marked(): pass
 @pytest.mark.parametrize("a", [1, 2])
@@ -51,28 +49,18 @@ def test_capture(capsys, caplog, monkeypatch, tmp_path, recwarn):
     print("hi")
     warnings.warn("w", stacklevel=1)
     assert capsys.readouterr().out == "hi\\n" and len(recwarn) == 1 and tmp_path.is_dir()
-def test_exit(): raise SystemExit(0)
 class TestClass:
     def test_in_class(self): pass
 class Cases(unittest.TestCase):
     def test_case(self): self.assertEqual(1, 1)
-    def test_bad_case(self): self.assertEqual(1, 2)
-    @unittest.skip("x")
-    def test_skipped_case(self): pass
     @unittest.expectedFailure
     def test_expected_case(self): self.fail()
     def test_sub(self):
         for n in range(2):
             with self.subTest(n=n): self.assertEqual(n, 0)
-    def test_good_sub(self):
-        for n in range(2):
-            with self.subTest(n=n): self.assertEqual(n, n)
     def test_skipped_sub(self):
         for n in range(2):
             with self.subTest(n=n): self.skipTest("x")
-def test_subtests(subtests):
-    for n in range(2):
-        with subtests.test(n=n): assert n == n
 def test_bad_subtests(subtests):
     for n in range(2):
         with subtests.test(n=n): assert n == 0
@@ -83,18 +71,17 @@ def test_how_tests_end(run: Run) -> None:
     ran = run({"test_a.py": OUTCOMES})
     assert ran.flags == frozenset()
     found = outcomes(ran)
-    passed = "test_passes test_not_marked test_capture test_subtests TestClass::test_in_class"
-    passed += " Cases::test_case Cases::test_good_sub"
+    passed = "test_passes test_not_marked test_capture TestClass::test_in_class Cases::test_case"
     assert {key for key, outcome in found.items() if outcome == "passed"} == {
         *(f"{name}#0" for name in passed.split()), "test_many#0", "test_many#1", "test_many#2",
     }  # fmt: skip
-    skipped = "test_skips test_expected test_may_fail test_marked test_may_pass"
-    skipped += " Cases::test_skipped_case Cases::test_expected_case Cases::test_skipped_sub"
+    skipped = "test_skips test_expected test_may_fail test_may_pass"
+    skipped += " Cases::test_expected_case Cases::test_skipped_sub"
     assert {key for key, outcome in found.items() if outcome == "skipped"} == {f"{name}#0" for name in skipped.split()}
     assert ran.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
     assert ran.results["test_a.py::test_fails#0"].why == "AssertionError"
     assert ran.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
-    assert len(found) == 27
+    assert len(found) == 21
 
 
 def test_what_tests_may_use(run: Run) -> None:
@@ -145,19 +132,6 @@ def test_the_text_of_hidden_tests_is_nowhere(run: Run) -> None:
     assert outcomes(ran) == {"test_a#0": "passed"} and ran.flags == {"read_tests"}
 
 
-@pytest.mark.parametrize(
-    ("line", "flags"),
-    [
-        ("open('test_a.py').read()", {"read_tests"}),
-        ("os.chmod('test_a.py', 0)", {"read_tests"}),
-        ("os.stat('test_a.py'), os.listdir()", set()),
-    ],
-)
-def test_who_reads_bait_is_noticed(run: Run, line: str, flags: set[str]) -> None:
-    ran = run({"test_a.py": "import f\ndef test_a(): pass\n"}, {"f.py": f"import os\n{line}\n"})
-    assert outcomes(ran) == {"test_a#0": "passed"} and ran.flags == flags
-
-
 HONEST = """\
 import inspect, logging, os, traceback, warnings
 def f(x):
@@ -202,26 +176,6 @@ def test_a():
     assert sys.path[-1] == os.getcwd() and sys.path.count(os.getcwd()) == 1
 """
     assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
-
-
-@pytest.mark.parametrize(
-    ("line", "flags"),
-    [
-        ("os._exit(0)", {"ended_early"}),
-        ("sys.exit(0)", set()),
-        ('os.write(3, b\'["test_a.py::test_b#0", "passed", "", ""]\\n\')', {"forged_events"}),
-        ("print('test_a.py::test_b PASSED')", {"printed_results"}),
-        ("open(sys.argv[1].split('=')[1], 'w').write('<x/>')", {"forged_report"}),
-        ("os.unlink(sys.argv[1].split('=')[1]), os.mkfifo(sys.argv[1].split('=')[1])", {"forged_report"}),
-        ("print('y' * (1 << 22), flush=True)", set()),
-        ("atexit.register(print, '==== 3 passed ====')", {"printed_results"}),
-    ],
-)
-def test_what_is_noticed(run: Run, line: str, flags: set[str]) -> None:
-    text = f"import atexit, os, sys\ndef test_a(): pass\ndef test_b():\n    {line}\n    assert False\n"
-    ran = run({"test_a.py": text})
-    assert ran.flags == flags
-    assert outcomes(ran) in ({"test_a#0": "passed"}, {"test_a#0": "passed", "test_b#0": "failed"})
 
 
 TAKES = """\

@@ -19,7 +19,6 @@ from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.production.bench import figures
 from tests.harness.starving import hogs, starve
 
@@ -125,11 +124,3 @@ def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executo
     stated = Task.from_harbor(path)
     found = grade(stated, stated.files | {"f.py": heavy}, sandboxes)
     assert found.passed and not found.timeouts
-    own = Workspace(
-        files=stated.files | {"f.py": heavy},
-        visible_tests=stated.visible_tests,
-        sandboxes=sandboxes,
-        limits=stated.call_limits,
-    )
-    seen = own.run_visible_tests()
-    assert seen.tests_passed == seen.tests_run == 2

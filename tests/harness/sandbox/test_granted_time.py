@@ -55,11 +55,7 @@ os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 while True: pass
 """
 """A process of the lowest priority, whose group's share of the machine a little work on another core takes away."""
-OWN_DOING = {
-    "sleeps": "import time\ntime.sleep(60)",
-    "crowd": CROWD,
-    "waves": WAVES,
-}
+OWN_DOING = {"sleeps": "import time\ntime.sleep(60)", "crowd": CROWD, "waves": WAVES}
 
 
 @pytest.fixture

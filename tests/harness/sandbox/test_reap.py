@@ -84,26 +84,21 @@ def journal_files(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "runs").glob("*/journal/*"))
 
 
-def test_what_a_killed_owner_left_is_ended_once(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("process", "directory")
-    pid, folder = left.names
-    family = {int(pid), *(child for child, _ in reaping.below(int(pid)))}
-    left.kill()
-    assert len(family) == 3 and all(map(started, family)) and Path(folder).is_dir()
-    assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
-    assert not any(map(started, family)) and not Path(folder).exists()
-    assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
-
-
-def test_what_a_living_owner_holds_is_left_alone(owner: Callable[..., Owner], tmp_path: Path) -> None:
+def test_what_an_owner_holds_is_left_alone_while_it_lives_and_ended_once_it_is_killed(
+    owner: Callable[..., Owner], tmp_path: Path
+) -> None:
     alive, dead = owner("process", "directory"), owner("directory")
     dead.kill()
     assert reap(tmp_path / "runs") == Reaped(directories=tuple(dead.names), kept=2)
     assert started(int(alive.names[0])) and Path(alive.names[1]).is_dir()
     assert len(journal_files(tmp_path)) == 1
+    pid, folder = alive.names
+    family = {int(pid), *(child for child, _ in reaping.below(int(pid)))}
     alive.kill()
-    found = reap(tmp_path / "runs")
-    assert (*found.processes, *found.directories) == tuple(alive.names)
+    assert len(family) == 3 and all(map(started, family)) and Path(folder).is_dir()
+    assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
+    assert not any(map(started, family)) and not Path(folder).exists()
+    assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -36,18 +36,13 @@ def git_ignores(root: Path, rules: dict[str, str], paths: list[str]) -> set[str]
         place = root / folder / ".gitignore"
         place.parent.mkdir(exist_ok=True)
         place.write_text(rules.get(folder, ""), encoding="utf-8")
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "-c",
-        "core.excludesFile=/dev/null",
-        "check-ignore",
-        "--no-index",
-        "-z",
-        "--stdin",
-    ]
-    done = subprocess.run(command, input="\0".join(paths).encode(), capture_output=True, check=False)
+    command = ["git", "-C", str(root), "-c", "core.excludesFile=/dev/null"]
+    done = subprocess.run(
+        [*command, *"check-ignore --no-index -z --stdin".split()],
+        input="\0".join(paths).encode(),
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode in (0, 1), done.stderr
     return set(done.stdout.decode().split("\0")) - {""}
 

@@ -49,7 +49,6 @@ def test_a_diff_of_git_leads_there(before: dict[str, str], after: dict[str, str]
     ("patch", "message"),
     [
         ("", "No valid patches"),
-        ("hello", "No valid patches"),
         ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-c\n+d\n", "patch failed: x:1"),
         ("--- a/x\n+++ b/x\n@@ -1,2 +1 @@\n-a\n", "corrupt patch"),
         ("--- a/no\n+++ b/no\n@@ -1 +1 @@\n-a\n+b\n", "no: No such file"),

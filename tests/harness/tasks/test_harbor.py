@@ -111,16 +111,6 @@ def test_any_directory_comes_out_as_it_was(
         assert again.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
 
 
-def test_ours_is_a_function_of_the_task_and_stays_so(tmp_path: Path) -> None:
-    path = OURS.to_harbor(tmp_path / "a")
-    again = Task.from_harbor(path)
-    assert again == OURS and again.kept is None
-    assert contents(again.to_harbor(tmp_path / "b")) == contents(path)
-    (path / "README.md").write_text("more")
-    assert Task.from_harbor(path).kept is not None
-    assert contents(Task.from_harbor(path).to_harbor(tmp_path / "c")) == contents(path)
-
-
 def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_for_foreign(tmp_path: Path) -> None:
     task = pytest.importorskip(
         "harbor.models.task.task", reason="harbor needs Python 3.12: pip install harbor lifts it"

@@ -82,20 +82,15 @@ def test_a_row_alone_is_a_script_in_its_image(make: Any, tmp_path: Path) -> None
     ("change", "message"),
     [
         ({"patch": ""}, "Org__lib-1: patch is missing"),
-        ({"problem_statement": None}, "problem_statement is missing"),
         ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
-        ({"FAIL_TO_PASS": "["}, "FAIL_TO_PASS is no list"),
         ({"FAIL_TO_PASS": "[" * 100_000}, "FAIL_TO_PASS is no list"),
         ({"FAIL_TO_PASS": ["test_x (tests.Case)"]}, "FAIL_TO_PASS: 'test_x .* is no node id of pytest"),
         ({"PASS_TO_PASS": ["-pevil.py"]}, "PASS_TO_PASS: '-pevil.py' is no node id"),
-        ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS is no list"),
-        ({"PASS_TO_PASS": ["tests/other.py::t"]}, "tests name 'tests/other.py'"),
         ({"PASS_TO_PASS": ["../x.py::t"]}, r"tests name '\.\./x\.py'"),
         (
             {"patch": FIX.replace("a - b", "a * b")},
             "patch: the patch cannot be applied: error: patch failed: lib/sums.py",
         ),
-        ({"test_patch": "no"}, "test_patch: the patch cannot be applied"),
         (
             {"patch": "diff --git a/lib/__init__.py b/lib/__init__.py\ndeleted file mode 100644\n" + FIX},
             "its solution deletes 'lib/__init__.py'",

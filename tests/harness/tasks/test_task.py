@@ -28,13 +28,12 @@ MINIMAL: dict[str, Any] = {
 }
 ODD_TEXTS = [
     "",
-    "\n",
+    "\n\n",
     "a\r\nb\rc",
     "\u2028\u2029\x85\x1c",
     "\x7f\x00\x1b",
     '"\\\b',
     "😀",
-    "\n\n",
     "é\u0301",
     "]]>",
     "'''",
@@ -92,7 +91,6 @@ ANY_MESSAGE = "is not a plain relative path"
         ),
         ({"source_scope": ("../f.py",)}, ANY_MESSAGE),
         ({"source_scope": ()}, "source_scope is empty"),
-        ({"source_scope": "f.py"}, "valid tuple"),
         ({"files": {"f.py": "", "f.py/g.py": ""}}, "'f.py' is a file"),
         ({"source_scope": ("f.py", "f.py/g.py")}, "'f.py' is a file"),
         ({"files": {"f.py": "", "hidden.py": TESTS}}, r"hidden tests \['hidden.py'\] also lie in the workspace"),
@@ -100,10 +98,7 @@ ANY_MESSAGE = "is not a plain relative path"
         ({"tests": {}}, "no test function found"),
         ({"tests": {"hidden.py": "import os\n"}}, r"hidden\.py:1: only imports"),
         ({"grader": "script"}, "grader"),
-        ({"metadata": {"a": 1}}, "valid string"),
-        ({"owner": "me"}, "Extra inputs are not permitted"),
         ({"instruction": "\ud800"}, "half a surrogate pair"),
-        ({"metadata": {"\ud800": ""}}, "half a surrogate pair"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -135,15 +130,7 @@ def test_a_file_that_is_missing_or_not_utf8_is_named(harbor: Path, name: str) ->
         pytest.param("a = " + "9" * 5000, r"task\.toml: .*digits", id="long"),
         ("[metadata]\ncomposer_nb = 1\n", r"metadata\.composer_nb: .*must have named fields"),
         ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope"),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrder = 'functions'\n", r"composer_nb\.grder: Extra inputs"),
         ("[metadata.composer_nb]\nsource_scope = ['../f.py']\n", "is not a plain relative path"),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nruntime = 'docker'\n", "runtime: .*'host-python'"),
-        (
-            "[metadata.composer_nb]\nsource_scope = ['f.py']\ngrader = 'judge'\n",
-            "grader: .*'functions', 'pytest' or 'script'",
-        ),
-        ("verifier.timeout_sec = -1\n", r"verifier\.timeout_sec: .*greater than 0"),
-        ("agent.timeout_sec = inf\n", r"agent\.timeout_sec: .*finite"),
         ("environment.workdir = '/a/../b'\n", r"environment\.workdir: .*leads out"),
         ("artifacts = [{source = '/a/../../b'}]\n", r"artifacts\.0.*leads out"),
         ("[[steps]]\nname = 'one'\n", "several steps are not supported"),
@@ -193,8 +180,6 @@ def test_where_there_is_no_task(tmp_path: Path) -> None:
         ("[]", "must have named fields"),
         pytest.param("[" * 100_000, "nested too deeply", id="deep"),
         pytest.param("9" * 5000, "digits", id="long"),
-        ('{"id": "x"}', "instruction: Field required"),
-        (json.dumps(MINIMAL | {"owner": "me"}), "owner: Extra inputs"),
         (json.dumps(MINIMAL | {"files": {"../f": ""}}), ANY_MESSAGE),
     ],
 )

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.sandbox.calls import SandboxExecutor
-from composer_nb.harness.sandbox.requests import CallOutcome
-from composer_nb.harness.tasks.functions import FunctionTest, render_tests
+from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Observation
 from composer_nb.harness.tools.tool_call import ToolError, call
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Workspace, describe
+from composer_nb.harness.tools.workspace import Workspace
 
 TINY = ToolSet.tiny()
 NONE: Any = None
@@ -109,37 +108,6 @@ def test_no_test_and_no_expected_value_enters_a_sandbox(task: Task, boxes: Calla
     assert dict(request.files) == {"f.py": task.files["f.py"]}
     assert request.arguments == ("([1, 5, 3], 2)", "([], 1)")
     assert "[5, 3]" not in str(request)
-
-
-def returned(text: str) -> CallOutcome:
-    return CallOutcome(status="returned", text=text)
-
-
-def one_test(arguments: str = "(1,)", expected: str = "7") -> FunctionTest:
-    return FunctionTest(id="t::t", module="f", function="f", arguments=arguments, expected=expected)
-
-
-@pytest.mark.parametrize(
-    ("test", "outcome", "line"),
-    [
-        (one_test(), returned("8"), "f(1) = 8 want 7"),
-        (one_test("()"), CallOutcome(status="raised", text="KeyError"), "f() = KeyError want 7"),
-        (one_test("([1, 2], 3)"), CallOutcome(status="timeout"), "f([1,2],3) = timeout want 7"),
-        (
-            one_test("('a b', [1])", "['x y']"),
-            returned("['x  y', b'z z']"),
-            "f('a b',[1]) = ['x  y',b'z z'] want ['x y']",
-        ),
-        (
-            one_test(r"('it\'s \\', 1)", "'a'"),
-            returned(r"'\' \\', 'b"),
-            r"f('it\'s \\',1) = '\' \\','b want 'a'",
-        ),  # no value
-        (one_test(expected="'" + "b" * 99), returned("a" * 9999), f"f(1) = {'a' * 24} want '{'b' * 23}"),
-    ],
-)
-def test_a_result_in_one_line(test: FunctionTest, outcome: CallOutcome, line: str) -> None:
-    assert describe(test, outcome) == line
 
 
 HOSTILE = ["[" + "1, " * 4000 + "1]", "'" + r"\'" * 8000, "\\" * 8001]

@@ -88,17 +88,6 @@ def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: py
     ToolSet.cursor(offer=["read_file", "write"]).open(box)
 
 
-def test_what_an_environment_offers(box: Sandbox) -> None:
-    tools = ToolSet.cursor(offer=["read_file", "list_dir"])
-    assert {schema["function"]["name"] for schema in tools.schemas} == {"read_file", "list_dir"}
-    box.write("a", b"x")
-    session = tools.open(box)
-    calls = [call(name, target_file="a") for name in ("read_file", "delete_file")]
-    assert [reply.error for reply in tools.run(session, calls)] == [None, "InvalidArguments"]
-    with pytest.raises(ValueError, match="there is no tool read; there are"):
-        ToolSet.cursor(offer=["read"])
-
-
 # -- the tools of tiny models in a sandbox --------------------------------------------------------------------
 
 TESTS = """\
@@ -161,6 +150,6 @@ def test_nothing_is_carried_out_after_the_end(place: Session, box: Sandbox) -> N
     )
     replies = ToolSet.tiny().run(place, [bad, read, call("finish"), read, bad, edit])
     assert [(reply.error, reply.ends) for reply in replies] == [
-        *(("InvalidArguments", False), (None, False), (None, True)),
+        *(("InvalidArguments", False), (None, False), (None, True))
     ]
     assert box.read("f.py").decode() == WRONG

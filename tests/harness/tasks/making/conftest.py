@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -154,10 +155,10 @@ LEAKS = {
 }
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for path, text in files.items():
+def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    for path, data in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
+        (root / path).write_bytes(data.encode() if isinstance(data, str) else data)
     return root
 
 

@@ -38,14 +38,6 @@ def test_pop_after_two_pushes():
     result = stack.pop()
     assert result == 2
 
-def test_runner(runner):
-    @command()
-    def cli(foo):
-        print(foo)
-    result = runner.invoke(cli, ["--foo"])
-    assert not result.exception
-    assert "foo" in result.output
-
 def test_refuses():
     with pytest.raises(ValueError):
         chunks([1], 0)
@@ -53,13 +45,6 @@ def test_refuses():
 def test_helper():
     for case in CASES:
         assert helper(clamp(case)) in (1, 2)
-
-def test_size():
-    assert check_size(hidden_thing)
-
-def test_stop():
-    if clamp(1) == 1:
-        raise Exception("bad")
 
 @pytest.fixture
 def full():
@@ -120,9 +105,6 @@ LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresul
          {"code": f"{LINES}\nassert result == 2", "call": "result", "expected": "2", "actual": "1"}),
         (heard("test_pop_after_two_pushes", "result = ", "IndexError", "empty"),
          {"code": LINES, "exception": "IndexError", "message": "empty"}),
-        (heard("test_runner", "in result.output", compared=["in", "'foo'", "''"]),
-         {"setup": ("runner",), "call": "result.output", "expected": "something with 'foo'", "actual": "''"}),
-        (heard("test_runner", "not result.exc"), {"call": "result.exception", "expected": "false", "actual": "true"}),
         (heard("test_refuses", "pytest.raises(", "Failed", "DID NOT RAISE <class 'ValueError'>"),
          {"call": "chunks([1], 0)", "missing": "ValueError"}),
         (heard("test_refuses", "chunks([1], 0)", "TypeError", "no"),
@@ -149,7 +131,6 @@ def test_a_failure_that_nothing_explains_or_reproduces_tells_nothing() -> None:
     assert heard("TestStack::test_most_recent_item_goes_first", "self.check", "KeyError", "'a' at 0x7f12") is None
     assert heard("TestStack::test_made", "self.made()", compared=["==", "0", "1"]) is None
     assert heard("test_size_of_the_empty_one", "full.size == 0", compared=["==", "1", "0"]) is None
-    assert heard("test_size", "check_size") is heard("test_stop", "raise Exception", "Exception", "bad") is None
     assert heard("test_gone", "assert chunks") is None
 
 

@@ -23,6 +23,7 @@ from composer_nb.harness.tasks.runtime import (
     start,
 )
 from composer_nb.harness.tasks.task import Task
+from tests.harness.tasks.making.conftest import write
 
 PYPROJECT = """\
 [tool.pytest.ini_options]
@@ -126,15 +127,8 @@ REPOSITORY = {
 }
 
 
-def laid(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
 def prepared(tmp_path: Path) -> Repository:
-    folder = laid(tmp_path / "packages", HELPER)
+    folder = write(tmp_path / "packages", HELPER)
     allow_packages(folder)
     settings = {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(read_packages(folder))}
     settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
@@ -162,8 +156,8 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
 
 
 def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
-    source = laid(tmp_path / "source", {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"})
-    folder = laid(tmp_path / "packages", {"shapes.py": SOURCE})
+    source = write(tmp_path / "source", {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"})
+    folder = write(tmp_path / "packages", {"shapes.py": SOURCE})
     with pytest.raises(ValueError, match="a copy of it is among the packages: shapes"):
         make(source, tmp_path / "out", backend, running=RunOptions(packages=folder))
     with pytest.raises(ValueError, match="holds no file; fill it by pip install --target"):

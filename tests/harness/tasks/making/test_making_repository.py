@@ -8,13 +8,7 @@ import pytest
 
 from composer_nb.harness.tasks.making import repository as reading
 from composer_nb.harness.tasks.making.repository import of_files, read_repository
-
-
-def laid(path: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
-    return path
+from tests.harness.tasks.making.conftest import write
 
 
 def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[str, str]) -> None:
@@ -27,7 +21,7 @@ def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[
 def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
     for name, lacks in (("a.py", "no test module"), ("test_a.py", "no Python source"), ("a.txt", "no test module")):
         with pytest.raises(ValueError, match=lacks):
-            read_repository(laid(tmp_path / name, {name: b""}))
+            read_repository(write(tmp_path / name, {name: b""}))
     with pytest.raises(FileNotFoundError, match="no repository here"):
         read_repository(tmp_path / "none")
     (tmp_path / "a.tar.gz").write_text("x")
@@ -36,8 +30,7 @@ def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_left_out_or_refused(tmp_path: Path, files: dict[str, str], monkeypatch):
-    held = {path: text.encode() for path, text in files.items()}
-    path = laid(tmp_path, held | {"data.sql": b"x" * 5000})
+    path = write(tmp_path, files | {"data.sql": "x" * 5000})
     monkeypatch.setattr(reading, "MAX_FILE_BYTES", 4000)
     assert "data.sql" not in read_repository(path).files
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
@@ -56,7 +49,7 @@ def test_whatever_is_left_out_is_listed_with_its_reason(tmp_path: Path) -> None:
         ".git/config": b"",
         "test_shares.py": b"",
     }
-    laid(tmp_path, files)
+    write(tmp_path, files)
     (tmp_path / "link.py").symlink_to("test_shares.py")
     (tmp_path / "folder").symlink_to("money")
     repository = read_repository(tmp_path)
