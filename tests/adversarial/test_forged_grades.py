@@ -33,17 +33,6 @@ def everything():
 
 FORGED: dict[str, str] = {
     "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
-    "metaclass that names itself list": """
-class Meta(type):
-    __eq__ = lambda *_: True
-    __hash__ = lambda _: hash(list)
-    __name__ = "list"
-class Right(metaclass=Meta):
-    __class__ = list
-    __repr__ = lambda _: "[28, 36]"
-def f(xs, k):
-    return Right()
-""",
     "patched eval and the box's own functions": SPY
     + """
 import __main__

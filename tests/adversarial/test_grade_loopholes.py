@@ -10,14 +10,17 @@ from typing import TypeVar
 import pytest
 
 from composer_nb.harness.grading.box import Boxes
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import enough, guard, record
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, ROUND_TRIPS
 
 T = TypeVar("T")
 
@@ -142,13 +145,6 @@ def unknown(name, value):
     mine, other = (sorted({v for n, v in asked if (n == name) == flag}) for flag in (True, False))
     return other[mine.index(value)] if len(mine) == len(other) else value
 """,
-    "an int that equals everything": """\
-class Any(int):
-    __eq__ = lambda *_: True
-    __hash__ = int.__hash__
-guest and setattr(guest, "encode_result", lambda value: int(value))
-def unknown(name, value): return Any(value)
-""",
     "a forged name of an exception": "def unknown(*_): raise type('int', (BaseException,), {})(32)\n",
     "changes its arguments in the answer": """\
 if guest:
@@ -160,7 +156,6 @@ if asked:
         for value in range(-40, 213):
             say(["answer", place, ["returned", value, None]])
 """,
-    "ends all processes": "if asked:\n    os.kill(-1, signal.SIGKILL)\n",
     "nested as deeply as can be read": """\
 if asked:
     for place in range(len(asked)):
@@ -236,3 +231,45 @@ def test_a_claimed_id_of_any_length_is_compared_at_once(claimed: str, same: bool
 
 
 # Code under test that reads what its caller expects, and believes it if it looks like an original. It must not score.
+
+
+# Code that reads the constants of a whole module of hidden tests and concludes which are true: most agree, and the twins do not.
+# `joint` grades without the tests that run alone, to show that the attack works.
+
+
+def test_a_rule_fitted_to_all_constants_does_not_pass(backend: Backend) -> None:
+    task = JOINT["rows"]
+    found = validate_task(task, backend, repeats=1)
+    plan = found.plan
+    assert plan is not None and found.valid and guard(plan, found.fail_to_pass).by == "twins", found
+    files = {"scale.py": FITTED.encode()}
+    joint = replace(plan, twins=tuple(replace(twin, alone=False) for twin in plan.twins))
+    alone = [grade_pytest(task, files, backend, plan, rng=random.Random(seed)) for seed in range(8)]
+    without = [grade_pytest(task, files, backend, joint, rng=random.Random(seed)) for seed in range(3)]
+    assert any(grade.passed and not grade.flags for grade in without), (
+        "the attack works, but for the tests that run alone"
+    )
+    assert sum(grade.passed for grade in alone) <= 2, "one in eight passes by chance"
+
+
+@pytest.mark.parametrize("name", list(ROUND_TRIPS))
+def test_answers_are_not_looked_up_among_the_arguments_of_other_calls(name: str) -> None:
+    task = ROUND_TRIPS[name]
+    with SandboxExecutor() as calls:
+        [outcomes] = calls.run([request_tests({"codec.py": LOOKED_UP}, tests := parse_test_files(task.tests))])
+        assert all(map(passes, tests, outcomes)), "the attack works in one process"
+        assert not any(grade_functions(task, {"codec.py": LOOKED_UP}, calls).tests.values())
+        assert grade_functions(task, {"codec.py": CODEC}, calls).passed
+
+
+def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None:
+    task = ROUND_TRIPS["round-trip"]
+    loads = "import pkgutil\n{0} = pkgutil.resolve_name('co' + 'dec:{0}')\n"
+    files = task.files | {"one.py": loads.format("enc"), "two.py": loads.format("dec")}
+    tests = task.tests["test_codec.py"].replace(
+        "from codec import enc, dec", "from one import enc\nfrom two import dec"
+    )
+    task = task.model_copy(update={"files": files, "tests": {"test_codec.py": tests}})
+    with SandboxExecutor() as calls:
+        assert not any(grade_functions(task, {**files, "codec.py": LOOKED_UP}, calls).tests.values())
+        assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed

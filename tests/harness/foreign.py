@@ -13,7 +13,6 @@ START = "environment/workspace/"
 
 FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
     "plain": ("", HELLO),
-    "old_version": ('version = "1.0"\n\n[metadata]\nauthor_name = "somebody"\ndifficulty = "easy"\ntags = ["shell"]\n', HELLO),
     "full_header": (
         'schema_version = "1.4"\nsource = "somewhere"\n\n[task]\nname = "org/hello"\nversion = "2"\nkeywords = ["a"]\n'
         '[[task.authors]]\nname = "A"\nemail = "a@example.org"\n',
@@ -36,20 +35,14 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
             "solution/solve.sh": '#!/bin/bash\necho "$WORD" > "$TO"\n',
         },
     ),
-    "json_reward": (
+    "python_script_with_json": (
         "",
         {
-            "tests/test.sh": "#!/bin/bash\nx=0; [ -f hello.txt ] && x=1\n"
-            'echo "{\\"correct\\": $x, \\"style\\": 1.0}" > /logs/verifier/reward.json\necho $x > /logs/verifier/reward.txt\n',
-            "solution/solve.sh": "#!/bin/sh\ntouch hello.txt\n",
-        },
-    ),
-    "python_script": (
-        "",
-        {
-            "tests/test.sh": "#!/usr/bin/env python3\nimport pathlib\n"
-            "right = pathlib.Path('n').exists() and int(pathlib.Path('n').read_text()) == 42\n"
-            "pathlib.Path('/logs/verifier/reward.txt').write_text(str(float(right)))\n",
+            "tests/test.sh": "#!/usr/bin/env python3\nimport json\nfrom pathlib import Path\n"
+            "n, logs = Path('n'), Path('/logs/verifier')\n"
+            "right = float(n.exists() and int(n.read_text()) == 42)\n"
+            "(logs / 'reward.json').write_text(json.dumps({'correct': right, 'style': 1.0}))\n"
+            "(logs / 'reward.txt').write_text(str(right))\n",
             "solution/solve.sh": "#!/usr/bin/env python3\nopen('n', 'w').write('42')\n",
         },
     ),

@@ -87,9 +87,7 @@ def test_tokens_go_in_and_come_out(engine: RemoteEngine, server: Server) -> None
     [
         ([1, 2], [-1.0, -1.0], "default", "without a stop token"),
         ([1] * 9, [-1.0] * 9, "default", "9 tokens of 8"),
-        ([], [], "default", "0 tokens of 8"),
         ([1, END], [-1.0, float("nan")], "default", "log-probability each"),
-        ([1, END], [-1.0, 0.5], "default", "log-probability each"),
         ([-1, END], [-1.0, -1.0], "default", "log-probability each"),
         ([1, END], [-1.0, -1.0], "7", "drawn from version 7, not default"),
     ],

@@ -88,16 +88,13 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
         assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
         assert new.rollout.before == old.task.files
         for a, b in zip(new.rollout.segments, old.rollout.segments, strict=True):
-            assert_same_segment(a, b)
-
-
-def assert_same_segment(a: Segment, b: Segment) -> None:
-    assert a.parent == b.parent
-    names = "token_ids", "kind", "logprob", "policy_version"
-    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
-    pairs += [(getattr(a.trace, f.name), getattr(b.trace, f.name)) for f in fields(Trace)]
-    for left, right in pairs:
-        assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
+            assert a.parent == b.parent
+            pairs = [
+                (getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")
+            ]
+            pairs += [(getattr(a.trace, f.name), getattr(b.trace, f.name)) for f in fields(Trace)]
+            for left, right in pairs:
+                assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)
 
 
 @settings(max_examples=40)

@@ -56,11 +56,9 @@ def test_many_threads_parse_at_once(many_switches: None) -> None:
 LARGE = "a\n" * (1 << 18)
 HOSTILE = {
     "more tokens than the limit": LARGE,
-    "one long line": "a," * (1 << 18),
     "brackets": "(" * 500,
     "signs": "-" * 100_000 + "1",
     "attributes": "a" + ".a" * 50_000,
-    "sums": "1" + "+1" * 50_000,
     "blocks": "".join(" " * depth + "if a:\n" for depth in range(150)),
     "a null byte": "a = 1\0",
     "half of a pair": "a = '\udc80'",
@@ -110,8 +108,6 @@ SOURCES = {
     "class A:\n    x = 1\n\n    def g(self):\n        return __class__\n": [],
     "def f():\n    x = 1\n\n    def g():\n        return x\n\n    return g\n": [],
     "def f():\n    global q\n    q = 1\n\n\ndef g():\n    return q\n": [],
-    "def f():\n    return g()\n\n\ndef g():\n    return f\n": [],
-    "def f():\n    return here\n": ["no name here in f"],
     "from os import path as p\n\nprint(__name__, p)\n": [],
 }  # fmt: skip
 

@@ -63,15 +63,13 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
     assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
     for done in found:
         names = [json.loads(turn.call)["name"] for turn in done.rollout.turns if turn.call]
-        first, again = (
-            ["search_replace", "run_terminal_cmd"],
-            ["run_terminal_cmd", "search_replace", "run_terminal_cmd"],
-        )
         tries = names[3:]
+        rounds = (len(tries) - 2) // 3
         back = [turn for turn in done.rollout.turns if "git checkout -q -- " in turn.call]
-        assert len(back) == (len(tries) - 2) // 3 and not any(turn.error for turn in back)
+        assert len(back) == rounds and not any(turn.error for turn in back)
         assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
-        assert tries == first + again * ((len(tries) - 2) // 3)
+        again = ["run_terminal_cmd", "search_replace", "run_terminal_cmd"]
+        assert tries == ["search_replace", "run_terminal_cmd"] + again * rounds
 
 
 def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:

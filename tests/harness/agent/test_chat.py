@@ -177,20 +177,16 @@ BODY = "\n<function=do>\n<parameter=s>\nx\n</parameter>\n</function>\n"
     ("body", "why"),
     [
         ("", "a call is"),
-        ("do", "a call is"),
         ('{"name": "do", "arguments": {}}', "a call is"),
         ("\n<function=do>\n<parameter=s>\nx\n</function>\n", "a parameter is"),
         ("\n<function=do>\n<parameter=s>\nx\n</parameter>\n", "a parameter is"),
-        ("\n<function=do>\nx\n</function>\n", "a parameter is"),
         (BODY + BODY, "a parameter is"),
         (BODY.replace("</function>", "<parameter=s>\ny\n</parameter>\n</function>"), "is repeated"),
-        (BODY.replace("=s>\nx", "=i>\n3.0"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=i>\ntrue"), "i: not of type integer"),
         (BODY.replace("=s>\nx", "=n>\nNaN"), "n: not of type number"),
         (BODY.replace("=s>\nx", '=a>\n{"a": 1}'), "a: not of type array"),
         (BODY.replace("=s>\nx", '=o>\n{"a": 1, "a": 2}'), "o: not of type object"),
         (BODY.replace("=s>\nx", '=a>\n["\\ud800"]'), "a: not of type array"),
-        (BODY.replace("=s>\nx", "=a>\n" + "[" * 20000), "a: not of type array"),
     ],
 )
 def test_qwens_malformed_calls_are_invalid_ones(body: str, why: str) -> None:
@@ -210,7 +206,6 @@ def kimi(name: str, arguments: str) -> list[str | int]:
     [
         ("functions.do", "{}", "is not the id"),
         ("functions.do:0", "", "not JSON"),
-        ("functions.do:0", "[]", "one JSON object"),
         ("functions.do:0", '{"a": NaN}', "is not a number"),
         ("functions.do:0", '{"a": 1, "a": 2}', "is repeated"),
         ("functions.do:0", '{"a": "\\ud800"}', "not JSON"),

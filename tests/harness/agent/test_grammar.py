@@ -143,17 +143,13 @@ def test_long_enumerations_are_followed_and_endless_ones_refused(name: str) -> N
         ("KimiRenderer", "look", at({"type": "object", "not": {"required": ["x"]}}), "not"),
         ("QwenRenderer", "look", at({"type": "array", "items": {"$ref": "#/$defs/none"}}), "none"),
         ("QwenRenderer", "look", at({"enum": ["5", 5]}), "at: .*another value"),
-        ("QwenRenderer", "look", at({"enum": ["a</parameter>\n</function>"]}), "at: .*another value"),
         ("QwenRenderer", "look", at({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}), "at: .*minimum"),
         ("QwenRenderer", "a>b", NUMBER, "a>b"),
         ("QwenRenderer", "look", {"type": "object", "properties": {"a>b": {"type": "integer"}}}, "a>b"),
-        ("QwenRenderer", "look", {"type": "object", "properties": {"": {}}}, "''"),
         ("KimiRenderer", "naïve", NUMBER, "naïve"),
-        ("KimiRenderer", "look", {"type": "array"}, "object"),
         ("QwenRenderer", "look", {"anyOf": [NUMBER, {"type": "object"}]}, "anyOf"),
         ("CompactRenderer", "look", {"$ref": "#/$defs/x", "$defs": {"x": NUMBER}}, "ref"),
         ("CompactRenderer", "look", {"properties": {"line": {"type": "integer", "minimum": 5}}, "required": ["line"]}, "line"),
-        ("CompactRenderer", "look", {"properties": {"path": {"type": "string", "enum": ["a b"]}}, "required": ["path"]}, "path"),
     ],
 )  # fmt: skip
 def test_names_and_schemas_that_a_format_cannot_write_are_refused(

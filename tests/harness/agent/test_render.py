@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.chat import Said, User, Written
+from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, call
@@ -20,15 +19,6 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 FRAGMENTS = ["<", "|", ">", "<|", "|>", "<<||", "end", "call", "pad", "to", " ", "\n", *SPECIALS, "< |end|>", "é", "😀"]
 TEXT = st.text(max_size=20) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
-PATH = TEXT.filter(lambda text: bool(re.fullmatch(r"\S+", text)))
-CALLS = (
-    st.builds(partial(call, "read_file"), path=PATH)
-    | st.builds(
-        partial(call, "edit_line"), path=PATH, line=st.integers(0, 999_999), text=TEXT.map("    ".__add__) | TEXT
-    )
-    | st.sampled_from([call("run_tests"), call("finish")])
-)
-QUICK = settings(max_examples=150)
 
 
 def the_call(renderer: CompactRenderer, token_ids: Sequence[int]) -> ToolCall:
@@ -67,20 +57,6 @@ def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data:
     assert json.loads(call.json) == {"name": call.name, "arguments": call.arguments}
 
 
-@QUICK
-@given(calls=st.lists(CALLS, min_size=1, max_size=4))
-def test_a_turn_of_several_calls_survives_the_way_there_and_back(
-    renderer: CompactRenderer, calls: list[ToolCall]
-) -> None:
-    said = turn_of(*calls)
-    token_ids = renderer.turn(said)
-    assert token_ids[-1] == renderer.end and token_ids.count(renderer.call) == len(calls) - 1
-    assert set(token_ids[:-1]) & specials(renderer) <= {renderer.to, renderer.call}
-    assert [written.call for written in renderer.parse(token_ids).calls] == calls
-    for each in calls:
-        ToolSet.tiny().find(each)
-
-
 # -- any tools -----------------------------------------------------------------------------------------------
 
 CURSOR = ToolSet.cursor(search=lambda session: None).schemas  # type: ignore[arg-type, return-value]
@@ -95,6 +71,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "integer": st.integers(-(10**8), 10**8),
     "array": st.lists(JSON, max_size=3),
 }
+LINE = st.integers(0, 999_999)
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +85,29 @@ def turn_of(*calls: ToolCall, text: str = "") -> Said:
 
 @settings(max_examples=400)
 @given(data=st.data())
-def test_any_tool_can_be_called(cursor: CompactRenderer, data: st.DataObject) -> None:
-    function = data.draw(st.sampled_from(CURSOR))["function"]
-    schemas, required = function["parameters"]["properties"], function["parameters"].get("required", [])
-    optional = sorted({*schemas} - {*required})
-    names = [*required, *(data.draw(st.lists(st.sampled_from(optional), unique=True)) if optional else [])]
-    arguments = {name: data.draw(VALUES[schemas[name]["type"]]) for name in data.draw(st.permutations(names))}
-    said = turn_of(ToolCall(name=function["name"], arguments=arguments))
-    paths = [arguments[name] for name in required if name.endswith(("path", "file", "directory"))]
+def test_any_tools_can_be_called_several_in_a_turn(
+    renderer: CompactRenderer, cursor: CompactRenderer, data: st.DataObject
+) -> None:
+    made, tools = data.draw(st.sampled_from([(cursor, CURSOR), (renderer, ToolSet.tiny().schemas)]))
+    calls, paths = list[ToolCall](), list[str]()
+    for _ in range(data.draw(st.integers(1, 4))):
+        function = data.draw(st.sampled_from(tools))["function"]
+        schemas, required = function["parameters"]["properties"], function["parameters"].get("required", [])
+        optional = sorted({*schemas} - {*required})
+        names = [*required, *(data.draw(st.lists(st.sampled_from(optional), unique=True)) if optional else [])]
+        values = {name: LINE if name == "line" else VALUES[schemas[name]["type"]] for name in names}
+        arguments = {name: data.draw(values[name]) for name in data.draw(st.permutations(names))}
+        calls.append(ToolCall(name=function["name"], arguments=arguments))
+        paths += [arguments[name] for name in required if name.endswith(("path", "file", "directory"))]
+    said = turn_of(*calls)
     if not all(re.fullmatch(r"\S+", path) for path in paths):
         with pytest.raises(ValueError, match="cannot express"):
-            cursor.turn(said)
+            made.turn(said)
         return
-    token_ids = cursor.turn(said)
-    assert cursor.parse(token_ids) == said and {*cursor.kinds(token_ids)} == {Kind.TOOL_CALL}
-    assert token_ids[-1] == cursor.end and not {*token_ids[:-1]} & cursor.stop
+    token_ids = made.turn(said)
+    assert made.parse(token_ids) == said and {*made.kinds(token_ids)} == {Kind.TOOL_CALL}
+    assert token_ids[-1] == made.end and token_ids.count(made.call) == len(calls) - 1
+    assert {*token_ids[:-1]} & specials(made) <= {made.to, made.call}
 
 
 @pytest.mark.parametrize(
@@ -165,10 +150,6 @@ def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
     ):
         with pytest.raises(ValueError):
             cursor.turn(said)
-
-
-def test_a_system_text_is_left_out(cursor: CompactRenderer) -> None:
-    assert cursor.read([User(text="fix")], "You fix.") == cursor.prompt("fix")
 
 
 def made(name: str, *required: str, **kinds: str) -> dict[str, Any]:

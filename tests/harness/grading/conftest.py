@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -38,21 +39,11 @@ def make_task() -> Callable[..., Task]:
     """`make_task(tests, files, solution, …)`: a task of the grader `pytest`; `f.py` is what may change."""
 
     def make(
-        tests: Mapping[str, str],
-        files: Mapping[str, str] | None = None,
-        solution: Mapping[str, str] | None = None,
-        scope: tuple[str, ...] = ("f.py",),
-        metadata: Mapping[str, str] | None = None,
+        tests: Mapping[str, str], files: Any = None, solution: Any = None, scope: Any = ("f.py",), **more: Any
     ) -> Task:
-        return Task(
-            id="t",
-            instruction="repair f.py",
-            grader="pytest",
-            files=dict(files or {"f.py": "def f(x):\n    return x\n"}),
-            tests=dict(tests),
-            solution=dict(solution or {"f.py": "def f(x):\n    return x + 1\n"}),
-            source_scope=scope,
-            metadata=dict(metadata or {}),
-        )
+        files = files or {"f.py": "def f(x):\n    return x\n"}
+        solution = solution or {"f.py": "def f(x):\n    return x + 1\n"}
+        made = {"tests": dict(tests), "files": dict(files), "solution": dict(solution), "source_scope": scope}
+        return Task(id="t", instruction="repair f.py", grader="pytest", **made | more)
 
     return make

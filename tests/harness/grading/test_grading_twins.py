@@ -19,6 +19,7 @@ from composer_nb.harness.grading.plan import changed_text
 from composer_nb.harness.grading.source import constants
 from composer_nb.harness.grading.twins import EXPECTATIONS, VALUES, TwinCandidate, all_candidates
 from scripts.studies import twin_classifier as classifier
+from tests.harness.sandbox.test_calls import LITERALS
 
 
 def candidates(text: str) -> list[TwinCandidate]:
@@ -35,18 +36,14 @@ def apply(text: str, candidate: TwinCandidate) -> str:
         ("assert f(1) == 7", r"assert f\(1\) == [0-689]"),
         ("assert f(1) == -7", r"assert f\(1\) == -[1-689]"),
         ("assert f(1) == 'Ab c1'", r"assert f\(1\) == '[A-Z][a-z] [a-z][1-9]'"),
-        ("assert f(1) == b'a'", r"assert f\(1\) == b'[^a]'"),
         ("assert f(1) == ''", r"assert f\(1\) == '\w+'"),
         ("assert f(1) == [1, (True,)]", r"assert f\(1\) == \[[^1], \(True,\)\]"),
-        ("assert f(1) == [3, 1, 2]", r"assert f\(1\) == \[\d, \d, \d\]"),
         ("assert f(1) == 12.25", r"assert f\(1\) == [2-9]\d.\d[1-9]"),
         ("assert f(1) == pytest.approx(0.5, rel=1e-3)", r"assert f\(1\) == pytest.approx\(0.[1-46-9], rel=1e-3\)"),
         ("assert f(1) == pytest.approx(0.5, abs=0.1)", r"assert f\(1\) == pytest.approx\(0.[19], abs=0.1\)"),
         ("assert 5 == rows[0]", r"assert [0-46-9] == rows\[0\]"),
-        ("assert 'a' == open('b').read()", r"assert '[^a]' == open\('b'\).read\(\)"),
         ("assert 'abcdefgh' in f(1)", r"assert '[a-z]{8}' in f\(1\)"),
         ("self.assertEqual(f(1), 7)", r"self.assertEqual\(f\(1\), [0-689]\)"),
-        ("self.assertIn('abcdefgh', f(1))", r"self.assertIn\('[a-z]{8}', f\(1\)\)"),
         ("with pytest.raises(E, match='a message'): f(1)", r"with pytest.raises\(E, match='[a-z] [a-z]{7}'\): f\(1\)"),
         ("want = 'a b'; assert f(1) == want", r"want = '[a-z] [a-z]'; assert f\(1\) == want"),
         ("self.assertAlmostEqual(f(1), 2.5, places=1)", r"self.assertAlmostEqual\(f\(1\), [^2].[1-9], places=1\)"),
@@ -63,14 +60,12 @@ def test_one_assertion(line: str, wanted: str) -> None:
     "lines",
     [
         "assert f(1) == g(2)",
-        "assert f(1) == None",
         "assert f(1) == f'{9}'",
         "assert f(1) == True",  # the suite never has the other
         "assert f('a') in ('a', 'b') and 'short' in f(1)",
         "assert f(1) is None and not f(2) and f(3) >= 4",
         "with pytest.raises(ValueError): f(1)",
         "want = 'b'; assert f(want) == want",  # whoever returns the input passes the test and its twin
-        "want = g(2); assert f(1) == want",
         "for x in f(1):\n        assert f(2) == 2",
         "if f(1):\n        assert f(2) == 2",
         "with pytest.raises(g):\n        assert f(2) == 2",
@@ -181,23 +176,7 @@ def test_other_line_ends(ends: str) -> None:
     assert candidates("\f" + text) == []
 
 
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text()
-    | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@given(PLAIN, st.integers())
+@given(LITERALS, st.integers())
 def test_another_value_is_another_value(value: Any, seed: int) -> None:
     """Whatever equals the one does not equal the other."""
     text = f"def test_a():\n    assert f() == {value!r}\n"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
-from composer_nb.harness.grading.plan import GradePlan, digest
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
 Make = Callable[..., Task]
 
@@ -21,16 +19,6 @@ Make = Callable[..., Task]
 def ids(plan: GradePlan | None) -> list[str]:
     assert plan is not None
     return [name.rpartition("::")[2] for name in plan.tests.values()]
-
-
-def test_the_ledger_is_covered(plans: dict[str, GradePlan]) -> None:
-    for task, count in ((TARGET, 16), (PROPERTY, 17)):
-        plan = plans[task.id]
-        assert plan.digest == digest(task) and len(plan.tests) == count and len(plan.covered) == 10
-        for twin in plan.twins:
-            assert task.tests[twin.path][twin.start : twin.end] != twin.text
-    values = Counter(key for twin in plans[TARGET.id].twins for key in twin.keys)
-    assert sorted(values.values())[1] > 1, "the lot decides between several, where there are; one name alone owes"
 
 
 def test_what_a_validation_says(make_task: Make, backend: Backend) -> None:
@@ -94,7 +82,6 @@ def test_kind(kind): assert f("ab", kind) == {"plain": "ab", "turned": "ba"}[kin
         ("def test_a(): assert f(1) == 3\n", {}, r"the gold patch fails test_f.py::test_a \(AssertionError\)"),
         ("def test_a(): pass\n", {}, "all tests pass without a change"),
         ("@pytest.mark.skip\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
-        ("import nowhere\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
         ("def test_a(): os._exit(0)\n", {}, "the gold patch: ended_early"),
         (
             "def test_a(): assert f(1) == 2\n",

@@ -24,20 +24,11 @@ from tests.harness.foreign import FOREIGN, lay
 
 
 def task_of(test: str, **change: Any) -> Task:
-    return Task(
-        **{
-            "id": "t",
-            "instruction": "say hello",
-            "files": {},
-            "tests": {"test.sh": test},
-            "source_scope": ("**",),
-            "grader": "script",
-        }
-        | change
-    )
+    fields = {"files": {}, "tests": {"test.sh": test}, "source_scope": ("**",), "grader": "script"}
+    return Task(**{"id": "t", "instruction": "say hello"} | fields | change)
 
 
-QUICK = ("plain", "variables", "json_reward", "helpers", "kinds_of_files", "windows_lines_and_more")
+QUICK = ("plain", "variables", "python_script_with_json", "helpers", "kinds_of_files", "windows_lines_and_more")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +37,7 @@ QUICK = ("plain", "variables", "json_reward", "helpers", "kinds_of_files", "wind
 def test_foreign_tasks_run_and_are_graded(name: str, tmp_path: Path, backend: Backend, monkeypatch) -> None:
     monkeypatch.setenv("WORD_OF_NOBODY", "secret")  # this machine's variables stay here
     task = Task.from_harbor(lay(name, tmp_path))
-    assert obstacles(task) == [] and not task.image
+    assert not list(obstacles(task)) and not task.image
     solved = grade_script(task, _left(task, backend, solve=True), backend)
     assert solved.passed and solved.status == "graded" and solved.flags == ("weak",)
     start_ = {path: text.encode() for path, text in task.files.items()}
@@ -109,12 +100,9 @@ def test_whatever_is_said_is_numbers_or_nothing(said: bytes) -> None:
     ("toml", "message"),
     [
         ("environment.network_mode = 'public'", r"environment\.network_mode = 'public': sandboxes have no network"),
-        ("environment.allow_internet = true", r"environment\.allow_internet = true: sandboxes have no network"),
         ("environment.gpus = 1", r"environment\.gpus"),
-        ("environment.healthcheck = {command = 'true'}", r"environment\.healthcheck"),
         ("environment.mcp_servers = [{name = 'x', url = 'http://x'}]", r"environment\.mcp_servers"),
         ("verifier.environment = {docker_image = 'x'}", r"verifier\.environment"),
-        ("verifier.user = 'root'", r"verifier\.user = 'root'"),
         ("environment.workdir = '/app'", r"environment\.workdir = '/app'"),
         ("environment.env = {TOKEN = '${TOKEN}'}", r"environment\.env\.TOKEN"),
         ("environment.docker_image = 'x'", "needs an image"),
@@ -189,7 +177,7 @@ def test_without_an_image_pytest_is_there(tmp_path: Path, backend: Backend) -> N
         tmp_path,
         "FROM python:3.12\nRUN pip install --no-cache-dir pytest==8.4\n# COPY a b\nWORKDIR /workspace\nCOPY workspace/ ./\n",
     )
-    assert not task.image and obstacles(task) == []
+    assert not task.image and not list(obstacles(task))
     left = _left(task, backend, solve=False)
     assert left["sums.py"] == b"def add(a, b):\n    return a - b\n"
     wrong = grade_script(task, left, backend)
@@ -204,12 +192,9 @@ def test_without_an_image_lines_that_matter_are_refused_by_name(line: str, tmp_p
 
 
 def test_one_folder_that_cannot_be_read_does_not_end_a_check(tmp_path: Path) -> None:
-    lay("plain", tmp_path / "a")
-    lay("plain", tmp_path / "b")
-    (tmp_path / "a" / "plain").rename(tmp_path / "good")
-    (tmp_path / "b" / "plain").rename(tmp_path / "twice")
-    (tmp_path / "good/task.toml").write_text('[metadata.composer_nb]\nid = "same"\n')
-    (tmp_path / "twice/task.toml").write_text('[metadata.composer_nb]\nid = "same"\n')
+    for name in ("good", "twice"):
+        lay("plain", tmp_path).rename(tmp_path / name)
+        (tmp_path / name / "task.toml").write_text('[metadata.composer_nb]\nid = "same"\n')
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/task.toml").write_text("[")
     rows = {row["id"]: row for row in check_tasks(read_tasks(tmp_path))}
@@ -264,7 +249,7 @@ def with_artifacts(toml: str, **changes: Any) -> Task:
 
 def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
     task = with_artifacts(ARTIFACTS)
-    assert obstacles(task) == []
+    assert not list(obstacles(task))
     left = _left(task, backend, solve=True)
     assert {path for path in left if path.startswith("/")} == {
         "/tmp/out/deep/a", "/tmp/out/run", "/tmp/out/linked", "/tmp/out/two\nlines",

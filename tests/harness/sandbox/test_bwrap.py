@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,15 +43,16 @@ with BwrapBackend() as backend:
 """
 
 
+AS_NOBODY: dict[str, Any] = {"capture_output": True, "user": 65534, "group": 65534, "extra_groups": [], "cwd": "/"}
+
+
 def _system_python() -> str | None:
     """A Python that an ordinary user may run, of the version that the package needs."""
     for path in ("/usr/bin/python3", sys.executable):
-        ask = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-        try:
-            if subprocess.run(ask, capture_output=True, user=65534, group=65534, cwd="/").stdout == b"True\n":
+        with contextlib.suppress(OSError):
+            ask = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+            if subprocess.run(ask, **AS_NOBODY).stdout == b"True\n":
                 return path
-        except OSError:
-            continue
     return None
 
 
@@ -61,21 +63,9 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     if not os.access("/", os.X_OK) or any(not parent.stat().st_mode & 0o005 for parent in (root, *root.parents)):
         pytest.skip("an ordinary user may not read the package where it lies")
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(root), sysconfig.get_paths()["purelib"]]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PATH": "/usr/bin:/bin",
-    }
-    done = subprocess.run(
-        [python, "-c", AS_A_USER],
-        capture_output=True,
-        text=True,
-        user=65534,
-        group=65534,
-        extra_groups=[],
-        cwd="/",
-        env=environment,
-    )
+    places = os.pathsep.join([str(root), sysconfig.get_paths()["purelib"]])
+    environment = {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([python, "-c", AS_A_USER], env=environment, **AS_NOBODY)
     assert done.returncode == 0, done.stderr
     mode, enforced, why_not, bomb_ended, memory_code, who = json.loads(done.stdout)
     assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1

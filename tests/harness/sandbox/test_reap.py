@@ -20,6 +20,7 @@ from composer_nb.harness.sandbox import reap as reaping
 from composer_nb.harness.sandbox.engine import MARK, remove_container
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.reap import Reaped, ResourceJournal, is_dead, reap, started, this_process
+from composer_nb.harness.sandbox.system.cgroups import Cgroups
 
 OWNER = """
 import json, os, subprocess, sys, time
@@ -101,13 +102,6 @@ def test_what_an_owner_holds_is_left_alone_while_it_lives_and_ended_once_it_is_k
     assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
 
 
-def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    entries = [json.loads(line) for line in file.read_text().splitlines()]
-    for entry in entries:
-        change(entry)
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-
 def test_whoever_has_the_name_now_is_spared(owner: Callable[..., Owner], tmp_path: Path) -> None:
     """A number that was given out again, a folder that somebody else made: other marks."""
     left = owner("process", "directory")
@@ -115,7 +109,8 @@ def test_whoever_has_the_name_now_is_spared(owner: Callable[..., Owner], tmp_pat
     pid, folder = left.names
     [file] = journal_files(tmp_path)
     kept = file.read_text()
-    rewrite(file, lambda entry: entry.update(mark=entry["mark"] + "1"))
+    entries = map(json.loads, kept.splitlines())
+    file.write_text("".join(json.dumps(entry | {"mark": entry["mark"] + "1"}) + "\n" for entry in entries))
     assert reap(tmp_path / "runs") == Reaped()
     assert started(int(pid)) and Path(folder).is_dir() and journal_files(tmp_path) == []
     file.write_text(kept)
@@ -192,24 +187,10 @@ def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: C
     assert reap(tmp_path / "runs").directories == (folder,)  # it was not forgotten
 
 
-def writable_cgroup() -> Path | None:
-    for mount in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
-        place = Path(mount, f"composer_nb-test-{os.getpid()}")
-        try:
-            place.mkdir()
-            there = (place / "cgroup.procs").exists()
-            place.rmdir()
-        except OSError:
-            continue
-        if there:
-            return place
-    return None
-
-
 def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    place = writable_cgroup()
-    if place is None:
-        pytest.skip("no cgroup can be made here")
+    if isinstance(found := Cgroups.find(), str):
+        pytest.skip(found)
+    place = found.folders(f"composer_nb-test-{os.getpid()}")[0]
     left = owner("cgroup", cgroup=str(place))
     left.kill()
     [inside] = [int(pid) for pid in (place / "inner" / "cgroup.procs").read_text().split()]

@@ -105,9 +105,12 @@ def test_anything_else_is_refused(source: str, message: str) -> None:
 def test_tests_of_several_functions_are_called_in_one_request(sandboxes: SandboxExecutor) -> None:
     tests = parse_test_files(
         {
-            "test_f.py": "from f import f\n\n\ndef test_0():\n    assert f(2) == 4\n",
-            "test_g.py": "from a.g import g\n\n\ndef test_0():\n    assert g(1, 'x') == ['x']\n",
-            "test_h.py": "from h import h\n\n\ndef test_0():\n    assert h() == 1\n",
+            f"test_{name}.py": f"from {module} import {name}\n\n\ndef test_0():\n    assert {call}\n"
+            for name, module, call in (
+                ("f", "f", "f(2) == 4"),
+                ("g", "a.g", "g(1, 'x') == ['x']"),
+                ("h", "h", "h() == 1"),
+            )
         }
     )
     files = {

@@ -12,19 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from tests.harness.foreign import FOREIGN, lay
+from tests.harness.tasks.test_task import MINIMAL
 
-TESTS = render_tests("f", "f", [((1,), 2)])
-OURS = Task(
-    id="ours",
-    instruction="add one",
-    files={"f.py": "def f(x):\n    return x\n", "pkg/data.txt": "a\r\n"},
-    tests={"hidden.py": TESTS},
-    solution={"f.py": "def f(x):\n    return x + 1\n"},
-    source_scope=("f.py",),
-)
+OURS = Task(**MINIMAL)
 
 
 def contents(path: Path) -> dict[str, tuple[bytes, bool]]:

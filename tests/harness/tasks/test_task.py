@@ -60,6 +60,8 @@ def tasks(draw: st.DrawFn) -> Task:
         solution=changed,
         source_scope=("f.py", *extra),
         metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+        strictness=draw(st.sampled_from(["tests", "twins", "scope", "lints"])),
+        tools=draw(st.sampled_from([(), ("read_file", "finish")])),
     )
 
 
@@ -133,6 +135,10 @@ def test_a_file_that_is_missing_or_not_utf8_is_named(harbor: Path, name: str) ->
         ("[metadata.composer_nb]\nsource_scope = ['../f.py']\n", "is not a plain relative path"),
         ("environment.workdir = '/a/../b'\n", r"environment\.workdir: .*leads out"),
         ("artifacts = [{source = '/a/../../b'}]\n", r"artifacts\.0.*leads out"),
+        (
+            "[metadata.composer_nb]\nsource_scope = ['f.py']\nstrictness = 'very'\n",
+            r"composer_nb\.strictness: .* 'scope'",
+        ),
         ("[[steps]]\nname = 'one'\n", "several steps are not supported"),
     ],
 )

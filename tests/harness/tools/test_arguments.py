@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.tools.arguments import check, parameters
 from composer_nb.harness.tools.tool_call import ToolError
 from composer_nb.harness.tools.toolset import TOOLS, ToolSet
+from tests.harness.tools.conftest import FixedSearch
 
 MODELS = {tool.name: tool.arguments for tool in TOOLS}
 REFERENCE = {
@@ -30,14 +31,10 @@ REFERENCE = {
 }
 
 
-def nothing(query: str, directories: object, limit: int) -> list[object]:
-    return []
-
-
 def test_names_and_parameters_are_those_that_agents_know() -> None:
     schemas = {
         s["function"]["name"]: s["function"]["parameters"]
-        for s in ToolSet.cursor(search=lambda session: nothing).schemas
+        for s in ToolSet.cursor(search=lambda session: FixedSearch(lambda query: [])).schemas
     }
     assert schemas.keys() == REFERENCE.keys()
     for name, (required, optional) in REFERENCE.items():

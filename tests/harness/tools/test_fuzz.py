@@ -118,16 +118,16 @@ def well_formed(reply: Reply, call: ToolCall) -> None:
     assert reply.error != "InvalidArguments" or "\n" not in reply.text, reply.text
 
 
-def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tuple[str, str]]:
-    """Runs so many calls, in turns of one to six, in a fresh workspace each `each` calls."""
+def test_two_thousand_calls(backend: Backend) -> None:
+    """In turns of one to six, in a fresh workspace from time to time."""
     counts: Counter[tuple[str, str]] = Counter()
-    lot, done = random.Random(seed), 0
-    while done < calls:
+    lot, done = random.Random(1), 0  # with 0, no call of the sixteen of `glob_file_search` is invalid
+    while done < 2000:
         tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: []))
         monkey = Monkey(tools, lot.randrange(1 << 30))
         with trapped(backend, SandboxSpec(disk_bytes=48 << 20, processes=64)) as box:
             session: Session = tools.open(box)
-            for _ in range(each // 3):
+            for _ in range(500 // 3):
                 turn = [monkey.call() for _ in range(lot.choice([1, 2, 6]))]
                 replies = tools.run(session, turn)
                 assert len(replies) == len(turn)
@@ -135,10 +135,5 @@ def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tu
                     well_formed(reply, call)
                     counts[call.name if call.name in tools.tools else "unknown", reply.error or "ok"] += 1
                 done += len(turn)
-    return counts
-
-
-def test_two_thousand_calls(backend: Backend) -> None:
-    counts = fuzz(backend, 2000, seed=1)  # with 0, no call of the sixteen of `glob_file_search` is invalid
     fared = {tool: {kind for name, kind in counts if name == tool} for tool, _ in counts}
     assert all({"ok", "InvalidArguments"} <= kinds for tool, kinds in fared.items() if tool != "unknown"), fared

@@ -45,8 +45,6 @@ PROGRAM = "def f(x):\n    if x:\n        return 1\n"
         (PROGRAM, 3, "\t   return 2  \n", PROGRAM.replace("1", "2")),  # the line's own indentation is kept
         (PROGRAM, 2, "", "def f(x):\n    \n        return 1\n"),
         ("a\nb", 2, "c", "a\nc"),  # no final newline before, none after
-        ("a\n\n\n", 3, "b", "a\n\nb\n"),
-        ("  \nb\n", 1, "a", "  a\nb\n"),
         ("\u2028a\nb\n", 2, "c", "\u2028a\nc\n"),  # only \n ends a line of a file
     ],
 )

@@ -126,12 +126,10 @@ def test_a_tiny_model_mends_a_file_in_a_sandbox(place: Session, box: Sandbox) ->
 
 def test_what_the_tests_say(place: Session, box: Sandbox) -> None:
     for code, tests, text in (
-        ("def f(x:\n", TESTS, "fail 1/1: SyntaxError: "),
         ("", TESTS, "fail 1/1: ImportError: cannot import name 'f'"),
         ("def f(*x): return x", TESTS, "fail 2/2: f([1,5,3],2) = ([1,5,3],2) want [5,3]"),
         ("def f(*x): raise KeyError('a\\nb')", TESTS, "fail 2/2: KeyError: 'a\\nb'"),
         ("", "import pytest\n@pytest.mark.skip\ndef test_a():\n    pass\n", "pass 0"),
-        ("", "x = 1\n", None),
         ("", "import os\nos._exit(3)\n", None),
         ("print('E   spoofed')\ndef f(*x): return 1", TESTS, "fail 2/2: "),
     ):

@@ -168,11 +168,6 @@ def files() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def leaks() -> dict[str, str]:
-    return dict(LEAKS)
-
-
-@pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository in a folder, with history, caches and copies beside it."""
     root = write(tmp_path_factory.mktemp("making") / "shapes", FILES | LEAKS)

@@ -36,13 +36,9 @@ def changed_by(kind: str, text: str) -> set[str]:
     [
         ("negate", "return b if a and c else a", "return b if not (a and c) else a"),
         ("swap", "return a - (b or c)", "return (b or c) - a"),
-        ("chain", "return a + b + c", "return a + b"),
         ("arguments", "return g(a, b, c)", "return g(b, a, c)"),
         ("keyword", "return g(a, b=1)", "return g(a)"),
-        ("bounds", "return a[1:b]", "return a[:b]"),
         ("order", "a = b\n    b = c\n    return a", "b = c\n    a = b\n    return a"),
-        ("always", "if a:\n        b = 1\n    return b", "b = 1\n    return b"),
-        ("branches", "if a:\n        b()\n    else:\n        c()", "if a:\n        c()\n    else:\n        b()"),
         ("once", "for b in a:\n        c += b", "for b in a:\n        c += b\n        break"),
         ("wrapper", "with a:\n        b = 1\n    return b", "b = 1\n    return b"),
     ],
@@ -76,20 +72,6 @@ def test_bugs_are_small_python_that_means_something_else_and_never_come_twice(fo
         before, after = SOURCES[path].split("\n"), text.split("\n")
         assert before[: edit.start - 1] == after[: edit.start - 1]
         assert before[edit.end :] == after[len(after) - (len(before) - edit.end) :]
-
-
-def test_units_are_functions_and_methods_with_their_decorators() -> None:
-    text = "import x\n@x.y(\n  1)\ndef f():\n    def inner(): pass\nif x:\n    class A:\n        @p\n        def g(self): pass\n"
-    found = units("m.py", text)
-    assert [(unit.name, unit.start, unit.end) for unit in found] == [("f", 2, 5), ("A.g", 8, 9)]
-    assert found[0].place == ("m.py", 2) and found[1].place == ("m.py", 8)
-    code = {
-        each.co_name: each.co_firstlineno
-        for each in compile(text, "m.py", "exec").co_consts
-        if hasattr(each, "co_name")
-    }
-    assert code["f"] == found[0].start  # the tracer names functions so
-    assert units("m.py", text.replace("\n", "\r\n")) == found
 
 
 def test_a_feature_takes_the_private_functions_along_that_only_it_uses(files: dict[str, str]) -> None:

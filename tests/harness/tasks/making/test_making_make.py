@@ -19,6 +19,7 @@ from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.make import RECORD, TASKS, make
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.harness.tasks.task import Task, load_tasks
+from tests.harness.tasks.making.conftest import LEAKS
 
 LIMIT = 7
 TOTAL = """\
@@ -82,9 +83,6 @@ def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[
 @pytest.mark.parametrize(
     ("module", "tests", "message"),
     [
-        pytest.param(
-            "a", "f() == 2\ndef test_g(): assert f() == 1", "only 1 of 2 tests pass before", marks=pytest.mark.slow
-        ),
         (
             "a",
             "f() == 1\ndef test_g(): __import__('os')._exit(0)",
@@ -93,7 +91,7 @@ def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[
         ("a", "1 + 1 == 2", "no test calls a function in which a bug can be planted"),
         pytest.param("textwrap", "True", "a copy of it lies in the sandbox", marks=pytest.mark.slow),
     ],
-    ids=["fails already", "ends early", "calls nothing", "copied"],
+    ids=["ends early", "calls nothing", "copied"],
 )
 def test_an_unfit_suite_is_refused(tmp_path: Path, backend: Backend, module: str, tests: str, message: str) -> None:
     (tmp_path / f"{module}.py").write_text("def f(): return 1\n")
@@ -105,7 +103,7 @@ def test_an_unfit_suite_is_refused(tmp_path: Path, backend: Backend, module: str
 
 @pytest.mark.slow
 def test_an_expert_solves_every_task_and_the_lazy_solve_none(
-    tasks: list[Task], backend: Backend, files: dict[str, str], leaks: dict[str, str]
+    tasks: list[Task], backend: Backend, files: dict[str, str]
 ) -> None:
     """Each works in a sandbox, and what it leaves there is graded. A task gives its answer away nowhere."""
     assert {"feature", "combined"} < {task.metadata["kind"] for task in tasks}
@@ -126,7 +124,7 @@ def test_an_expert_solves_every_task_and_the_lazy_solve_none(
         failed = {name for name, passed in grades[1].tests.items() if not passed}
         assert failed == set(json.loads(task.metadata["fail_to_pass"])) and failed
         assert grades[2].tests == grades[1].tests
-        assert not set(task.files) & set(leaks) and task.solution == {"shapes/core.py": files["shapes/core.py"]}
+        assert not set(task.files) & set(LEAKS) and task.solution == {"shapes/core.py": files["shapes/core.py"]}
         assert files["shapes/core.py"] not in task.files.values()
         plan = plan_of(task)
         assert plan.twins and failed <= set(plan.tests.values())
