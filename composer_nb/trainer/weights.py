@@ -34,7 +34,7 @@ from composer_nb.trainer.versions.manifest import (
 from composer_nb.trainer.versions.payload import (
     Decoded,
     Link,
-    map_link,
+    read_link,
     side_files_of,
     side_names,
     write_part,
@@ -137,7 +137,8 @@ def open_link(path: Path) -> Link:
     """Check and map the files of a version directory. Raises WeightFault if it is unusable."""
     if not (path / MANIFEST).is_file():
         raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
-    return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
+    manifest = Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+    return read_link(VersionStore(path.parent), path.name, manifest, mapped=True)
 
 
 def read_full(path: Path, number: int) -> tuple[WeightState, dict[str, bytes]]:
