@@ -66,7 +66,7 @@ def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path
     delta = open_link(Path(delta_dir))
     base, files = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
     target = delta.manifest.state(Decoded(base, [delta]))
-    groups = [sorted(entry.name for entry in shard.entries) for shard in read_shards(Path(base_dir))]
+    groups = [sorted(entry.name for entry in shard) for shard in read_shards(Path(base_dir))]
     return _write(Path(out_dir), target, None, files | side_files_of([delta]), groups)
 
 

@@ -230,7 +230,7 @@ class CheckpointSource:
         """Read config.json and headers, but no weights. Raises FileNotFoundError or ValueError that names the file, the key or
         the tensor, and the fault."""
         described, shards = read_config(path / "config.json"), read_shards(path)
-        entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        entries = {entry.name: entry for shard in shards for entry in shard}
         prefix, config = described.prefix, described.model
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
             # `transformers` saves no MTP heads, and does not say so in config.json.

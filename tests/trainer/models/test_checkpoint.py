@@ -276,8 +276,8 @@ def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path_factory: pytest.
     write_shard(path / "ours", {name: (w.dtype, tuple(w.shape)) for name, w in made.items()}, made.__getitem__)
     assert (path / "ours").read_bytes() == (path / "theirs").read_bytes()
     shard = read_shard(path / "ours")
-    assert {entry.name for entry in shard.entries} == set(made)
-    for entry in shard.entries:
+    assert {entry.name for entry in shard} == set(made)
+    for entry in shard:
         assert torch.equal(mapped(entry), made[entry.name])
 
 
@@ -325,7 +325,7 @@ def test_an_index_that_is_not_true_is_refused(two: Path, places: dict[str, str],
 
 
 def test_shards_are_read_by_an_index_and_each_tensor_lies_in_one(two: Path):
-    assert [[entry.name for entry in shard.entries] for shard in read_shards(two)] == [["a", "b"], ["c"]]
+    assert [[entry.name for entry in shard] for shard in read_shards(two)] == [["a", "b"], ["c"]]
     about = json.loads((two / INDEX).read_text())["metadata"]
     assert about == {"total_parameters": 9, "total_size": 36}
     save_file({"c": torch.ones(4), "a": torch.ones(1)}, two / "two.safetensors")
