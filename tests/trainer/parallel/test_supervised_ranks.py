@@ -188,12 +188,12 @@ TWO = {
 
 
 def test_two_ranks_learn_as_one_process(tmp_path: Path):
-    assert not on_ranks(2, TWO, tmp_path)
+    on_ranks(2, TWO, tmp_path)
 
 
 def test_ranks_save_one_checkpoint_and_go_on_from_theirs(tmp_path: Path):
-    assert not on_ranks(2, {"saved": _saved, "resumed": _resumed}, tmp_path, tmp_path)
+    on_ranks(2, {"saved": _saved, "resumed": _resumed}, tmp_path, tmp_path)
 
 
 def test_four_ranks_learn_as_one_process(tmp_path: Path):
-    assert not on_ranks(4, {"context and shards": partial(same, MLA, MeshSettings(shard=2, cp=2, ep=4))}, tmp_path)
+    on_ranks(4, {"context and shards": partial(same, MLA, MeshSettings(shard=2, cp=2, ep=4))}, tmp_path)
