@@ -81,7 +81,7 @@ def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
         ({"quantization_config": integers(group_size=-1)}, "group_size=-1 is not supported"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
         ({"layer_types": ["sliding_attention"] * 48}, "is not supported, only 'full_attention'"),
-        ({"num_experts": 10**9}, "model.num_experts=1000000000 must be at most 65536"),
+        ({"num_experts": 10**9}, "model.num_experts=1000000000: must be less than or equal to 65536"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str):
