@@ -377,7 +377,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _number(config: Mapping[str, Any], name: str, absent: int) -> int:
     if type(value := config.get(name, absent)) is not int:
         raise ValueError(f"{name}={value!r} is not supported, only a value of type int")
-    return value
+    return int(value)
 
 
 def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
