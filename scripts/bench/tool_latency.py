@@ -40,9 +40,9 @@ def calls(tool: str, number: int) -> list[ToolCall]:
         words = ["x + 7\n", "x + 77\n"]
         arguments |= {"old_string": words[number % 2], "new_string": words[1 - number % 2]}
     if tool == "apply_patch" and number % 2:  # to and fro
-        arguments["patch"] = str(arguments["patch"]).replace(
-            "-    return x + 7\n+    return x + 77", "-    return x + 77\n+    return x + 7"
-        )
+        lines = str(arguments["patch"]).split("\n")
+        lines[4], lines[5] = lines[5].replace("+", "-", 1), lines[4].replace("-", "+", 1)
+        arguments["patch"] = "\n".join(lines)
     before = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
     return [*before, ToolCall(name=tool, arguments=arguments)]
 
