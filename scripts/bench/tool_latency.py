@@ -28,7 +28,7 @@ CALLS: dict[str, dict[str, object]] = {
     "read_lints": {"paths": ["p1/m1.py"]},
     "todo_write": {"merge": False, "todos": [{"id": "1", "content": "x", "status": "pending"}]},
     "apply_patch": {
-        "patch": "*** Begin Patch\n*** Update File: p3/m3.py\n@@\n def f7(x):\n-    return x + 7\n+    return x + 77\n*** End Patch\n"
+        "patch": "*** Begin Patch\n*** Update File: p3/m3.py\n@@\n-    return x + 7\n+    return x + 77\n*** End Patch\n"
     },
 }
 
@@ -41,7 +41,7 @@ def calls(tool: str, number: int) -> list[ToolCall]:
         arguments |= {"old_string": words[number % 2], "new_string": words[1 - number % 2]}
     if tool == "apply_patch" and number % 2:  # to and fro
         lines = str(arguments["patch"]).split("\n")
-        lines[4], lines[5] = lines[5].replace("+", "-", 1), lines[4].replace("-", "+", 1)
+        lines[3], lines[4] = lines[4].replace("+", "-", 1), lines[3].replace("-", "+", 1)
         arguments["patch"] = "\n".join(lines)
     before = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
     return [*before, ToolCall(name=tool, arguments=arguments)]
