@@ -164,11 +164,10 @@ def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_pa
         reap(tmp_path / "nowhere")
 
 
-def can_mount() -> bool:
-    return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+CAN_MOUNT = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not can_mount(), reason="only root can mount")
+@pytest.mark.skipif(not CAN_MOUNT, reason="only root can mount")
 def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: Callable[..., Owner], tmp_path: Path):
     left = owner("directory", "process")
     folder, pid = left.names
