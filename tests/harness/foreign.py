@@ -31,7 +31,7 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
         '[environment]\nenv = {WORD = "${WORD_OF_NOBODY:-hello}"}\n'
         '[verifier]\nenv = {FILE = "hello.txt"}\n[solution]\nenv = {TO = "hello.txt"}\n',
         {
-            "tests/test.sh": CHECK.format(check='[ "$(cat "$FILE")" = "$WORD" ]'),
+            "tests/test.sh": CHECK.format(check='[ "$(cat "$FILE")" = "$WORD" ] && [ "$WORD" = hello ]'),
             "solution/solve.sh": '#!/bin/bash\necho "$WORD" > "$TO"\n',
         },
     ),
