@@ -23,14 +23,17 @@ from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.headroom import headroom
+from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.recipe.report import POLICIES
 from composer_nb.trainer.records.batches import load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir, to_json
-from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, step_point
+from composer_nb.trainer.rl import Batch, Scored, ledger, measured, score_groups
 from composer_nb.trainer.settings import from_dict
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "tune_pass_at_1", "tune_greedy"}
+NOT_LEARNT = {
+    "infra_errors", "version", "staleness", "staleness_max", "mixed_versions", "time", "lr", "tune_pass_at_1", "tune_greedy"
+}  # fmt: skip
 """Metrics that a step without anything to learn has all the same, beside those of its rollouts."""
 
 CHECKS = {
@@ -134,16 +137,19 @@ def rescored(run: RunDir, change: Callable[[Attempt], Attempt]) -> None:
     settings = from_dict(run.settings())
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "rl.jsonl")}
     for point in run.steps("rl"):
-        number, sums, tokens = point.pop("step"), Counter[str](), Counter[str]()
+        number, tokens = point.pop("step"), Counter[str]()
+        step_groups: list[list[Scored]] = []
         for file in sorted((run.path / "rollouts").glob(f"rl_{number - 1:05d}_*.parquet")):
             attempts = [[change(scored.attempt) for scored in group] for group in load_batch(file, tasks)]
             groups = score_groups(attempts, settings.reward, settings.loss)
             save_batch(file, groups)
-            sums.update(batch_metrics(groups))
+            step_groups += groups
             tokens.update(ledger(groups, settings.loss))
-        point |= step_point(dict(sums))
-        if not sums["live_groups"]:
-            point |= dict.fromkeys(point.keys() - step_point(dict(sums)).keys() - NOT_LEARNT)
+        metrics = measured(step_groups, Batch(step=number - 1), settings.rl.minibatches, Ranks())
+        metrics = {name: value for name, value in metrics.items() if name not in NOT_LEARNT}
+        point |= metrics
+        if not metrics["live_groups"]:
+            point |= dict.fromkeys(point.keys() - metrics.keys() - NOT_LEARNT)
         with closing(run.connect()) as db, db:
             db.execute("UPDATE step SET metrics = ? WHERE stage = 'rl' AND step = ?", (to_json(point), number))
             db.execute("DELETE FROM ledger WHERE stage = 'rl' AND step = ?", (number,))
