@@ -33,6 +33,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 96,
     "rope_theta": 700.0,
 }
+LATENT: dict[str, Any] = {
+    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 48, "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}  # fmt: skip
+"""With `SIZES`: a small DeepSeek-V3."""
 NEVER = frozenset[int]()
 Played = dict[int, tuple[list[int], list[float], Trace]]
 """Rollouts by number: tokens, log-probabilities and what the engine recorded."""

@@ -6,6 +6,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -33,10 +34,10 @@ def require_ranges(settings: Any, group: str) -> None:
 
 @lru_cache
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
-    """Return a validator of each field: its type, without conversion, and its range."""
+    """Return a validator of each field that is no dataclass: its type, without conversion, and its range."""
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: TypeAdapter(hint, config=strict) for name, hint in hints.items()}
+    return {name: TypeAdapter(hint, config=strict) for name, hint in hints.items() if not is_dataclass(hint)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -310,8 +310,8 @@ class Engine:
         device and in any dtype."""
         if self._packed is not None:
             c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
-            hidden_UD, *routing = decode(self._packed, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
-            return torch.from_numpy(hidden_UD), *routing
+            hidden_UD, experts, gates, margins = decode(self._packed, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
+            return torch.from_numpy(hidden_UD), experts, gates, margins
         if self._graphs and len(new.row_N) <= MOST_TOKENS and capturable(self.model):
             hidden, *routed = self._graphs(self._pass, new)
         else:

@@ -34,7 +34,7 @@ from composer_nb.trainer.versions.manifest import (
 from composer_nb.trainer.versions.payload import (
     Decoded,
     Link,
-    map_link,
+    read_link,
     side_files_of,
     side_names,
     write_part,
@@ -66,7 +66,7 @@ def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path
     delta = open_link(Path(delta_dir))
     base, files = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
     target = delta.manifest.state(Decoded(base, [delta]))
-    groups = [sorted(entry.name for entry in shard.entries) for shard in read_shards(Path(base_dir))]
+    groups = [sorted(entry.name for entry in shard) for shard in read_shards(Path(base_dir))]
     return _write(Path(out_dir), target, None, files | side_files_of([delta]), groups)
 
 
@@ -137,7 +137,8 @@ def open_link(path: Path) -> Link:
     """Check and map the files of a version directory. Raises WeightFault if it is unusable."""
     if not (path / MANIFEST).is_file():
         raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
-    return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
+    manifest = Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+    return read_link(VersionStore(path.parent), path.name, manifest, mapped=True)
 
 
 def read_full(path: Path, number: int) -> tuple[WeightState, dict[str, bytes]]:

@@ -16,16 +16,6 @@ from scripts.bench.aot import PACKAGE, specs_of
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
 
-SASS = """
-        /*0070*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
-        /*0080*/              @!P0 LDG.E.U16 R8, desc[UR4][R2.64+0x10] ;
-        /*0090*/               @P1 STG.E R10, desc[UR4][R6.64] ;
-        /*00a0*/                   STG.E.64 desc[UR4][R6.64], R4 ;
-        /*00b0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8].tnspB, RZ, !UPT, gsb0 ;
-        /*00c0*/              @UP0 UTCQMMA.2CTA gdesc[UR4], gdesc[UR6] ;
-        /*00d0*/                   FFMA R1, R2, R3, R4 ;
-"""
-
 
 @needs_triton
 def test_what_is_planted_is_caught_and_what_is_good_passes():

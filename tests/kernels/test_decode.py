@@ -58,7 +58,7 @@ def conversation(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     return [*first, *second, *(engine.release(n) for n in range(len(prompts)))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     configs, st.integers(0, 1000), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=4)
 )
@@ -82,7 +82,7 @@ def test_it_computes_what_the_model_computes(config: ModelConfig, seed: int, pro
             np.testing.assert_allclose(mine.gates, wanted.gates, atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(configs, st.integers(0, 1000), st.integers(2, 7))
 def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfig, seed: int, count: int):
     model = made(config, seed)
@@ -98,7 +98,7 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
             np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name), name)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(configs, st.integers(0, 1000), st.sampled_from([np.uint16, np.int8]))
 def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(
     config: ModelConfig, seed: int, kind: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -12,16 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import NEVER, Played, ask, prompt, same
 
 from composer_nb.harness.policy import Completion, Request, SampledToken, Trace, route_checks
 from composer_nb.trainer.engine import Engine, _logprobs
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
-
-NEVER = frozenset[int]()
-
-
-def ask(rollout: int, ids: list[int], max_tokens: int = 8) -> Request:
-    return Request(rollout=rollout, token_ids=ids, max_tokens=max_tokens)
 
 
 def full_forward(model: Model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,19 +53,6 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
         assert trace.route_valid[:-1].all() and not trace.route_valid[-1], "the last token was never forwarded"
         checks = route_checks(np.arange(len(segment.token_ids)), segment.token_ids, trace.routes)
         np.testing.assert_array_equal(trace.checks[:-1], checks[:-1])
-
-
-def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
-    model = make_model(4)
-    prompts = [[i, i + 3, 2 * i][: 1 + i % 3] for i in range(1, 9)]
-    together = Engine(model, stop=frozenset({11}), slots=8, max_length=60, temperature=0.0)
-    turns = together.generate([ask(i, prompt, 12) for i, prompt in enumerate(prompts)])
-    for i, prompt in enumerate(prompts):
-        alone = Engine(model, stop=frozenset({11}), slots=3, max_length=60, temperature=0.0)
-        [turn] = alone.generate([ask(5, prompt, 12)])
-        assert turn.token_ids == turns[i].token_ids
-        assert turn.logprobs == turns[i].logprobs, "to the last bit"
-        np.testing.assert_array_equal(alone.release(5).routes[:-1], together.release(i).routes[:-1])
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.5, 1.0), (None, 0.6), (2.0, 0.9), (1.0, 1e-9)])
@@ -154,26 +137,6 @@ def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike
     np.testing.assert_allclose(turns[1].logprobs, wanted.logprobs, atol=3e-5)
 
 
-# Continuous batching
-
-
-# Where turns end
-
-
-def test_turns_end_at_a_stop_token_or_when_they_are_long_enough(make_model):
-    model = make_model(3)
-    engine = Engine(model, stop=frozenset({1, 2, 3, 4, 5, 6, 7, 8}), slots=40, max_length=60, version=9)
-    turns = engine.generate([ask(i, [i], 7) for i in range(40)])
-    ended = {len(turn.token_ids) for turn in turns}
-    assert 7 in ended and min(ended) < 7
-    for turn in turns:
-        *inner, last = turn.token_ids
-        assert not set(inner) & engine.stop
-        assert last in engine.stop or len(turn.token_ids) == 7
-        assert len(turn.logprobs) == len(turn.policy_versions) == len(turn.token_ids)
-        assert set(turn.policy_versions) == {9} and all(logprob <= 0 for logprob in turn.logprobs)
-
-
 # What is refused, and that a refusal changes nothing
 
 
@@ -205,16 +168,10 @@ def test_a_rollout_has_one_turn_at_a_time(make_model):
         pass
     with pytest.raises(ValueError, match="rollout 1 .*turn"):
         engine.generate([ask(1, [1]), ask(1, [1])])
-
-
-def test_more_rollouts_alive_than_slots_are_refused_until_one_is_released(make_model):
-    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=40)
-    assert engine.capacity == 2
-    engine.generate([ask(0, [1], 2), ask(1, [1], 2)])
     with pytest.raises(RuntimeError, match="engine.slots=2"):
         engine.submit(ask(2, [1], 2))
     engine.release(0)
-    engine.generate([ask(2, [1], 2)])
+    engine.submit(ask(2, [1], 2))
 
 
 # What is recorded
@@ -310,3 +267,89 @@ def test_what_can_be_drawn(asked: dict[str, Any], kept: int) -> None:
     scaled = share[0, order] ** (1 / told["temperature"])
     torch.testing.assert_close(found[order], scaled / scaled.sum())
     assert int((found > 0).sum()) == kept
+
+
+# Prompts that are read in parts
+
+
+def play_prompts(engine: Engine, prompts: Sequence[list[int]], turns: int = 2) -> Played:
+    """Rollouts that read a prompt, then an observation of the same size, and write after each."""
+    ids: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    logprobs: dict[int, list[float]] = {number: [] for number in ids}
+    for turn in range(turns):
+        news = {number: prompt(len(read), turn) if turn else read for number, read in enumerate(prompts)}
+        for done in engine.generate([ask(number, read) for number, read in news.items()]):
+            ids[done.rollout] += [*news[done.rollout], *done.token_ids]
+            logprobs[done.rollout] += done.logprobs
+    return {number: (ids[number], logprobs[number], engine.release(number)) for number in ids}
+
+
+@pytest.mark.parametrize("step_tokens", [5, 6, 13, 40])
+def test_in_parts_or_at_once_all_that_is_recorded_is_the_same(make_model, step_tokens: int):
+    model = make_model(3)
+    prompts = [prompt(20), prompt(3), prompt(20), prompt(31, 4), prompt(20)]  # three of a group
+    whole = Engine(model, stop=NEVER, slots=5, max_length=90, seed=2)
+    parts = Engine(model, stop=NEVER, slots=5, max_length=90, seed=2, step_tokens=step_tokens)
+    assert whole._packed is not None
+    same(play_prompts(parts, prompts), play_prompts(whole, prompts))
+    assert parts.forwarded == whole.forwarded, "a group's prompt is read once, also in parts"
+
+
+def _small_model() -> Model:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8, "head_dim": 4}
+    return Model(ModelConfig(**sizes))
+
+
+MODEL = _small_model()
+READS = st.tuples(st.integers(1, 25), st.integers(0, 1), st.integers(0, 2), st.integers(0, 4))
+"""Size of a prompt, its seed, whose it is (0: a user's), and the step at which it comes."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(READS, min_size=1, max_size=6), st.integers(3, 30))
+def test_any_prompts_at_any_steps_within_any_budget(reads: list[tuple[int, int, int, int]], step_tokens: int):
+    """More rollouts than places: some make room in the middle of a prompt, and come back."""
+    slots, done = 3, dict[int, tuple[list[int], list[float]]]()
+    engine = Engine(MODEL, stop=NEVER, slots=slots, max_length=40, seed=1, step_tokens=step_tokens)
+    waiting = sorted(enumerate(reads), key=lambda read: read[1][3])
+    step = 0
+    while len(done) < len(reads):
+        here = Counter(slot.request.priority for slot in engine._live.values())
+        while waiting and waiting[0][1][3] <= step and here[priority := min(waiting[0][1][2], 1)] < slots:
+            number, (size, seed, _, _) = waiting.pop(0)
+            engine.submit(ask(number, prompt(size, seed), 5, priority=priority))
+            here[priority] += 1
+        before = engine.forwarded
+        for turn in engine.step():
+            done[turn.rollout] = turn.token_ids, turn.logprobs
+            trace = engine.release(turn.rollout)
+            assert trace.route_valid.tolist() == [True] * (len(trace.route_valid) - 1) + [False]
+        assert engine.forwarded - before <= step_tokens
+        step += 1
+    for number, (size, seed, _, _) in enumerate(reads):
+        alone = Engine(MODEL, stop=NEVER, slots=1, max_length=40, seed=1)
+        [turn] = alone.generate([ask(number, prompt(size, seed), 5)])
+        assert done[number] == (turn.token_ids, turn.logprobs)
+
+
+# Nobody waits
+
+
+def test_while_a_long_prompt_is_read_others_draw_a_token_with_every_step(make_model):
+    engine = Engine(make_model(4), stop=NEVER, slots=4, max_length=96, temperature=0.0, step_tokens=8)
+    drawn, sizes = Counter[int](), list[int]()
+    for number in range(3):
+        engine.submit(
+            replace(ask(number, prompt(3, number), 40), heard=lambda _, number=number: drawn.update([number]))
+        )
+    for _ in range(3):
+        engine.step()
+    engine.submit(replace(ask(3, prompt(60), 5), heard=lambda _: drawn.update([3])))
+    before = drawn.copy()
+    while not drawn[3]:
+        forwarded = engine.forwarded
+        engine.step()
+        sizes.append(engine.forwarded - forwarded)
+        assert all(drawn[number] - before[number] == len(sizes) for number in range(3))
+    assert sizes == [8] * 12, "3 tokens of those who decode, 5 of the prompt"

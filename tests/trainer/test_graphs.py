@@ -16,11 +16,7 @@ from composer_nb.trainer import engine, graphs
 from composer_nb.trainer.drafts import DraftHead, DraftingEngine
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Kernels, Model
-
-LATENT = {
-    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16, "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4, "intermediate_size": 32,
-}  # fmt: skip
+from tests.tiny_models import LATENT
 
 
 @pytest.fixture(params=[{}, LATENT], ids=["grouped", "latent"])
@@ -62,22 +58,17 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
     assert run(True) == run(False) and all(token % 2 == n % 2 for n, token in enumerate(run(True)[0][1][0]))
 
 
-@pytest.mark.parametrize(
-    ("change", "wanted"),
-    [
-        ({}, True),
-        ({"kernels": Kernels(recipe="mxfp8", backend="triton")}, True),
-        ({"kernels": Kernels(backend="torch")}, False),
-        ({"dtype": torch.float64}, False),
-        ({"watch": print}, False),
-        ({"device": "cpu"}, False),
-    ],
-)
-def test_only_a_pass_that_does_not_wait_for_the_gpu_is_captured(monkeypatch, change: dict[str, Any], wanted: bool):
+def test_only_a_pass_that_does_not_wait_for_the_gpu_is_captured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "choose", lambda device: ("triton", ""))
-    one: dict[str, Any] = {"kernels": Kernels(), "dtype": torch.bfloat16, "watch": None, "device": "cuda"} | change
-    embed = SimpleNamespace(device=torch.device(one.pop("device")), dtype=one.pop("dtype"))
-    assert graphs.capturable(cast(Model, SimpleNamespace(embed=embed, **one))) == wanted
+
+    def capturable(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **change: Any) -> bool:
+        embed = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        model = SimpleNamespace(**{"embed": embed, "kernels": Kernels(), "watch": None} | change)
+        return graphs.capturable(cast(Model, model))
+
+    assert capturable() and capturable(kernels=Kernels(recipe="mxfp8", backend="triton"))
+    assert not any([capturable(kernels=Kernels(backend="torch")), capturable(dtype=torch.float64)])
+    assert not any([capturable(watch=print), capturable("cpu")])
 
 
 @pytest.mark.gpu

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,11 +59,8 @@ def test_override_sets_several_values_together_and_leaves_the_original():
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("rl.step", "rl.steps"),
         ("sede", "seed"),
         ("rl.steps.x", "rl.steps"),
-        ("reward.weights.solved", "reward.weights"),
-        ("data.cod", "data.code"),
         ("reward.effort", "reward.effort."),
     ],
 )
@@ -79,19 +74,12 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
     [
         ({"rl.steps": True}, "rl.steps=True: must be a number"),
         ({"rl.steps": 2.5}, "rl.steps=2.5: must be a valid integer"),
-        ({"rl.steps": "many"}, "rl.steps='many': must be a valid integer"),
-        ({"rl.lr": math.nan}, "rl.lr=nan: must be a finite number"),
         ({"rl.lr": "1e999"}, "rl.lr='1e999': must be a finite number"),
         ({"services.on": "never"}, "services.on='never': must be a valid boolean"),
-        ({"data.code": 5}, "data.code=5: must be a valid string"),
         ({"replay.level": "other"}, "replay.level='other': must be 'none', 'ids'"),
         ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
         ({"sft.sharpness": "[1.5, 0]"}, r"sft.sharpness.1=0: must be greater than 0"),
-        ({"data.mistake_rate": 7}, "data.mistake_rate=7: must be less than or equal to 1"),
-        ({"reward.weights": {"solved": "much"}}, r"reward.weights.solved='much'"),
         ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names 'nosuch'; registered terms"),
-        ({"loss.beta": -1.0}, "loss.beta"),
-        ({"model.hidden_size": 30}, "model.hidden_size=30"),
         ({"model.num_experts": 1}, "model.num_experts_per_tok=2 must lie in 1..model.num_experts=1"),
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"midtrain.steps": 0, "midtrain.draft_steps": 1}, "midtrain.draft_steps: needs midtrain.steps"),
@@ -106,24 +94,6 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
 def test_unfit_values_are_refused_by_name(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         override(Settings(), values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inner:
-    maybe: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Other:
-    inner: Inner = field(default_factory=Inner)
-    size: Literal[1, 2] = 1
-
-
-def test_override_works_on_any_tree_of_dataclasses():
-    assert override(Other(), {"inner.maybe": 3}).inner.maybe == 3.0
-    assert override(Other(inner=Inner(maybe=1.0)), {"inner.maybe": None, "size": 2}) == Other(size=2)
-    with pytest.raises(ValueError, match=r"inner\.maybe='x': must be a valid number"):
-        override(Other(), {"inner.maybe": "x"})
 
 
 choices = st.fixed_dictionaries(

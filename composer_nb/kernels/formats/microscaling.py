@@ -108,11 +108,6 @@ def e2m1_to_float(code: Tensor) -> Tensor:
     return both[code.int()]
 
 
-def pack_e2m1(code: Tensor) -> Tensor:
-    """[..., K / 2] of codes [..., K]."""
-    return code[..., ::2] | (code[..., 1::2] << 4)
-
-
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """[..., K] of packed codes [..., K / 2]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
@@ -164,7 +159,7 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     step_B = torch.where(step_B > 0, step_B, math.inf)
     code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(bad, 0)
     scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
-    qdata = pack_e2m1(code)
+    qdata = code[..., ::2] | (code[..., 1::2] << 4)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
 
 

@@ -114,29 +114,6 @@ INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Back end, formats and instructions of a recipe. `str` returns a short text."""
-
-    backend: BackendName
-    device: str
-    recipe: Recipe
-    forward: str
-    dgrad: str
-    wgrad: str
-    why: str
-
-    def __str__(self) -> str:
-        rows = (
-            ("recipe", self.recipe.name),
-            ("back end", f"{self.backend} on {self.device}: {self.why}"),
-            ("forward", self.forward),
-            ("gradients of inputs", self.dgrad),
-            ("gradients of weights", self.wgrad),
-        )
-        return "\n".join(f"{name + ':':<22}{text}" for name, text in rows)
-
-
 def architecture(device: torch.device) -> int:
     """Return the architecture: 90, 100, …; 0 if nothing is compiled for the device."""
     if device.type != "cuda":
@@ -147,9 +124,9 @@ def architecture(device: torch.device) -> int:
 
 def explain(
     recipe: str | Recipe = "bf16", *, device: torch.device | str | None = None, backend: str | None = None
-) -> Explanation:
-    """Return the back end, formats and instructions that `moe` would use, and why. `device`: by default a GPU if there is one,
-    else the CPU.
+) -> str:
+    """Return a text about the back end, formats and instructions that `moe` would use, and why. `device`: by default a GPU if
+    there is one, else the CPU.
 
     Raises ValueError, as `moe` does, for an unknown recipe or a back end that cannot run, and for a missing device."""
     chosen = as_recipe(recipe)
@@ -160,22 +137,13 @@ def explain(
         raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    name, why = choose(where, backend)
-    arch = architecture(where)
+    (name, why), arch = choose(where, backend), architecture(where)
     device_name = f"{torch.cuda.get_device_name(where)} (sm_{arch})" if arch else str(where)
-
-    def product(format: Format | None) -> str:
-        return f"{format or 'operands in their own dtype'}: {_instruction(name, format, arch)}"
-
-    return Explanation(
-        backend=name,
-        device=device_name,
-        recipe=chosen,
-        forward=product(chosen.forward),
-        dgrad=product(chosen.dgrad),
-        wgrad=product(None),
-        why=why,
-    )
+    rows = {"recipe": chosen.name, "back end": f"{name} on {device_name}: {why}"}
+    products = {"forward": chosen.forward, "gradients of inputs": chosen.dgrad, "gradients of weights": None}
+    for product, format in products.items():
+        rows[product] = f"{format or 'operands in their own dtype'}: {_instruction(name, format, arch)}"
+    return "\n".join(f"{row + ':':<22}{text}" for row, text in rows.items())
 
 
 def _instruction(name: BackendName, format: Format | None, arch: int) -> str:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.trainer.learning.packing import Run, Stream, runs
+from composer_nb.trainer.learning.packing import Run, Stream, runs, units
 from composer_nb.trainer.models.transformer import ModelConfig, weight_counts
 
 Floats = NDArray[np.float64]
@@ -166,8 +165,11 @@ def deal_out(
     even = sum(map(cost.row, lengths)) / ranks
     candidates = []
     for most in (math.inf, even / 2, even / 8, 0.0):
-        full = partial(_full, limit=limit, cost=cost, most=most)
-        cut = [run for family in families for run in runs(streams, family, full, together)]
+
+        def full(run: Run, most: float = most) -> bool:
+            return run.tokens > limit or cost.run(run) > most
+
+        cut = [run for family in families for run in runs(streams, units(streams, family, together), full)]
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
         candidates.append((packing, cut))
     packing, cut = min(candidates, key=lambda candidate: candidate[0].step)
@@ -176,8 +178,3 @@ def deal_out(
         for rank in range(ranks)
     ]
     return parts, packing
-
-
-def _full(run: Run, limit: int, cost: Cost, most: float) -> bool:
-    """Return whether a run has more than `limit` tokens or costs more than `most`."""
-    return run.tokens > limit or cost.run(run) > most

@@ -307,16 +307,9 @@ def microbatches(streams: Sequence[Stream], budget: int, together: bool = False)
     """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first.
     `together`: all segments of a rollout in one list, however long."""
     longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
-    chunks: list[list[Stream]] = []
-    room, before = 0, NOTHING
-    for unit in (unit for family in longest_first for unit in _units(streams, family, together)):
-        added, last = _added(streams, unit, before)
-        if added.tokens > room:
-            chunks.append([])
-            room, (added, _) = budget, _added(streams, unit, NOTHING)
-        chunks[-1] += [streams[number] for number in unit]
-        room, before = room - added.tokens, last
-    return chunks
+    order = [unit for family in longest_first for unit in units(streams, family, together)]
+    cut = runs(streams, order, lambda run: run.tokens > budget)
+    return [[streams[number] for number in run.numbers] for run in cut]
 
 
 # The signature of no stream.
@@ -338,30 +331,27 @@ class Run:
     pairs: int
 
 
-def runs(
-    streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool], together: bool = False
-) -> list[Run]:
-    """Cut a family, in the order of its tree, into the longest runs that are not `full`, of at least one stream each. `together`:
-    as for `microbatches`."""
+def runs(streams: Sequence[Stream], order: Sequence[Sequence[int]], full: Callable[[Run], bool]) -> list[Run]:
+    """Cut units of streams, in this order, into the longest runs that are not `full`, of at least one unit each."""
     complete: list[Run] = []
     run, before = Run([], 0, 0), NOTHING
-    for unit in _units(streams, family, together):
+    for unit in order:
         added, last = _added(streams, unit, before)
         grown = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
         if run.numbers and full(grown):
             complete.append(run)
             grown, _ = _added(streams, unit, NOTHING)
         run, before = grown, last
-    return [*complete, run]
+    return [*complete, run] if run.numbers else []
 
 
-def _units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
+def units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
     """Return the streams of a family in the order of its tree, one by one or, `together`, rollout by rollout."""
     order = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
-    units: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for number in order:
-        units.setdefault(id(streams[number].whole or streams[number]) if together else number, []).append(number)
-    return list(units.values())
+        members.setdefault(id(streams[number].whole or streams[number]) if together else number, []).append(number)
+    return list(members.values())
 
 
 def _added(streams: Sequence[Stream], unit: Sequence[int], before: NDArray[np.int32]) -> tuple[Run, NDArray[np.int32]]:

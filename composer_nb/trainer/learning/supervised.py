@@ -67,18 +67,14 @@ def supervise(
         how: dict[str, Any] = {"lr": plan.lr(step), "balance": plan.balance, "clip": plan.clip, "beside": beside}
         recent.append(train_step(model, share(rows, ranks), optimizer, ranks, **how))
         if (step + 1) % every == 0 or step + 1 == plan.steps:
-            point = _means(recent)
+            point: dict[str, float | None] = {
+                name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
+            }
+            agent_losses = [m["agent_loss"] for m in recent if not math.isnan(m["agent_loss"])]
+            point["agent_loss"] = float(np.mean(agent_losses)) if agent_losses else None
             point |= {name: cross_entropy(model, watched, ranks) for name, watched in plan.watch.items()}
             yield step + 1, point
             recent = []
-
-
-def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-    point: dict[str, float | None] = {
-        name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
-    }
-    agent_losses = [m["agent_loss"] for m in recent if not math.isnan(m["agent_loss"])]
-    return point | {"agent_loss": float(np.mean(agent_losses)) if agent_losses else None}
 
 
 def train_step(

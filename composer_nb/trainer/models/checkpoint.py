@@ -230,7 +230,7 @@ class CheckpointSource:
         """Read config.json and headers, but no weights. Raises FileNotFoundError or ValueError that names the file, the key or
         the tensor, and the fault."""
         described, shards = read_config(path / "config.json"), read_shards(path)
-        entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        entries = {entry.name: entry for shard in shards for entry in shard}
         prefix, config = described.prefix, described.model
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
             # `transformers` saves no MTP heads, and does not say so in config.json.
@@ -366,11 +366,9 @@ def save_pretrained(
             file: {name: kinds[name] for name in names}
             for file, names in zip(file_names(len(groups)), groups, strict=True)
         }
-        write_side_files(model, part, dtype)
         for file, tensors in files.items():
             write_shard(part / file, tensors, finite)
-        if len(files) > 1:
-            (part / INDEX).write_text(index_of(files, ROUTER_BIAS), encoding="utf-8")
+        write_side_files(model, part, files, dtype)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
 
@@ -381,9 +379,14 @@ def side_files(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, b
     return {**model.companions, "config.json": config.encode()}
 
 
-def write_side_files(model: Model, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_side_files(
+    model: Model, folder: Path, files: Mapping[str, Mapping[str, Form]], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write what belongs beside `files` of weights, with their index if there are several."""
     for name, data in side_files(model, dtype).items():
         (folder / single(name)).write_bytes(data)
+    if len(files) > 1:
+        (folder / INDEX).write_text(index_of(files, ROUTER_BIAS), encoding="utf-8")
 
 
 @contextmanager

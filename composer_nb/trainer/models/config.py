@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from composer_nb.harness.plain import Count, NotNegative, Positive, Some, require_ranges
 from composer_nb.kernels.moe.recipes import RecipeName
 from composer_nb.kernels.moe.routing import RoutingRule
 
+# Sizes: far above those of any model, and small enough to describe a model on the device `meta`.
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Heads = Annotated[int, Field(ge=0, le=1 << 16)]
+Width = Annotated[int, Field(ge=0, le=1 << 20)]
 Family = Literal["qwen3_moe", "deepseek_v3", "mixtral", "qwen3", "qwen2", "llama"]
 # Families without experts.
 DENSE: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
@@ -23,17 +30,16 @@ def _require(fits: bool, message: str) -> None:
 class Yarn:
     """YaRN (arXiv 2309.00071) extends the positions of pretraining. Slowly rotating frequencies are stretched the most."""
 
-    factor: float = 1.0
+    factor: Annotated[float, Field(ge=1)] = 1.0
     """Stretch of the positions; 1 means none."""
-    original_max_position_embeddings: int = 4096
+    original_max_position_embeddings: Some = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
 
     def __post_init__(self) -> None:
-        stretch = 1 <= self.factor < math.inf and self.original_max_position_embeddings >= 1
-        _require(stretch, "model.yarn.factor and original_max_position_embeddings must be numbers of at least 1")
+        require_ranges(self, "model.yarn")
         blend = 0 < self.beta_slow <= self.beta_fast  # Kimi K2 sets both to 1: a step instead of a blend
         _require(blend, "model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
 
@@ -59,45 +65,45 @@ class ModelConfig:
     keep their defaults."""
 
     family: Family = "qwen3_moe"
-    vocab_size: int = 1024
-    hidden_size: int = 128
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 24)] = 1024
+    hidden_size: Width = 128
+    num_hidden_layers: Layers = 4
+    num_attention_heads: Heads = 4
+    num_key_value_heads: Annotated[int, Field(ge=1, le=1 << 16)] = 2
     """DeepSeek-V3: equal to `num_attention_heads`."""
-    head_dim: int = 32
+    head_dim: Heads = 32
     """DeepSeek-V3: qk_nope_head_dim + qk_rope_head_dim."""
-    num_experts: int = 8
-    num_experts_per_tok: int = 2
+    num_experts: Heads = 8
+    num_experts_per_tok: Count = 2
     norm_topk_prob: bool = True
     """Whether the gates of a token's experts are divided by their sum."""
-    moe_intermediate_size: int = 128
+    moe_intermediate_size: Width = 128
     mlp_only_layers: tuple[int, ...] = ()
     """Qwen3-MoE: indices of dense layers."""
-    decoder_sparse_step: int = 1
+    decoder_sparse_step: Some = 1
     """Qwen3-MoE: every so many layers one has experts; the others are dense."""
-    max_position_embeddings: int = 512
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 22)] = 512
+    rope_theta: Positive = 10_000.0
+    rms_norm_eps: NotNegative = 1e-6
     tie_word_embeddings: bool = True
     qk_norm_gain: float = 1.6
     """Initial value of the QK norms' weights (sharper attention learns to copy sooner)."""
 
-    q_lora_rank: int = 0
+    q_lora_rank: Width = 0
     """0: queries are projected directly."""
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    intermediate_size: int = 0
+    kv_lora_rank: Width = 0
+    qk_nope_head_dim: Count = 0
+    qk_rope_head_dim: Count = 0
+    v_head_dim: Heads = 0
+    intermediate_size: Width = 0
     """Width of the dense layers, if any."""
     first_k_dense_replace: int = 0
     """Number of dense layers at the start."""
-    n_shared_experts: int = 0
+    n_shared_experts: Annotated[int, Field(ge=0, le=1 << 10)] = 0
     n_group: int = 1
     topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    num_nextn_predict_layers: int = 0
+    routed_scaling_factor: Positive = 1.0
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=100)] = 0
     """Number of multi-token prediction heads."""
     yarn: Yarn = field(default_factory=Yarn)
 
@@ -112,10 +118,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together, or that no model has."""
-        for name, most in _MOST.items():
-            _require(getattr(self, name) <= most, f"model.{name}={getattr(self, name)} must be at most {most}")
-        self._require_at_least(1, "vocab_size", "num_hidden_layers", "num_key_value_heads")
-        self._require_at_least(1, "max_position_embeddings", "decoder_sparse_step")
+        require_ranges(self, "model")
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
         # Grouped GEMM needs rows of whole 16 bytes, in bf16 too.
         sparse = [] if self.family in DENSE else ["moe_intermediate_size"]
@@ -127,8 +130,6 @@ class ModelConfig:
         _require(queries >= 1 and queries % keys == 0, no_multiple)
         k, experts = self.num_experts_per_tok, self.num_experts
         _require(1 <= k <= experts, f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
-        _require(0 < self.rope_theta < math.inf, f"model.rope_theta={self.rope_theta} must be above 0")
-        _require(0 <= self.rms_norm_eps < math.inf, f"model.rms_norm_eps={self.rms_norm_eps} must be at least 0")
         name = "qk_rope_head_dim" if self.latent else "head_dim"
         even = self.rope_width >= 2 and self.rope_width % 2 == 0
         _require(even, f"model.{name}={self.rope_width} must be even")
@@ -141,15 +142,10 @@ class ModelConfig:
             plain = self.yarn.factor == 1 or (self.yarn.mscale, self.yarn.mscale_all_dim) == (1.0, 0.0)
             _require(plain, f"model.yarn: {self.family} has mscale=1 and mscale_all_dim=0")
 
-    def _require_at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            _require(getattr(self, name) >= least, f"model.{name}={getattr(self, name)} must be at least {least}")
-
     def _check_deepseek(self) -> None:
-        self._require_at_least(1, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-        self._require_at_least(0, "q_lora_rank", "n_shared_experts", "num_nextn_predict_layers")
-        scale, width = self.routed_scaling_factor, self.qk_nope_head_dim + self.qk_rope_head_dim
-        _require(0 < scale < math.inf, f"model.routed_scaling_factor={scale} must be above 0")
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            _require(getattr(self, name) >= 1, f"model.{name}={getattr(self, name)} must be at least 1")
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
         equal = "model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)"
         _require(self.num_key_value_heads == self.num_attention_heads, equal)
         sum_of_widths = f"model.head_dim={self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {width}"
@@ -218,13 +214,6 @@ class ModelConfig:
         return asdict(self)
 
 
-# Largest sizes: far above those of any model, and small enough to describe a model on the device `meta`.
-_MOST = {
-    **{"num_hidden_layers": 10_000, "num_nextn_predict_layers": 100, "num_experts": 1 << 16},
-    **{"n_shared_experts": 1 << 10, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 22},
-    **dict.fromkeys("num_attention_heads num_key_value_heads head_dim v_head_dim".split(), 1 << 16),
-    **dict.fromkeys("hidden_size intermediate_size moe_intermediate_size q_lora_rank kv_lora_rank".split(), 1 << 20),
-}
 _DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
 QWEN = ("mlp_only_layers", "decoder_sparse_step")
 DEEPSEEK = (

@@ -47,12 +47,8 @@ class TensorLocation:
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One file, and its tensors in the order of their bytes, without a gap."""
-
-    file: Path
-    entries: tuple[TensorLocation, ...]
+# The tensors of one file in the order of their bytes, without a gap.
+Shard = tuple[TensorLocation, ...]
 
 
 def read_shards(path: Path) -> list[Shard]:
@@ -66,11 +62,10 @@ def read_shards(path: Path) -> list[Shard]:
     promised = _read_index(index)
     shards = [read_shard(path / single(name)) for name in sorted(set(promised.values()))]
     files: dict[str, str] = {}
-    for shard in shards:
-        for entry in shard.entries:
-            if entry.name in files:
-                raise ValueError(f"{path}: {entry.name} is in both {files[entry.name]} and {shard.file.name}")
-            files[entry.name] = shard.file.name
+    for entry in (entry for shard in shards for entry in shard):
+        if entry.name in files:
+            raise ValueError(f"{path}: {entry.name} is in both {files[entry.name]} and {entry.file.name}")
+        files[entry.name] = entry.file.name
     for name in sorted(promised.keys() | files.keys()):
         if promised.get(name) != files.get(name):
             where = [places.get(name, "nowhere") for places in (promised, files)]
@@ -109,7 +104,7 @@ def read_shard(file: Path) -> Shard:
         (first, last), shape = form["data_offsets"], tuple(form["shape"])
         span = {"start": begin + first, "size": last - first}
         entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **span))
-    return Shard(file=file, entries=tuple(sorted(entries, key=lambda entry: (entry.start, entry.size))))
+    return tuple(sorted(entries, key=lambda entry: (entry.start, entry.size)))
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -137,7 +132,7 @@ class Mapped(Mapping[str, Tensor]):
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         """Raises ValueError that names a tensor of a dtype which is not known."""
-        self._entries = {entry.name: entry for shard in shards for entry in shard.entries}
+        self._entries = {entry.name: entry for shard in shards for entry in shard}
         for entry in self._entries.values():
             if entry.dtype not in FORMATS:
                 raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; known are {', '.join(FORMATS)}")

@@ -31,7 +31,7 @@ from composer_nb.harness.untrusted import checked
 from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models import checkpoint
 from composer_nb.trainer.models.companions import read_companions
-from composer_nb.trainer.models.shards import INDEX, file_names, index_of, not_finite, require_finite, write_shard
+from composer_nb.trainer.models.shards import file_names, not_finite, require_finite, write_shard
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.fsdp import DealtExperts, on_mesh
 from composer_nb.trainer.parallel.mesh import MeshSettings
@@ -141,10 +141,7 @@ def save_sharded(model: Model, team: Team, path: Path) -> None:
             write_shard(part / files[team.rank], forms, share.__getitem__)
         team.barrier()
         if team.first:
-            checkpoint.write_side_files(model, part)
-            if len(files) > 1:
-                text = index_of({file: forms_of_ranks[rank] for rank, file in files.items()}, checkpoint.ROUTER_BIAS)
-                (part / INDEX).write_text(text, encoding="utf-8")
+            checkpoint.write_side_files(model, part, {file: forms_of_ranks[rank] for rank, file in files.items()})
     team.barrier()
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
-from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, index_of, read_shard, split
+from composer_nb.trainer.models.shards import INDEX, Mapped, Shard, bytes_of, header_of, index_of, read_shard, split
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     BaseVersion,
@@ -38,6 +38,7 @@ from composer_nb.trainer.versions.manifest import (
     Manifest,
     PayloadFile,
     TensorEntry,
+    WeightFault,
     WeightState,
     WriterPart,
     check_same_form,
@@ -135,47 +136,31 @@ class Link:
     what: str
 
 
-def read_link(store: VersionStore, where: str, manifest: Manifest) -> Link:
-    """Read a version into memory. Raises MissingVersion, DamagedVersion or StoreError, which name the file."""
-    payload: dict[str, Tensor] = {}
-    side = {}
+def read_link(store: VersionStore, where: str, manifest: Manifest, *, mapped: bool = False) -> Link:
+    """Read a version into memory, or check it piece by piece and map its tensors on demand (`mapped`, of a directory). Raises
+    MissingVersion, DamagedVersion or StoreError, which name the file."""
+    shards, payload, side, what = list[Shard](), dict[str, Tensor](), dict[str, bytes](), f"{store.url}/{where}"
     for name, file in manifest.files.items():
-        data = store.read(f"{where}/{name}")
-        if (len(data), digest(data)) != (file.bytes, file.hash):
-            raise DamagedVersion(
-                f"{store.url}/{where}/{name} ({len(data)} bytes of {file.bytes}) is not what was published"
-            )
-        if not name.endswith(_SUFFIX):
-            side[name] = data
-            continue
         try:
-            payload |= safetensors.torch.load(data)
-        except SafetensorError as error:
-            raise DamagedVersion(f"{store.url}/{where}/{name} is not in safetensors format ({error})") from None
-    return _linked(manifest, payload, side, f"{store.url}/{where}")
-
-
-def map_link(path: Path, manifest: Manifest) -> Link:
-    """Check a version in a directory piece by piece, and map its tensors on demand. Raises like `read_link`."""
-    store = VersionStore(path.parent)
-    shards, side = [], {}
-    for name, file in manifest.files.items():
-        check_file(store, f"{path.name}/{name}", file)
-        local = beneath(path, name)
-        if not name.endswith(_SUFFIX):
-            side[name] = local.read_bytes()
-            continue
-        try:
-            shards.append(read_shard(local))
-        except ValueError as error:
-            raise DamagedVersion(str(error)) from None
-    return _linked(manifest, Mapped(shards), side, str(path))
-
-
-def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str, bytes], what: str) -> Link:
-    if payload.keys() != {tensor for tensor, entry in manifest.tensors.items() if entry.encoding != "same"}:
+            if mapped and name.endswith(_SUFFIX):
+                check_file(store, f"{where}/{name}", file)
+                shards.append(read_shard(beneath(Path(what), name)))
+                continue
+            data = store.read(f"{where}/{name}")
+            if (len(data), digest(data)) != (file.bytes, file.hash):
+                raise DamagedVersion(f"{what}/{name} ({len(data)} bytes of {file.bytes}) is not what was published")
+            if name.endswith(_SUFFIX):
+                payload |= safetensors.torch.load(data)
+            else:
+                side[name] = data
+        except WeightFault:
+            raise
+        except (SafetensorError, ValueError) as error:
+            raise DamagedVersion(f"{what}/{name} is not in safetensors format ({error})") from None
+    tensors = Mapped(shards) if mapped else payload
+    if tensors.keys() != {tensor for tensor, entry in manifest.tensors.items() if entry.encoding != "same"}:
         raise DamagedVersion(f"{what}: its files hold other tensors than the manifest")
-    return Link(manifest=manifest, payload=payload, files=side, what=what)
+    return Link(manifest=manifest, payload=tensors, files=side, what=what)
 
 
 def side_files_of(links: Sequence[Link]) -> dict[str, bytes]:

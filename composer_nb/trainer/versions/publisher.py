@@ -122,8 +122,9 @@ class Publisher:
             outcome = error
         outcomes: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(outcomes, outcome, group=self._group)
-        for error in (result for result in outcomes if isinstance(result, Exception)):
-            raise error
+        for result in outcomes:
+            if isinstance(result, Exception):
+                raise result
         return outcomes
 
     def publish(

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_nb.kernels import Recipe, explain, grouped_mm, moe
+from composer_nb.kernels import explain, grouped_mm, moe
 from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
-from composer_nb.kernels.moe.layer import experts
 from composer_nb.kernels.moe.routing import choose_experts
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -84,37 +83,28 @@ FORMATS = {"bf16": (as_is, as_is), "mxfp8": (mx, mx), "fp8_block128": (block128,
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.detach().double() - wanted).norm() / wanted.norm())
+    return float((found.detach().double() - wanted).norm() / (wanted.norm() + 1e-12))
 
 
 def slopes(out: Tensor, made: Inputs, pull: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * pull).sum(), made)
 
 
+@pytest.mark.parametrize("e, k, n", [(5, 2, 24), (1, 1, 3), (7, 7, 1), (40, 2, 9)])
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str):
+def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str, e: int, k: int, n: int):
     """Products of fp32 numbers that went through the formats, in another order: what is left is the rounding of sums, and, in a
     few elements of a million, a number that falls to the other side of a format's rounding."""
-    made = inputs(0)
+    made = inputs(0, n=n, e=e)
     pull = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(1))
-    wanted, gradients = by_hand(made, 2, *FORMATS[recipe], pull)
-    out = moe(*made, 2, recipe=recipe)
+    wanted, gradients = by_hand(made, k, *FORMATS[recipe], pull)
+    out = moe(*made, k, recipe=recipe)
     limit = 2e-6 if recipe == "bf16" else 2e-3
     assert error(out, wanted) < limit
     for name, found, exact in zip(
         ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, made, pull), gradients, strict=True
     ):
         assert error(found, exact) < limit, name
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
-@pytest.mark.parametrize("e, k, n", [(1, 1, 3), (7, 7, 1), (40, 2, 9)])
-def test_few_tokens_one_expert_and_experts_without_a_token(recipe: str, e: int, k: int, n: int):
-    made = inputs(4, n=n, e=e)
-    out = moe(*made, k, recipe=recipe)
-    wanted, _ = by_hand(made, k, *FORMATS[recipe], torch.zeros_like(made[0]))
-    assert error(out, wanted) < 2e-3
-    assert all(slope.isfinite().all() for slope in slopes(out, made, torch.ones_like(out)))
 
 
 def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
@@ -124,27 +114,6 @@ def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
     assert choose_experts(logits, 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]
     many = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     assert torch.equal(choose_experts(many, 8), many.topk(8).indices)
-
-
-# -- causality --------------------------------------------------------------------------
-
-
-def routed(made: Inputs, recipe: str | Recipe, rows: slice | Tensor = slice(None)) -> Tensor:
-    x, logits, up, down = (tensor.detach() for tensor in made)
-    chosen = choose_experts(logits[rows], 2)
-    gates = logits[rows].gather(1, chosen).softmax(-1)
-    return experts(x[rows], chosen, gates, up, down, recipe=recipe)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
-def test_a_token_does_not_depend_on_what_is_beside_it(recipe: str, dtype: torch.dtype):
-    made = inputs(7, n=40, dtype=dtype)
-    whole = routed(made, recipe)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    for rows in (slice(0, 1), slice(0, 17), order):  # but for the order in which a product sums
-        torch.testing.assert_close(routed(made, recipe, rows), whole[rows], **close)
 
 
 # -- refusals and explanations -------------------------------------------------------------------------------
@@ -161,44 +130,21 @@ def test_bad_input_is_refused_by_name():
     x, logits, up, down = inputs(10, d=64, i=32)
     refuse("recipe='fp16': must be one of bf16, mxfp8, fp8_block128, nvfp4, or a Recipe", recipe="fp16")
     refuse("backend='cuda': must be one of torch, triton", backend="cuda")
-    refuse("k=6: must be an integer in 1..5", k=6)
-    refuse("k=2.0: must be", k=2.0)
+    for k in (6, 2.0):
+        refuse(f"k={k}: must be an integer in 1..5", k=k)
     refuse("recipe='fp8_block128' has blocks: D = 64 is no multiple of 128", recipe="fp8_block128")
-    narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
-    refuse("recipe='mxfp8' has blocks: D = 48 is no multiple of 32", recipe="mxfp8", **narrow)
-    refuse("x is torch.float16: must be", x=x.half())
-    refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])
-    refuse("w_gate_up is torch.bfloat16: must be torch.float32, as x is", w_gate_up=up.bfloat16())
-    refuse("w_gate_up of shape (5, 64, 60): must be [E, 2I, D] with D = 64", w_gate_up=up[..., :60])
-    refuse("w_down of shape (5, 64, 30): must be [E, D, I] = (5, 64, 32)", w_down=down[..., :30])
-    refuse(
-        "w_gate_up of shape (5, 0, 64): must have three dimensions, none of them 0",
-        w_gate_up=up[:, :0],
-        w_down=down[..., :0],
-    )
-    refuse("router_logits of shape (24, 4): must be (24, 5)", router_logits=logits[:, :4])
-    refuse("router_logits is torch.int64: must be", router_logits=logits.long())
-    refuse("w_down is on meta: must be on cpu, as x is", w_down=down.detach().to("meta"))
-    whole = {"x": x.double(), "w_gate_up": up.double(), "w_down": down.double()}
-    refuse("recipe='mxfp8' is of float32 and bfloat16", recipe="mxfp8", **whole)
-
-
-def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch):
-    from composer_nb.kernels import triton_runtime
-
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="the device is a CPU, where kernels run only in Triton's interpreter"):
-        moe(*inputs(10), 2, backend="triton")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"this GPU has compute capability 8\.0, the kernels need 9\.0"):
-        explain("mxfp8", device="cuda", backend="triton")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    old = explain("mxfp8", device="cuda")
-    assert old.backend == "torch" and "8.0" in old.why and "emulated" in old.forward
-    monkeypatch.setattr(triton_runtime, "triton_version", lambda: None)
-    with pytest.raises(ValueError, match="triton is not installed"):
-        moe(*inputs(10), 2, backend="triton")
+    for change, complaint in (
+        ({"x": x.half()}, "x is torch.float16: must be"),
+        ({"x": x[:0]}, "x of shape (0, 64): must be [..., D] with one token at least"),
+        ({"w_gate_up": up.bfloat16()}, "w_gate_up is torch.bfloat16: must be torch.float32, as x is"),
+        ({"w_gate_up": up[..., :60]}, "w_gate_up of shape (5, 64, 60): must be [E, 2I, D] with D = 64"),
+        ({"w_down": down[..., :30]}, "w_down of shape (5, 64, 30): must be [E, D, I] = (5, 64, 32)"),
+        ({"w_gate_up": up[:, :0], "w_down": down[..., :0]}, "must have three dimensions, none of them 0"),
+        ({"router_logits": logits[:, :4]}, "router_logits of shape (24, 4): must be (24, 5)"),
+        ({"router_logits": logits.long()}, "router_logits is torch.int64: must be"),
+        ({"w_down": down.detach().to("meta")}, "w_down is on meta: must be on cpu, as x is"),
+    ):
+        refuse(complaint, **change)
 
 
 @pytest.mark.parametrize(
@@ -215,19 +161,13 @@ def test_explain_tells_instructions(monkeypatch: pytest.MonkeyPatch, capability,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    told = explain(recipe, device="cuda")
-    assert told.backend == "triton" and forward in told.forward and dgrad in told.dgrad
-    assert recipe in str(told) and "some GPU (sm_" in str(told)
-
-
-def test_explain_on_a_cpu():
-    told = explain(device="cpu")
-    assert told.backend == "torch" and "torch's grouped GEMM" in told.forward and told.device == "cpu"
-    with pytest.raises(ValueError, match="recipe='int3'"):
-        explain("int3")
-    for device in ("graphics", f"cuda:{torch.cuda.device_count()}"):
-        with pytest.raises(ValueError, match=f"device='{device}': "):
-            explain(device=device)
+    rows = explain(recipe, device="cuda").splitlines()
+    assert recipe in rows[0] and rows[1].startswith("back end:") and "triton on some GPU (sm_" in rows[1]
+    assert forward in rows[2] and dgrad in rows[3]
+    assert "torch on cpu" in (text := explain(device="cpu")) and "torch's grouped GEMM" in text
+    for recipe, device in (("int3", "cpu"), ("bf16", "graphics"), ("bf16", "cuda:1")):
+        with pytest.raises(ValueError, match="recipe='int3'" if recipe == "int3" else f"device='{device}': "):
+            explain(recipe, device=device)
 
 
 # -- grouped_mm ----------------------------------------------------------------------------------------------

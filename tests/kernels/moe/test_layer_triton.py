@@ -104,7 +104,6 @@ def test_gradients_of_weights_in_the_layout_of_the_weights(device, steps: PlainS
         exact = PLAIN.outer(g.double(), x.double(), plan, gather_g=gather_g, gather_x=gather_x, like=like.double())
         assert found.stride() == like.stride()
         close(found, exact.float(), 1e-6)
-    assert not found[4].any() or int(plan.ends_E[4] - plan.ends_E[3]) > 0, "an expert without rows has no gradient"
 
 
 def shifted(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from tests.trainer.learning.trees import tree_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 QUADRATIC = Cost(linear=1.0, quadratic=0.1)
-DURATIONS = Path(__file__).parents[3] / "data" / "durations.csv"
 
 
 def costs(lengths: list[int], cost: Cost = QUADRATIC) -> list[float]:
@@ -55,30 +53,6 @@ def test_one_micro_batch_is_within_graham_s_bound_of_the_best(lengths: list[int]
     )
     found = pack(lengths, weight, ranks, sum(lengths)).step
     assert best - 1e-9 <= found <= best * (4 / 3 - 1 / (3 * ranks)) * 1.01 + 1e-9
-
-
-def best_step(lengths: list[int], weight: list[float], ranks: int, count: int, limit: int) -> float:
-    """By trying every assignment."""
-    best = np.inf
-    for dealt in product(range(ranks * count), repeat=len(lengths)):
-        tokens, load = np.zeros(ranks * count), np.zeros(ranks * count)
-        np.add.at(tokens, list(dealt), lengths)
-        np.add.at(load, list(dealt), weight)
-        if (tokens <= limit).all():
-            best = min(best, float(load.reshape(count, ranks).max(1).sum()))
-    return best
-
-
-def test_with_a_limit_it_is_close_to_the_best_of_all_packings_with_as_many_micro_batches():
-    random, ratios = np.random.default_rng(0), []
-    for _ in range(12):
-        lengths = random.integers(1, 30, 6).tolist()
-        limit = max(max(lengths), int(sum(lengths) / 3.2))
-        found = pack(lengths, costs(lengths), 2, limit)
-        if len(found.items) == 2:
-            ratios.append(found.step / best_step(lengths, costs(lengths), 2, 2, limit))
-    assert len(ratios) >= 6 and min(ratios) > 1 - 1e-9
-    assert max(ratios) < 1.07 and np.mean(ratios) < 1.02
 
 
 def stream(tokens: list[int]) -> Stream:

@@ -89,33 +89,7 @@ def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make
     assert "hinted" not in off and quiet.optimizer.gradients.abs().max() == 0
 
 
-def test_learning_from_a_hint_moves_the_student_to_a_teacher_that_stays(make_model, stream: Stream) -> None:
-    learner = learner_of(make_model(4), 1.0)
-    kls = [learn(learner, [stream], lr=2e-3)["feedback_kl"] for _ in range(12)]
-    assert kls[-1] < 0.5 * kls[0]
-    before = make_model(4)
-    assert learner.reference is not None
-    assert all(map(torch.equal, learner.reference.parameters(), before.parameters()))
-    own, theirs = (feedback_kl(learner.model, teacher, [stream]).detach().mean() for teacher in (learner.model, before))
-    assert float(theirs) == pytest.approx(learn(learner, [stream])["feedback_kl"], rel=1e-4) != float(own)
-
-
 READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
-RULES = [
-    ([Turn(call=READ, observation="1x")], ""),
-    ([Turn(call=READ, observation="", error="ProviderError")], ""),
-    (
-        [
-            Turn(call=READ, observation="1x"),
-            Turn(call=READ, observation="error: no file g.py\nmore", error="InvalidArguments"),
-        ],
-        "Reminder: the next call of read_file fails: error: no file g.py",
-    ),
-    (
-        [Turn(call="raed g.py", observation="error: bad call", error="InvalidArguments")],
-        "Reminder: available tools: grep, read_file, read_lints, edit_line, substitute, undo, run_tests, finish",
-    ),
-]
 
 
 def test_a_hint_stands_before_the_cue_of_its_turn_and_its_rollout_trains(make_model, converse, tokenizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,47 +113,6 @@ def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("length_norm", [False, True])
-@settings(max_examples=8, deadline=None)
-@given(a=cases(), b=cases())
-def test_losses_and_metrics_of_parts_add_up_to_those_of_the_whole(
-    ratio: Any, length_norm: bool, a: dict[str, Tensor], b: dict[str, Tensor]
-):
-    """So it is the same however a batch is cut into microbatches and dealt over ranks."""
-    s = LossSettings(ratio=ratio, length_norm=length_norm)
-    whole = {name: torch.cat([a[name], b[name]]) for name in a}
-    whole["rollout"][len(a["rollout"]) :] += int(a["rollout"].max()) + 1
-    loss, slope, metrics = ours(whole, s, 7.0)
-    parts = [ours(part, s, 7.0) for part in (a, b)]
-    torch.testing.assert_close(loss, parts[0][0] + parts[1][0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(slope, torch.cat([part[1] for part in parts]), atol=1e-6, rtol=1e-5)
-    for name, value in metrics.items():
-        assert value == pytest.approx(parts[0][2][name] + parts[1][2][name], rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@settings(max_examples=15, deadline=None)
-@given(case=cases())
-def test_tokens_that_train_are_those_with_an_advantage_and_no_mask(ratio: Any, case: dict[str, Tensor]):
-    s = LossSettings(ratio=ratio)
-    assume(not near_a_border(case, s))
-    streams = [case[name].float() for name in ("logprob", "sampled", "advantage")]
-    leaf = streams[0].requires_grad_()
-    loss, _ = policy_loss(*streams, case["rollout"], s, 1.0)
-    moves = torch.autograd.grad(loss, leaf)[0] != 0
-    live = streams[2] != 0
-    if ratio == "gspo":  # its ratio is the rollout's, so a rollout's tokens move together
-        for rollout in set(case["rollout"].tolist()):
-            mine = case["rollout"] == rollout
-            assert len(set(moves[mine].tolist())) == 1 and (live[mine].any() or not moves[mine].any())
-        return
-    _, masked = by_hand(case, s, 1.0)
-    assert not moves[~live].any()
-    stopped = int((live & ~moves).sum())
-    assert stopped == masked if live.all() else stopped <= masked  # a mask may fall on a token without advantage, too
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
 def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
     sampled = -torch.rand(12) * 3
     logprob = sampled.clone().requires_grad_()
@@ -164,15 +122,6 @@ def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
     (slope,) = torch.autograd.grad(loss, logprob)
     torch.testing.assert_close(slope, -advantage / 5)
     assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "ratio_cut": 0.0, "tokens": 12.0}
-
-
-@pytest.mark.parametrize("cap", [1.5, 5.0])
-def test_tis_is_cispo_without_a_lower_bound(cap: float):
-    sampled, logprob = -torch.rand(200) * 3, (-torch.rand(200) * 3).requires_grad_()
-    rest = (sampled, torch.randn(200), torch.arange(200) // 9)
-    one, _ = policy_loss(logprob, *rest, LossSettings(ratio="tis", tis_cap=cap), 5.0)
-    other, _ = policy_loss(logprob, *rest, LossSettings(ratio="cispo", clip_low=1.0, clip_high=cap - 1), 5.0)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, logprob)[0] for loss in (one, other)), atol=0, rtol=0)
 
 
 def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
@@ -191,26 +140,13 @@ rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=16)
 
 @settings(deadline=None)
 @given(rewards, st.booleans())
-def test_advantages_sum_to_zero(values: list[float], std_norm: bool):
-    found = advantages(torch.tensor(values), std_norm)
+def test_advantages_are_distances_from_the_mean_in_deviations_and_0_where_all_are_equal(values: list[float], std: bool):
+    found = advantages(torch.tensor(values), std)
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) + 1e-6 if std else 1.0
     assert found.dtype == torch.float32
-    assert abs(float(found.double().sum())) < 1e-4
-    if not std_norm:
-        mean = math.fsum(values) / len(values)
-        assert found.tolist() == pytest.approx([value - mean for value in values], abs=1e-5)
-
-
-@settings(deadline=None)
-@given(st.floats(-10, 10, width=32), st.integers(1, 16), st.booleans())
-def test_a_group_of_equal_rewards_teaches_nothing_at_all(value: float, size: int, std_norm: bool):
-    assert advantages(torch.full((size,), value), std_norm).tolist() == [0.0] * size
-
-
-def test_dividing_by_the_standard_deviation_is_what_it_says():
-    values = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])
-    spread = math.sqrt(0.6 * 0.4)
-    assert advantages(values, True).tolist() == pytest.approx([(v - 0.6) / spread for v in values.tolist()], rel=1e-4)
-    torch.testing.assert_close(advantages(values * 100 - 7, True), advantages(values, True), atol=1e-4, rtol=1e-4)
+    assert found.tolist() == pytest.approx([(value - mean) / spread for value in values], abs=1e-4, rel=1e-4)
+    assert advantages(torch.full((len(values),), values[0]), std).tolist() == [0.0] * len(values)
 
 
 # Kullback-Leibler estimators, by enumeration
@@ -234,20 +170,6 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
     assert bool((k2 >= 0).all()) and bool((k3 >= 0).all()) and bool((k1 < 0).any())
     for kind in ("k1", "k2", "k3"):
         assert not kl_estimate(policy, policy, kind).any()
-
-
-@pytest.mark.parametrize("ratio", ["ppo", "none", "tis", "dppo"])
-def test_k1_inside_the_advantage_has_the_gradient_of_the_divergence(ratio: Any):
-    """Every outcome once, its advantage weighted by its probability: the expectation that sampling estimates."""
-    policy_logits, reference_logits = pair(5)
-    policy_logits.requires_grad_()
-    policy, reference = policy_logits.log_softmax(-1), reference_logits.log_softmax(-1)
-    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), policy_logits, retain_graph=True)
-    penalty = -0.3 * kl_estimate(policy.detach(), reference, "k1") * policy.detach().exp()
-    rollout = torch.arange(9)
-    loss, _ = policy_loss(policy, policy.detach(), penalty, rollout, LossSettings(ratio=ratio), 1.0)
-    (slope,) = torch.autograd.grad(loss, policy_logits)
-    torch.testing.assert_close(slope, 0.3 * wanted)
 
 
 def penalised(case: dict[str, Tensor], reference: Tensor, s: LossSettings, denominator: float) -> Tensor:
@@ -281,31 +203,6 @@ def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: f
         torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_on_policy_k1_and_k2_pull_alike_and_to_the_reference_and_k3_to_first_order(seed: int):
-    """By enumeration: the expectation over the policy of each penalty's slope, in the space of logits."""
-    policy_logits, direction = pair(seed)
-    found: dict[tuple[str, float], Tensor] = {}
-    for step in (1.0, 1e-3):
-        reference = (policy_logits + step * direction).log_softmax(-1)
-        for kind in ("k1", "k2", "k3"):
-            logits = policy_logits.clone().requires_grad_()
-            policy = logits.log_softmax(-1)
-            probability, s = policy.detach().exp(), LossSettings(ratio="none", beta=1.0, kl=kind)  # type: ignore[arg-type]
-            leaf = policy.detach().clone().requires_grad_()
-            taken, penalty = kl_penalty(leaf, reference, torch.arange(9), s, 1.0)
-            loss, _ = policy_loss(leaf, leaf.detach(), -taken, torch.arange(9), s, 1.0)
-            (slope,) = torch.autograd.grad(loss + penalty, leaf)
-            (found[kind, step],) = torch.autograd.grad(policy, logits, probability * slope)
-        logits = policy_logits.clone().requires_grad_()
-        policy = logits.log_softmax(-1)
-        (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
-        torch.testing.assert_close(found["k1", step], exact)
-        torch.testing.assert_close(found["k2", step], exact)
-    assert float((found["k3", 1.0] - found["k1", 1.0]).norm()) > 0.05 * float(found["k1", 1.0].norm())
-    torch.testing.assert_close(found["k3", 1e-3], found["k1", 1e-3], rtol=1e-2, atol=1e-8)
-
-
 # Settings
 
 
@@ -313,25 +210,12 @@ def test_on_policy_k1_and_k2_pull_alike_and_to_the_reference_and_k3_to_first_ord
     ("changes", "name"),
     [
         ({"beta": -0.1}, "loss.beta"),
-        ({"clip_low": 0.0}, "loss.clip_low"),
         ({"clip_low": 1.01}, "loss.clip_low"),
-        ({"clip_high": 0.0}, "loss.clip_high"),
-        ({"tis_cap": 0.0}, "loss.tis_cap"),
         ({"icepop": 1.0}, "loss.icepop"),
-        ({"icepop_low": 0.0}, "loss.icepop_low"),
-        ({"icepop_low": 1.0}, "loss.icepop_low"),
-        ({"dppo": 0.0}, "loss.dppo"),
         ({"dppo": math.nan}, "loss.dppo"),
-        ({"tis_cap": math.nan}, "loss.tis_cap"),
-        ({"clip_high": math.nan}, "loss.clip_high"),
-        ({"beta": math.nan}, "loss.beta"),
-        ({"beta": math.inf}, "loss.beta"),
-        ({"ratio": "pop"}, "loss.ratio='pop'"),
         ({"kl": "k4"}, "loss.kl='k4'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(changes: dict[str, Any], name: str):
     with pytest.raises(ValueError, match=name):
         LossSettings(**changes)
-    with pytest.raises(ValueError, match=name):
-        replace(LossSettings(), **changes)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.optimizer import (
+    QUINTIC,
+    FlatOptimizer,
+    OptimizerSettings,
+    look_ahead,
+    newton_schulz,
+    orthogonal,
+)
 from composer_nb.trainer.models.transformer import Model
+from tests.tiny_models import LATENT
 
 
 def gradients(model: Model, seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -49,21 +58,6 @@ def test_it_is_adamw_tensor_by_tensor(make_model, weight_decay: float, clip: flo
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_parameters_and_gradients_are_views_of_the_flat_vectors(make_model):
-    model = make_model(1)
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    optimizer = FlatOptimizer(model)
-    assert torch.equal(optimizer.weights, before)
-    model(torch.tensor([[1, 2, 3]]))[0].sum().backward()
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert torch.equal(flat, optimizer.gradients) and flat.norm() > 0
-    optimizer.zero_()
-    assert not any(p.grad.any() for p in model.parameters())
-    optimizer.step(0.1, 1.0)
-    optimizer.weights.zero_()
-    assert not any(p.any() for p in model.parameters()), "still views after a step"
-
-
 def test_published_weights_are_the_masters_rounded(make_model):
     model = make_model(1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -94,22 +88,22 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters(make_model):
 
 
 @pytest.mark.parametrize("published", [None, torch.bfloat16])
-@pytest.mark.parametrize("done", [0, 1, 3])
-def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: Path, published, done: int):
+@pytest.mark.parametrize(("name", "done"), [("adamw", 0), ("adamw", 3), ("muon", 0), ("muon", 2)])
+def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: Path, published, name: Any, done: int):
     def steps(model: Model, optimizer: FlatOptimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_()
             give(model, gradients(model, step))
             optimizer.step(1e-2, 1.0)
 
-    model = make_model(1)
-    optimizer = FlatOptimizer(model, weight_decay=0.1, published=published)
+    model, chosen = make_model(1), OptimizerSettings(name=name)
+    optimizer = FlatOptimizer(model, chosen, weight_decay=0.1, published=published)
     steps(model, optimizer, range(done))
     save_file(optimizer.state(), tmp_path / "state.safetensors")
     steps(model, optimizer, range(done, 5))
 
     other = make_model(2)
-    resumed = FlatOptimizer(other, weight_decay=0.1, published=published)
+    resumed = FlatOptimizer(other, chosen, weight_decay=0.1, published=published)
     steps(other, resumed, range(90, 92))  # what it did before must not matter
     resumed.load(load_file(tmp_path / "state.safetensors"))
     steps(other, resumed, range(done, 5))
@@ -118,6 +112,9 @@ def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: 
     kept, again = optimizer.state(), resumed.state()
     assert kept.keys() == again.keys() >= {"master", "step", "exp_avg", "exp_avg_sq"}
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+    third = FlatOptimizer(make_model(1), OptimizerSettings(name="muon" if name == "adamw" else "adamw"))
+    with pytest.raises(ValueError, match=r"optimizer\.name='(adamw|muon)': .* another optimiser"):
+        third.load(kept)
 
 
 def test_a_state_of_another_model_is_refused(make_model):
@@ -137,3 +134,93 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_it_reaches_the_weight
     with pytest.raises(FloatingPointError, match="lr"):
         optimizer.step(1e-3, 1.0)
     assert torch.equal(optimizer.weights, before)
+
+
+# Muon
+
+
+MUON = OptimizerSettings(name="muon")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 16), (3, 8, 32), (3, 32, 8)])
+def test_five_steps_keep_the_singular_vectors_and_bring_the_values_near_one(shape: tuple[int, ...]):
+    x = randn(*shape, seed=1)
+    u, value, vh = torch.linalg.svd(x, full_matrices=False)
+    found = u.mT @ newton_schulz(x) @ vh.mT
+    # By the definition: the polynomial of each singular value on its own.
+    wanted = value / value.square().sum(-1, keepdim=True).sqrt()
+    a, b, c = QUINTIC
+    small = wanted < 0.01
+    for _ in range(5):
+        wanted = a * wanted + b * wanted**3 + c * wanted**5
+    torch.testing.assert_close(found, torch.diag_embed(wanted), atol=1e-6, rtol=0)
+    assert ((wanted > 0.65) & (wanted < 1.25) | small).all() and small.float().mean() < 0.1
+
+
+def test_one_matrix_is_updated_as_torch_s_muon_does():
+    """torch computes the polynomial in bfloat16."""
+    ours, momentum = randn(24, 40, dtype=torch.float32), torch.zeros(1, 24, 40)
+    theirs = torch.nn.Parameter(ours.clone())
+    muon = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        gradient = randn(24, 40, seed=step, dtype=torch.float32)
+        theirs.grad = gradient.clone()
+        muon.step()
+        update = orthogonal(look_ahead(momentum, gradient[None], MUON), MUON)[0]
+        ours = ours * (1 - 0.02 * 0.1) - 0.02 * update
+    moved = theirs.detach() - randn(24, 40, dtype=torch.float32)
+    assert float((ours - theirs.detach()).norm() / moved.norm()) < 0.02
+
+
+def muon_steps(model: Model, muon: FlatOptimizer, numbers: range) -> None:
+    for step in numbers:
+        muon.zero_()
+        for place, parameter in enumerate(model.parameters()):
+            (parameter * randn(*parameter.shape, seed=100 * step + place, dtype=torch.float32)).sum().backward()
+        muon.step(1e-2, 1.0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, LATENT | {"n_shared_experts": 2, "num_nextn_predict_layers": 1}], ids=["grouped", "latent"]
+)
+def test_a_step_is_that_of_a_loop_over_heads_and_experts(make_model, sizes: dict[str, Any]):
+    model: Model = make_model(1, **sizes)
+    c, start = model.config, copy.deepcopy(dict(model.named_parameters()))
+    adam = copy.deepcopy(model)
+    muon = FlatOptimizer(model, MUON, weight_decay=0.1)
+    muon_steps(model, muon, range(1))
+    muon_steps(adam, FlatOptimizer(adam, weight_decay=0.1), range(1))
+    gradients = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+    for (name, found), twin in zip(model.named_parameters(), adam.parameters(), strict=True):
+        last = name.rpartition(".")[2]
+        gradient = gradients[name]
+        if last == "qkv" or last == "q_b":
+            parts = [polar_of_five(part) for part in gradient.split(c.head_dim)]
+            wanted = torch.cat(parts)
+        elif last == "o":
+            wanted = torch.cat([polar_of_five(part) for part in gradient.split(c.value_width, dim=1)], dim=1)
+        elif last == "w_out":
+            wanted = torch.stack([polar_of_five(part) for part in gradient])
+        elif last in ("dense_in", "shared_in"):
+            wanted = torch.cat([polar_of_five(half) for half in gradient.chunk(2, dim=1)], dim=1)
+        elif last == "embed" or "norm" in last or last in ("router", "head"):
+            assert torch.equal(found, twin), name
+            continue
+        else:
+            continue
+        expected = start[name].double() * (1 - 1e-2 * 0.1) - 1e-2 * wanted
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def polar_of_five(x: Tensor) -> Tensor:
+    """The update of one matrix from rest, by its singular value decomposition."""
+    u, value, vh = torch.linalg.svd(x, full_matrices=False)
+    value = value / value.norm()
+    a, b, c = QUINTIC
+    for _ in range(5):
+        value = a * value + b * value**3 + c * value**5
+    return 0.2 * math.sqrt(max(x.shape)) * (u * value) @ vh

@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.kernels.moe.routing import Replay
 from composer_nb.trainer.learning.packing import (
     FULL,
     NO_REPLAY,
-    FlatBatch,
     Stream,
-    families,
     flatten,
     microbatches,
     score,
@@ -72,11 +69,6 @@ def model() -> Model:
     return Model(ModelConfig(**SIZES))
 
 
-def recorded(streams: list[Stream], replay: bool) -> tuple[FlatBatch, Replay | None]:
-    batch = flatten(streams, FULL if replay else NO_REPLAY)
-    return batch, batch.recorded
-
-
 @given(FEW, st.booleans())
 def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool):
     streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
@@ -92,32 +84,21 @@ def test_the_tree_holds_each_beginning_once(rows: list[list[int]], replay: bool)
 @given(FEW, st.booleans())
 def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: list[list[int]], replay: bool):
     streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
-    logprob, entropy = score(model, *recorded(streams, replay))
+
+    def scored(part: list[Stream]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = flatten(part, FULL if replay else NO_REPLAY)
+        return score(model, batch, batch.recorded)
+
+    logprob, entropy = scored(streams)
     weight = torch.linspace(0.5, 1.5, len(logprob))
     slopes = torch.autograd.grad((logprob * weight).sum(), list(model.parameters()))
-    alone = [score(model, *recorded([s], replay)) for s in streams]
+    alone = [scored([s]) for s in streams]
     wanted = torch.cat([w[0] for w in alone])
     torch.testing.assert_close(logprob, wanted, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy, torch.cat([w[1] for w in alone]), atol=2e-6, rtol=1e-5)
     expected = torch.autograd.grad((wanted * weight).sum(), list(model.parameters()))
     for found, right in zip(slopes, expected, strict=True):
         torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
-
-
-@given(FEW)
-def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_beginning(rows: list[list[int]]):
-    streams = [stream(row, seed=number % 3) for number, row in enumerate(rows)]
-    batch = flatten(streams, FULL)
-    assert batch.recorded is not None and batch.rows == sum(len(row) - 1 for row in rows)
-    forwarded: set[Any] = set()
-    for bucket in batch.buckets:  # the paths as attention sees them
-        for path in bucket.token_M.view(bucket.rows, -1).tolist():
-            steps = zip(path, batch.inputs_N[path].tolist(), batch.recorded.experts[path].to(torch.uint8), strict=True)
-            whole = [(token, routes.numpy().tobytes()) for _, token, routes in steps]
-            forwarded |= {(tuple(whole[: n + 1]), path[n]) for n in range(len(path)) if path[n] or not n}
-    beginning = {path: node for path, node in forwarded if path in beginnings(streams, True)}
-    assert set(beginning) == beginnings(streams, True)
-    assert sorted(beginning.values()) == list(range(len(batch.inputs_N))), "each once"
 
 
 def test_a_lone_row_is_the_model_itself(model: Model):
@@ -134,12 +115,3 @@ def test_microbatches_hold_every_stream_once_within_the_budget(rows: list[list[i
     assert sorted(map(id, sum(chunks, []))) == sorted(map(id, streams))
     for chunk in chunks:
         assert chunk and (tree_tokens(chunk) <= budget or len(chunk) == 1)
-
-
-@given(FEW)
-def test_families_share_a_prompt(rows: list[list[int]]):
-    streams = [stream(row, prompt=min(2, len(row) - 1)) for row in rows]
-    found = families(streams)
-    assert sorted(n for family in found for n in family) == list(range(len(streams)))
-    prompts = [{streams[n].token_ids[: streams[n].acted.argmax()].tobytes() for n in family} for family in found]
-    assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == len(found)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.policy import Trace, route_checks
+from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, Stream, flatten
+from composer_nb.trainer.learning.packing import FULL, Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
@@ -135,22 +135,7 @@ def test_every_shift_of_every_part_is_refused(streams):
         assert not stream.route_fault()
 
 
-def test_checks_are_apart_wherever_token_place_or_routes_are():
-    random = np.random.default_rng(0)
-    place, token = (grid.ravel() for grid in np.meshgrid(np.arange(64), np.arange(64)))
-    routes = np.broadcast_to(random.integers(0, 8, (1, 4, 2)).astype(np.uint8), (64 * 64, 4, 2))
-    assert len(np.unique(route_checks(place, token, routes))) == 64 * 64
-    many = np.unique(random.integers(0, 8, (5000, 4, 2)).astype(np.uint8), axis=0)
-    alike = np.zeros(len(many), np.int64)
-    assert len(np.unique(route_checks(alike, alike, many))) == len(many)
-    wide = random.integers(0, 384, (100, 60, 8)).astype(np.uint16)
-    checks = route_checks(np.arange(100), np.arange(100), wide)
-    wide[:, 59, 7] ^= 1
-    assert (checks != route_checks(np.arange(100), np.arange(100), wide)).all()
-    assert route_checks(np.arange(0), np.arange(0), wide[:0]).shape == (0,)
-
-
-@pytest.mark.parametrize("name", sorted(DAMAGE.keys() - {"other tokens"}))
+@pytest.mark.parametrize("name", ["none recorded", "routes alone shifted", "out of range"])
 def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
     weights = []
     for batch in (streams, [DAMAGE[name][0](stream) for stream in streams]):
@@ -161,17 +146,8 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
     assert torch.equal(*weights)
 
 
-def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
-    with pytest.raises(ValueError, match=r"stream 1 of 2 cannot be replayed: token 0"):
-        flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], FULL)
-    [segment] = attempts[2].rollout.segments
-    bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
-    with pytest.raises(ValueError, match=r"stream 2 of 4 cannot be replayed"):
-        measure_mismatch(make_model(3), [*attempts[:2], replace(attempts[2], rollout=bare), attempts[3]])
-
-
 @pytest.mark.parametrize("source", ["engine", "trainer"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
 def test_families_with_and_without_experts_learn_from_their_own_rollouts(
     make_model, converse, family: str, source: Any
 ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 from itertools import islice
 from random import Random
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from composer_nb.trainer.learning.data import CODE_ROW, TokenRow, deal, mixture, mixture_code
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
-from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows, balance_loss
 from composer_nb.trainer.recipe.recipe import midtrain_plan
@@ -69,21 +71,6 @@ def test_the_loss_is_the_weighted_mean_over_tokens_and_the_step_descends_it():
     assert not torch.equal(optimizer.weights, before)
     later = [train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1.0)["loss"] for _ in range(20)]
     assert later[-1] < found["loss"] - 0.1
-
-
-def test_rows_that_begin_alike_learn_as_they_would_apart():
-    net, batch = model(), rows(5)
-    head = rows(1, seed=3)[0]
-    joined = [
-        TokenRow(*map(np.concatenate, zip(*((r.token_ids, r.weight) for r in (head, row)), strict=True)))
-        for row in batch
-    ]
-    total, weight = by_hand(net, joined)
-    wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
-    optimizer = FlatOptimizer(net)
-    found = train_step(net, joined, optimizer, Ranks(), lr=0.0, balance=0.0, clip=1e9)
-    assert found["tokens"] == sum(len(row.token_ids) - 1 for row in joined)
-    torch.testing.assert_close(optimizer.gradients, torch.cat([g.flatten() for g in wanted]), atol=1e-6, rtol=1e-4)
 
 
 def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
@@ -209,3 +196,29 @@ def test_the_loop_goes_on_from_where_it_stopped():
             break
     rest = dict(supervise(part, optimizer, batches, plan, Ranks(), begin=4, looks=3))
     assert rest == {6: points[6]} and torch.equal(part.embed, whole.embed)
+
+
+# Ranks
+
+
+def test_one_rank_needs_no_others():
+    ranks = Ranks()
+    assert ranks.first and ranks.world == 1
+    tensor = torch.tensor([1.0, 2.0])
+    assert ranks.sum_(tensor) is tensor and tensor.tolist() == [1.0, 2.0]
+    assert ranks.sums({"a": 0.1, "b": 3.0}) == {"a": 0.1, "b": 3.0}
+    assert ranks.gather("x") == ["x"]
+    ranks.barrier()
+    ranks.close()
+
+
+def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    drawn, precision = [], []
+    for seed in (3, 3, 2**40):
+        set_up_process(seed, "bfloat16" if seed == 3 else "float32")
+        precision.append(torch.get_float32_matmul_precision())
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+    assert precision == ["medium", "medium", "highest"]
+    assert torch.get_num_threads() == 1 and os.environ["TOKENIZERS_PARALLELISM"] == "false"

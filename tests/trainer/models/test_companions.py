@@ -173,14 +173,11 @@ def test_a_converted_model_stops_at_the_end_of_a_turn(source: Path, tmp_path: Pa
     assert stopping(out, end) == [60, 60, end] and stopping(out, text) == [60, 60, text]
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_a_damaged_file_is_named(source: Path, name: str) -> None:
-    (source / name).write_text("[1]" if name != "config.json" else "[")
-    with pytest.raises(ValueError, match=name):
+def test_a_file_that_is_damaged_or_too_large_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="larger than 10 bytes"):
+        patch.setattr("composer_nb.trainer.models.companions.MOST_BYTES", 10)
         load_pretrained(source)
-
-
-def test_a_file_too_large_to_carry_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_nb.trainer.models.companions.MOST_BYTES", 10)
-    with pytest.raises(ValueError, match="larger than 10 bytes"):
-        load_pretrained(source)
+    for name, text in (("generation_config.json", "[1]"), ("config.json", "[")):
+        (source / name).write_text(text)
+        with pytest.raises(ValueError, match=name):
+            load_pretrained(source)

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.convert import upcycle, with_format
 from composer_nb.trainer.models.gguf_file import read_gguf
 from composer_nb.trainer.models.tokenizer import tokenizer_of
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
 KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
@@ -139,14 +143,8 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
     ("options", "what"),
     [
         ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
-        (
-            {"kind": Kind.F32, "drop": ("blk.1.ffn_up",)},
-            "one tensor is missing, first model.layers.1.mlp.up_proj.weight",
-        ),
+        ({"drop": ("blk.1.ffn_up",)}, "one tensor is missing, first model.layers.1.mlp.up_proj.weight"),
         ({"tokenizer": "llama"}, "tokenizer.ggml.model='llama' with tokenizer.ggml.pre='smollm' is not supported"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported, only 'gpt2' with 'gpt-2', 'smollm'"),
-        ({"keys": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count=8 is not supported"),
-        ({"keys": {"llama.rope.scaling.factor": 2.0}}, "llama.rope.scaling.factor=2.0 is not supported"),
         ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )
@@ -201,3 +199,68 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, wha
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
         read_gguf(tmp_path / "a.gguf")
     assert time.monotonic() - begun < 1
+
+
+# Upcycled to experts, with the tokens of a chat format
+
+
+TWO_ROWS = torch.arange(2 * 20).view(2, 20)
+
+
+def dense(family: Any = "llama", **sizes: Any) -> Model:
+    torch.manual_seed(5)
+    config = ModelConfig(family=family, vocab_size=48, intermediate_size=96, **sizes)
+    return Model(config).double()
+
+
+@pytest.mark.parametrize(("family", "sparse"), [("llama", "mixtral"), ("qwen3", "qwen3_moe")])
+def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = dense(family)
+    made = upcycle(model, experts=5, chosen=3)
+    assert made.config.family == sparse
+    with torch.no_grad():
+        logits, routes = made(TWO_ROWS)
+        torch.testing.assert_close(logits, model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
+        assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, (
+            "tokens use different experts"
+        )
+        save_pretrained(made, tmp_path / "m", dtype=torch.float32)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+        torch.testing.assert_close(theirs(TWO_ROWS).logits, logits.float(), atol=3e-5, rtol=1e-4)
+    assert load_pretrained(tmp_path / "m").config == made.config
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "what"),
+    [
+        ("qwen2", {}, "model.family=qwen2 has no counterpart with experts, only llama, qwen3 have"),
+        ("llama", {"chosen": 6}, "model.num_experts_per_tok=6 must lie in 1..model.num_experts=4"),
+        ("llama", {"noise": -1.0}, "noise=-1.0 must be at least 0"),
+    ],
+)
+def test_what_cannot_be_upcycled(family: str, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError) as error:
+        upcycle(dense(family), **{"experts": 4, "chosen": 2, **options})
+    assert str(error.value) == what
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -> None:
+    model = dense(tie_word_embeddings=tied)
+    tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
+    made, longer = with_format(model, tokenizer, "qwen")
+    new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]
+    assert new == list(range(48, 48 + len(FORMATS["qwen"].tokens))) and made.config.vocab_size == 48 + len(new)
+    with torch.no_grad():
+        logits = made(TWO_ROWS)[0]
+        torch.testing.assert_close(logits[..., :48], model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
+        for token in FORMATS["qwen"].tokens:  # about as probable as the text that it stands for
+            spelt = [ord(letter) - 78 for letter in token if ord(letter) >= 78]
+            row = logits[..., longer.token_to_id(token)]
+            torch.testing.assert_close(row, logits[..., spelt].mean(-1), atol=1e-12, rtol=1e-12)
+    assert tokenizer.get_vocab_size() == 48, "the tokenizer given is as it was"
+    assert with_format(made, longer, "qwen")[0] is made
+    with pytest.raises(ValueError, match="format='chatml' is unknown, there are compact, qwen, kimi"):
+        with_format(model, tokenizer, "chatml")

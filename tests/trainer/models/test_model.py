@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.models.transformer import ModelConfig, PackedRows
+from composer_nb.kernels.formats.groupwise import rounded
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.induction import can_plant, plant_induction
+from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
+from composer_nb.trainer.models.variants import PAIRS, Numerics, as_engine, variant
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
 
 
 def test_angles_stay_float32_in_a_bf16_model(make_model):
@@ -74,14 +82,93 @@ def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
     [
         ({"num_key_value_heads": 3}, "model.num_attention_heads=4: no multiple of model.num_key_value_heads=3"),
         ({"head_dim": 15}, "model.head_dim=15 must be even"),
-        ({"num_experts_per_tok": 9}, "model.num_experts_per_tok=9 must lie in 1..model.num_experts=8"),
-        ({"num_experts_per_tok": 0}, "model.num_experts_per_tok=0 must lie in 1..model.num_experts=8"),
         ({"hidden_size": 60}, "model.hidden_size=60 must be a multiple of 8"),
-        ({"moe_intermediate_size": 3}, "model.moe_intermediate_size=3 must be a multiple of 8"),
-        ({"num_hidden_layers": 0}, "model.num_hidden_layers=0 must be at least 1"),
+        ({"num_hidden_layers": 0}, "model.num_hidden_layers=0: must be greater than or equal to 1"),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused_by_name(changes: dict[str, int], message: str):
     with pytest.raises(ValueError) as error:
         ModelConfig(**changes)
     assert message in str(error.value)
+
+
+# Planted induction heads
+
+
+def repeated_loss(model: Model, seed: int, period: int) -> float:
+    """Mean cross-entropy of the second half of rows in which random tokens come twice, in nats."""
+    rows = torch.randint(model.config.vocab_size, (4, period), generator=torch.Generator().manual_seed(seed))
+    ids = torch.cat([rows, rows], dim=1)
+    with torch.no_grad():
+        logits, _ = model(ids)
+    kept = slice(period, 2 * period - 1)
+    return float(torch.nn.functional.cross_entropy(logits[:, kept].flatten(0, 1), ids[:, period + 1 :].flatten()))
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"hidden_size": 192, "num_key_value_heads": 4}])
+@pytest.mark.parametrize("period", [12, 100])
+def test_a_planted_head_predicts_what_comes_again(changes: dict[str, int], period: int) -> None:
+    config = replace(ModelConfig(), **changes)
+    torch.manual_seed(1)
+    plain, planted = Model(config), Model(config)
+    plant_induction(planted, seed=3)
+    guess = math.log(config.vocab_size)
+    assert repeated_loss(planted, 5, period) < 0.8 * guess < guess < repeated_loss(plain, 5, period)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 1}, {"hidden_size": 96}, {"tie_word_embeddings": False}, {"rope_theta": 2.0}]
+)
+def test_models_without_the_parts_are_refused(changes: dict[str, object]) -> None:
+    config = replace(ModelConfig(), **changes)  # type: ignore[arg-type]
+    assert not can_plant(config) and can_plant(ModelConfig())
+    with pytest.raises(ValueError, match="two layers"):
+        plant_induction(Model(config), seed=0)
+
+
+# Engines beside trainers: what each pair changes, what it leaves alone, and what replay mends of it
+
+
+NEVER = frozenset[int]()
+
+
+def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
+    model = make_model(3)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    made = variant(model, Numerics(expert_bits=4, router_bits=8, router_dtype=torch.bfloat16))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items()), "a copy"
+    assert not any(weight.requires_grad for weight in made.parameters())
+    assert made.router_dtype == torch.bfloat16 and model.router_dtype is None
+    for name, weight in made.state_dict().items():
+        if name.endswith(("w_in", "w_out")):
+            assert torch.equal(weight, rounded(before[name], bits=4, group=32, dim=1)) and weight.dtype == torch.float32
+        elif name.endswith("router"):
+            assert torch.equal(weight, rounded(before[name], bits=8, group=64))
+        else:
+            assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_output(make_model, tied: bool):
+    model = make_model(3, tie_word_embeddings=tied)
+    before, made = dict(model.named_parameters()), as_engine(model, "int8")
+    for name, weight in made.named_parameters():
+        if weight.ndim == 1 or (name == "embed" and not tied):
+            assert torch.equal(weight, before[name])
+            continue
+        outputs = weight if weight.ndim == 2 else weight.transpose(1, 2)  # [..., out, in]
+        step = (outputs.double().abs().amax(-1, keepdim=True) / 127).log2().ceil().exp2()
+        codes = outputs.double() / step
+        assert torch.equal(codes, codes.round()) and 64 <= codes.abs().amax() <= 127
+        gap = (weight - before[name]).abs() if weight.ndim == 2 else (weight - before[name]).abs().transpose(1, 2)
+        assert bool((gap <= step / 2 + 1e-9).all()) and gap.max() > 0
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_every_pair_has_a_gap_that_replay_narrows(make_model, converse, name: str):
+    model = make_model(3)
+    engine = Engine(variant(model, PAIRS[name].engine), stop=NEVER, slots=24, max_length=96)
+    found = measure_mismatch(variant(model, PAIRS[name].trainer), converse(engine, 24))
+    assert 0 < found["routes_differ"] < 0.1
+    assert 0 < found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
+    assert 0 < found["on"]["k3"] < found["off"]["k3"]

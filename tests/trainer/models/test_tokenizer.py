@@ -25,20 +25,6 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
     assert not set(ids) & set(range(len(SPECIALS)))
 
 
-def test_a_tokenizer_is_loaded_from_beside_its_weights(tokenizer: Tokenizer, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: a checkpoint needs its tokenizer"):
-        load_tokenizer(tmp_path)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).to_str() == tokenizer.to_str()
-
-
-def test_a_tokenizer_without_our_special_tokens_is_refused(tokenizer: Tokenizer, tmp_path: Path):
-    saved = json.loads(tokenizer.to_str().replace("<|to|>", "<|TO|>"))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match=r"lacks the tokens \['<\|to\|>'\]"):
-        load_tokenizer(tmp_path)
-
-
 def replace(pattern: object, content: str) -> dict[str, object]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
@@ -57,7 +43,6 @@ TABLE = base64.b64encode(struct.pack("<I", 8) + bytes(8) + b"a" * 500 + b"\0").d
     [
         ("normalizer", sequence("normalizers", *[DOUBLES] * 30)),
         ("normalizer", sequence("normalizers", *[sequence("normalizers", *[DOUBLES] * 4)] * 5)),
-        ("normalizer", replace({"String": "a"}, "a" * 100)),
         ("normalizer", replace({"Regex": ""}, "b" * 100)),
         ("normalizer", sequence("normalizers", *[{"type": "NFKD"}] * 3)),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": TABLE}),
@@ -87,12 +72,19 @@ def test_ordinary_normalizers_are_read_and_a_huge_token_is_not(tokenizer: Tokeni
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [0, 300, "{}", "[]", '{"model": {"type": "of another library"}}', b"\xff"])
-def test_a_damaged_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path, keep: int | str | bytes):
-    text = tokenizer.to_str()[:keep] if isinstance(keep, int) else keep
-    (tmp_path / "tokenizer.json").write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
+def test_a_tokenizer_is_read_from_beside_its_weights_and_what_is_wrong_is_named(tokenizer: Tokenizer, tmp_path: Path):
+    file, text = tmp_path / "tokenizer.json", tokenizer.to_str()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: a checkpoint needs its tokenizer"):
         load_tokenizer(tmp_path)
+    tokenizer.save(str(file))
+    assert load_tokenizer(tmp_path).to_str() == text
+    file.write_text(text.replace("<|to|>", "<|TO|>"))
+    with pytest.raises(ValueError, match=r"lacks the tokens \['<\|to\|>'\]"):
+        load_tokenizer(tmp_path)
+    for damaged in (text[:300].encode(), b"[]", b'{"model": {"type": "of another library"}}', b"\xff"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
+            load_tokenizer(tmp_path)
 
 
 def test_a_text_is_neither_padded_nor_given_many_tokens(tokenizer: Tokenizer, tmp_path: Path):

@@ -25,28 +25,16 @@ from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
+from tests.tiny_models import LATENT
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.whole_state import whole as whole_state
 
-SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=8)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 8}
 GQA = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, max_position_embeddings=64)
 MLA = ModelConfig(
-    **SIZES,
-    family="deepseek_v3",
-    num_key_value_heads=4,
-    head_dim=12,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    moe_intermediate_size=16,
-    intermediate_size=40,
-    first_k_dense_replace=1,
-    n_shared_experts=1,
-    max_position_embeddings=64,
+    **SIZES, **LATENT | {"intermediate_size": 40}, moe_intermediate_size=16, max_position_embeddings=64,
     tie_word_embeddings=False,
-)
+)  # fmt: skip
 ADAMW = OptimizerSettings()
 """Of the scale of all logits, which learns beside the weights."""
 REPLAY = ReplaySettings(level="ids+order")
@@ -265,36 +253,15 @@ def _publishes(folder: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-6)
 
 
-def _is_read_by_one_process(folder: Path) -> None:
-    """A checkpoint that a rank alone has written is the state of an optimiser that is not cut."""
-    team = Team(Mesh.of(MeshSettings(), 1))
-    cut = shard(made(GQA, torch.float32, False), team)
-    one = ShardedOptimizer(cut, team, ADAMW, published=torch.bfloat16)
-    alone = made(GQA, torch.float32, False)
-    other = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
-    for model, optimizer, ranks in ((cut, one, team), (alone, other, Ranks())):
-        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, streams(GQA, 6), range(1))
-    save(one, folder / "saved", torch.distributed.new_group(backend="gloo")).result()
-    found, expected = whole_state(folder / "saved", alone), other.state()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-7)
-    other.load(found)
-
-
-def test_a_checkpoint_of_ranks_is_read_by_one_process(tmp_path: Path):
-    assert not on_ranks(1, {"is read": _is_read_by_one_process}, tmp_path, tmp_path)
-
-
 def test_two_ranks_are_one_process(tmp_path: Path):
-    assert not on_ranks(2, TWO, tmp_path)
+    on_ranks(2, TWO, tmp_path)
 
 
 @pytest.mark.slow  # likewise
 def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
-    assert not on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
-    assert not on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
-    assert not on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
+    on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
+    on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
+    on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
     model = made(MLA, torch.float32, False)
     optimizer = FlatOptimizer(model, ADAMW, published=torch.bfloat16)
     learner = Learner(model, optimizer, LossSettings(ratio="none"))
@@ -306,9 +273,9 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
 
 
 def test_four_ranks_are_one_process(tmp_path: Path):
-    assert not on_ranks(4, FOUR, tmp_path)
+    on_ranks(4, FOUR, tmp_path)
 
 
 @pytest.mark.slow  # eight processes on two cores
 def test_eight_ranks_are_one_process(tmp_path: Path):
-    assert not on_ranks(8, EIGHT, tmp_path)
+    on_ranks(8, EIGHT, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,70 +45,63 @@ class Case:
             follow(self.publisher, self.follower, version)
         self.publisher.publish(LAST, weights(LAST), FILES)
 
-    def any_file(self) -> str:
+    def _any_file(self) -> str:
         names = [f"{folder(v)}/{name}" for v in range(LAST + 1) for name in self.store.names(folder(v))]
         return self.random.choice(names)
 
-    def copy(self, source: int, target: int, names: list[str] | None = None, url: str = "") -> None:
+    def _copy(self, source: int, target: int, names: list[str] | None = None, url: str = "") -> None:
         origin = VersionStore(url or self.url)
         for name in names or origin.names(folder(source)):
             self.store.write(f"{folder(target)}/{name}", origin.read(f"{folder(source)}/{name}"))
 
     # Each returns (version to ask for, the fault it must have, what its message must name)
 
-    def flipped(self):
-        name = self.any_file()
-        data = bytearray(self.store.read(name))
-        for _ in range(self.random.choice([1, 1, 1, 2, 9])):
-            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        if bytes(data) == self.store.read(name):
-            data[0] ^= 1
-        self.store.write(name, bytes(data))
+    def _changed(self, change: Callable[[bytes], bytes]):
+        name = self._any_file()
+        data = self.store.read(name)
+        self.store.write(name, change(data))
         return LAST, DamagedVersion, name
+
+    def flipped(self):
+        def flip(data: bytes) -> bytes:
+            changed = bytearray(data)
+            for at in self.random.sample(range(len(data)), self.random.choice([1, 1, 1, 2, 9])):
+                changed[at] ^= 1 << self.random.randrange(8)
+            return bytes(changed)
+
+        return self._changed(flip)
 
     def truncated(self):
-        name = self.any_file()
-        data = self.store.read(name)
-        self.store.write(name, data[: self.random.randrange(len(data))])
-        return LAST, DamagedVersion, name
+        return self._changed(lambda data: data[: self.random.randrange(len(data))])
 
     def extended(self):
-        name = self.any_file()
-        data = self.store.read(name)
-        self.store.write(name, data + self.random.choice([b"\0", b"\n", b" ", data]))
-        return LAST, DamagedVersion, name
+        return self._changed(lambda data: data + self.random.choice([b"\0", b"\n", b" ", data]))
 
     def lost(self):
-        name = self.any_file()
+        """A file, or a whole version."""
+        name = self.random.choice([self._any_file(), folder(self.random.randrange(LAST + 1))])
         self.store.remove(name)
         return LAST, MissingVersion, name
 
-    def lost_whole(self):
-        version = self.random.randrange(LAST + 1)
-        self.store.remove(folder(version))
-        return LAST, MissingVersion, folder(version)
-
     def renamed(self):
+        """Or duplicated."""
         source = self.random.randrange(LAST + 1)
-        self.copy(source, LAST + 1)
-        self.store.remove(folder(source))
-        return LAST + 1, MisplacedVersion, folder(LAST + 1)
-
-    def duplicated(self):
-        self.copy(self.random.randrange(LAST + 1), LAST + 1)
+        self._copy(source, LAST + 1)
+        if self.random.random() < 0.5:
+            self.store.remove(folder(source))
         return LAST + 1, MisplacedVersion, folder(LAST + 1)
 
     def reordered(self):
         a, b = self.random.sample(range(1, LAST + 1), 2)
-        self.copy(a, LAST + 5)
-        self.copy(b, a)
-        self.copy(LAST + 5, b)
+        self._copy(a, LAST + 5)
+        self._copy(b, a)
+        self._copy(LAST + 5, b)
         self.store.remove(folder(LAST + 5))
         return LAST, MisplacedVersion, folder(max(a, b))
 
     def payload_of_another(self):
         a, b = self.random.sample(range(1, LAST + 1), 2)
-        self.copy(a, b, ["delta.safetensors"])
+        self._copy(a, b, ["delta.safetensors"])
         return LAST, DamagedVersion, folder(b)
 
     def foreign(self):
@@ -119,7 +113,7 @@ class Case:
             other.publish(number, weights(number + 50), FILES)
             other.acknowledge(number, receiver.install(receiver.fetch(number)))
         self.store.remove(folder(version))
-        self.copy(version, version, url=self.url + "-other")
+        self._copy(version, version, url=self.url + "-other")
         return LAST, ForeignBase, f"version {version} "
 
     def killed(self):
@@ -146,7 +140,7 @@ class Case:
         return LAST + 1, MissingVersion, folder(LAST + 1)
 
 
-KINDS = [name for name, value in vars(Case).items() if callable(value) and name not in ("__init__", "any_file", "copy")]
+KINDS = [name for name, value in vars(Case).items() if callable(value) and name[0] != "_"]
 
 
 def survives(case: Case, kind: str) -> None:
