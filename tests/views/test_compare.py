@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 from pixels import drawn
 
 from composer_nb.trainer.recipe.report import compare
@@ -46,14 +42,3 @@ def test_two_runs_have_their_figures_and_each_shows_what_was_found(
     found["wall_s"] = {"rl": [3.0, 5.0], "total": [4.0, None]}
     [ax] = views.times(found).axes
     assert [[bar.get_width() for bar in container] for container in ax.containers] == [[3.0, 4.0], [5.0, 0.0]]
-
-
-def test_runs_that_have_just_begun_have_nothing_to_compare(tmp_path: Path):
-    runs = RunDir(tmp_path / "1"), RunDir(tmp_path / "2")
-    found = compare(*runs)
-    assert found["eval"] == {} and found["train"] == {}
-    for picture in (views.scores(found), views.curves(found, *runs)):
-        [text] = [text.get_text() for ax in picture.axes for text in ax.texts]
-        assert "yet" in text
-        assert np.isfinite(matplotlib.image.imread(io.BytesIO(picture.png()))).all()
-    assert set(views.figures(found, *runs)) == {"time"}

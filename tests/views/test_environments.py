@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from pixels import drawn
 
-from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
@@ -20,7 +19,7 @@ from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patches import patches
 from composer_nb.views import environments
-from composer_nb.views.environments import Future, Watched
+from composer_nb.views.environments import Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
@@ -102,21 +101,6 @@ def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
 
 
 # Figures.
-
-
-def test_a_tree_gives_equal_workspaces_one_marker():
-    good, bad = Grade(status="graded", tests={"a": True}), Grade(status="graded", tests={"a": False})
-    futures = {
-        "one": Future(seen=True, grade=bad, digest="a" * 64),
-        "two": Future(seen=True, grade=good, digest="b" * 64),
-        "the same": Future(seen=False, grade=good, digest="b" * 64),
-    }
-    picture = environments.tree(["task", "read"], futures)
-    said = texts(picture)
-    assert said.count("bbbbbbbb") == 2 and said.count("1 of 1 pass") == 2 and said.count("0 of 1 pass") == 1
-    assert said.count("pass") == 2 and said.count("fail") == 1
-    markers = [(line.get_marker(), line.get_color()) for line in picture.axes[0].lines if line.get_markersize() == 10]
-    assert markers[1] == markers[2] != markers[0] and drawn(picture.png()) > 0.005
 
 
 @pytest.mark.parametrize(("old", "shown"), [("(1, 2)", "@mark"), ("wanted", "@mark"), ("a < b", "def test_in(self)")])

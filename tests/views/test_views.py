@@ -175,16 +175,6 @@ def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorB
     assert f"ratio {np.exp(moved[place]):.3f}, entropy {trainer.entropy[place]:.2f}" in notes[place]
 
 
-def test_what_is_not_there_is_refused(tiny_run: RunDir):
-    with pytest.raises(ValueError, match="color='ratio' needs the values that a model computes"):
-        rollout.read(rollout.sampled(tiny_run, 1)[0], "ratio")
-    with pytest.raises(ValueError, match="only rollouts that RL trained on"):
-        rollout.read(next(iter(rollout.held_out(tiny_run, "final").values())), "advantage")
-    for step in (0, 4, -4):
-        with pytest.raises(ValueError, match="its rollouts are not in tiny"):
-            rollout.sampled(tiny_run, step)
-
-
 def test_a_page_follows_the_theme_and_text_stays_readable():
     page = box("<p>x</p>").text
     assert "color-scheme: light dark" in page and "var(--jp-layout-color0, light-dark(#fff, #181818))" in page
@@ -196,15 +186,6 @@ def test_a_page_follows_the_theme_and_text_stays_readable():
             under = tuple(alpha * c / 255 + (1 - alpha) * b for c, b in zip((red, green, blue), back, strict=True))
             dark, bright = sorted((luminance(np.array(under)), luminance(np.array(ink))))
             assert (bright + 0.05) / (dark + 0.05) > 3, (hue, back)
-
-
-def test_before_and_after_are_greedy_attempts_at_one_task(tiny_run: RunDir):
-    before, after = rollout.before_and_after(tiny_run)
-    assert before.attempt.task == after.attempt.task
-    assert (before.name, after.name) == ("start", "final")
-    held = {one.id for one in load_tasks(tiny_run.path / "data" / "heldout.jsonl")}
-    assert set(rollout.held_out(tiny_run, "final")) == held
-    assert len(rollout.doubts([before, after]).axes) == 2
 
 
 def test_expert_use_is_counted_over_forwarded_tokens(tiny_run: RunDir, tmp_path: Path):

@@ -14,7 +14,6 @@ import pytest
 from composer_nb.cli import main
 from composer_nb.harness.tasks.task import save_tasks
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
-from composer_nb.trainer.corpus.repositories import read_files
 from composer_nb.trainer.corpus.store import FILES, read_rows
 from composer_nb.trainer.learning.data import read_corpus
 from tests.trainer.corpus.test_parts import CODE, FIXED, TASK, TEST
@@ -156,19 +155,3 @@ def test_the_command_prints_the_yields_and_bad_input_is_one_line(
     (tmp_path / "out" / FILES).write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"files.parquet: damaged"):
         read_corpus(str(tmp_path / "out"))
-
-
-def test_a_declared_encoding_is_read_and_what_is_left_out_has_a_reason(tmp_path: Path) -> None:
-    (tmp_path / "setup.py").write_bytes("\ufeffname = 'a'\r\n".encode())
-    (tmp_path / "latin.py").write_bytes("# coding: latin-1\nname = 'Café'\n".encode("latin-1"))
-    (tmp_path / "odd.py").write_bytes(b"# coding: none-such\n")
-    (tmp_path / "broken.py").write_bytes(b"name = '\xff'\n")
-    (tmp_path / "link.py").symlink_to("setup.py")
-    found = {file.path: (file.text, why) for file, why in read_files(tmp_path, [".py"], 1000)}
-    assert found == {
-        "broken.py": ("", "not UTF-8"),
-        "latin.py": ("# coding: latin-1\nname = 'Café'\n", ""),
-        "link.py": ("", "a link, or missing"),
-        "odd.py": ("", "not UTF-8"),
-        "setup.py": ("name = 'a'\n", ""),
-    }

@@ -249,14 +249,6 @@ def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_sa
     assert main(["stop", str(run.path)]) == 0, "nothing lives"
 
 
-def test_it_is_refused_before_it_is_started(run: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="other settings"):
-        start_detached(run.path, Settings(seed=9))
-    for call in (start_detached, follow):
-        with pytest.raises(FileNotFoundError, match="no run here"):
-            call(tmp_path / "elsewhere")
-
-
 PARENT = """
 import os, subprocess, sys, time
 command = [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), "slow_to_import"]
@@ -275,15 +267,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path / "said"
-
-
-def test_it_runs_a_module_as_the_main_one_but_nothing_once_its_parent_is_gone(module: Path) -> None:
-    command = [sys.executable, "-m", "composer_nb.trainer.recipe.child"]
-    assert (
-        subprocess.run([*command, str(os.getppid()), "slow_to_import", "one"]).returncode == 1 and not module.exists()
-    )
-    assert subprocess.run([*command, str(os.getpid()), "slow_to_import", "one", "two"]).returncode == 0
-    assert module.read_text().split(" ", 1)[1] == "['one', 'two'] __main__"
 
 
 def test_it_ends_with_its_parent_while_it_imports(module: Path) -> None:

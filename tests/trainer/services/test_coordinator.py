@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 import pytest
-from safetensors import SafetensorError
 
 from composer_nb.harness.attempt import Environment
 from composer_nb.harness.environment import make_agent
@@ -39,7 +37,6 @@ from composer_nb.trainer.recipe.replay import branch, replay
 from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import environments
-from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.environments import EnvironmentService
@@ -47,35 +44,17 @@ from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Finished
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
+from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 from tests.trainer.services.threads import ThreadRemote, Threads
 
-MICRO: dict[str, Any] = {
-    "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
-    "model.num_hidden_layers": 2,
-    "ranks": 1,
-    "data.level": "functions",
-    "data.demonstrations": 32,
-    "data.mistaken_demonstrations": 16,
-    "data.rl_tasks": 40,
-    "data.heldout_tasks": 8,
-    "data.structure_tasks": 4,
-    "data.tune_tasks": 4,
-    "midtrain.steps": 10,
-    "midtrain.tokens": 256,
-    "sft.steps": 2,
-    "sft.tokens": 256,
-    "services.on": False,
-    "rl.steps": 4,
-    "rl.prompts": 2,
-    "rl.group": 4,
-    "rl.minibatches": 2,
-    "services.engines": 2,
-    "rl.checkpoint_every": 2,
-    "rl.evaluate_every": 0,
-    "eval.samples": 1,
-    "limits.tokens": 144,
-    "limits.turn_tokens": 24,
-    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+MICRO: dict[str, Any] = WHOLE | {
+    **{
+        "data.code": str(Path(asyncio.__file__).parent),
+        "data.rl_tasks": 40,
+        "data.heldout_tasks": 8,
+        "data.tune_tasks": 4,
+    },
+    **{"ranks": 1, "services.engines": 2, "rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
 }
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
@@ -301,16 +280,6 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     assert all(step.same for step in found) and {r.version: r.now for r in found} == versions(run)
 
 
-def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
-    """In step the result does not depend on how often, or where, it was interrupted."""
-    run, settings = begun("resumed", IN_STEP)
-
-    for after in (3, 4, 3):
-        cut_off(run, settings, after)
-    go(run, settings)
-    assert points(run) == points(loop) and weights(run) == weights(loop)
-
-
 def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun):
     changes = IN_STEP | {"rl.refill": 1.0, "reward.weights": {"invalid_calls": -1.0}}
     runs, infos = [], []
@@ -442,18 +411,10 @@ def test_two_runs_may_share_a_store(begun, tmp_path: Path):
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
 
 
-def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
+def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
     run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
-
-    class Stillborn(Threads):
-        def make(self, kind: Any, *values: Any, name: str, threads: int = 1, gpus: int = 0) -> Any:
-            made = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
-            if name.startswith("environment"):
-                made.dead = True
-            return made
-
     with pytest.raises(RunStopped, match="services.deaths"):
-        go(run, settings, Stillborn())
+        go(run, settings, Flaky(work={*range(99)}))
 
 
 class MuteEngine:
@@ -558,28 +519,6 @@ def test_damaged_versions_are_never_served(begun):
     made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(made[version] == hash for version, hash, _ in served if version in made)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        sqlite3.OperationalError("database or disk is full"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        OSError(28, "No space left on device", "rollouts/rl_000001_000.parquet"),
-    ],
-)
-def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    class Full:
-        def __init__(self, *given: Any) -> None:
-            raise error
-
-    run = RunDir(tmp_path / "full")
-    write_json(run.path / "settings.json", to_dict(Settings()))
-    monkeypatch.setattr(process, "RayActors", lambda *given, **more: Threads())
-    monkeypatch.setattr(process, "_end_when_lost", lambda actors: None)
-    monkeypatch.setattr(process, "Coordinator", Full)
-    with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
-        process.main([str(run.path)])
 
 
 @pytest.mark.parametrize("live", [0, 2])

@@ -163,25 +163,6 @@ def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         up(tmp_path / "head", 0.0)
 
 
-def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
-    """A holder writes its number after it took the lock; whoever looks in between must not take the one before for it."""
-    lock = tmp_path / "lock"
-    assert holder(lock) is None
-    lock.write_text(f"{os.getppid()}\n")
-    assert holder(lock) is None
-    code = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(); time.sleep(60)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline()
-    lock.write_text(f"{other.pid}\n")
-    assert holder(lock) == other.pid
-    other.kill()
-    other.wait()
-    other.stdout.close()
-    assert holder(lock) is None
-
-
 def test_a_token_is_never_read_in_part(tmp_path: Path) -> None:
     """Several starters at once: each reads one and the same token of 64 characters, which its owner alone may read."""
     file = tmp_path / "ray" / "auth_token"
