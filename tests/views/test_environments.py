@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,9 @@ def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend
     ]
     assert all(turn.seconds > 0 and turn.beside == (not turn.said) for turn in agent.turns)
     assert len(agent.stats) == 2 and agent.stats[0].disk_bytes > 0
-    seconds = (2e-3, 1e-3, 1e-6, 57e-3)
-    agent.turns = [replace(turn, seconds=s) for turn, s in zip(agent.turns, seconds, strict=True)]
-    picture = environments.timeline(agent)
-    calls, memory, cpu = picture.axes
-    bars = [bar for group in calls.containers for bar in group]
-    assert [bar.get_x() for bar in bars] == pytest.approx([0, 2, 3, 3.001], abs=1e-3), "end to end"
-    assert bars[3].get_width() == 57.0 and 0.1 < bars[2].get_width() < 1, "the shortest can be seen"
-    assert [text.strip() for text in texts(picture)] == ["3 ms", "57 ms"]
-    assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 2 and drawn(picture.png()) > 0.005
+    calls, memory, cpu = (picture := environments.timeline(agent)).axes
+    assert sum(len(group) for group in calls.containers) == 4 and drawn(picture.png()) > 0.005
+    assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 2
 
 
 def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend: BwrapBackend):
