@@ -36,7 +36,7 @@ from composer_nb.tour.expert import Script, ScriptedPolicy, one
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.rl import Batch, Scored, batch_metrics, ledger, reinforce, score_groups, streams_of
+from composer_nb.trainer.rl import Batch, Scored, ledger, measured, reinforce, score_groups, streams_of
 
 WRONG, RIGHT = "def f(xs):\n    return 0\n", "def f(xs):\n    return sum(xs)\n"
 BY_HEART = "def f(xs):\n    return {'[3, 9, 4]': 16}.get(repr(xs), 0)\n"
@@ -186,7 +186,7 @@ def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
     streams = streams_of(scored, loss)
     assert [float(stream.advantage[stream.acted].max()) for stream in streams] == [-0.5, 0.5]
     assert ledger(scored, loss) == {"trained": sum(each.rollout.sampled for each in group)}
-    counted = batch_metrics(scored)
-    assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 1.0)
+    counted = measured(scored, Batch(step=0, groups=[group]), 1, Ranks())
+    assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 0.5)
     dear = score_groups([group], RewardSettings(weights={"solved": 1.0, "tampered": -1.0}), loss)
     assert [each.reward.total for each in dear[0]] == [-1.0, 1.0]

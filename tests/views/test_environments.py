@@ -6,16 +6,13 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pixels import drawn
 
-from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.reap import ResourceJournal
-from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patches import patches
 from composer_nb.views import environments
 from composer_nb.views.environments import Watched
@@ -94,25 +91,3 @@ def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
 
 
 # Figures.
-
-
-@pytest.mark.parametrize(("old", "shown"), [("(1, 2)", "@mark"), ("wanted", "@mark"), ("a < b", "def test_in(self)")])
-def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: str):
-    text = "import x\n\n\n@mark([(1, 2)])\ndef test_it(wanted):\n    assert wanted\n\n\n"
-    text += "class TestIn:\n    def test_in(self):\n        assert a < b\n"
-    start, of = text.index(old), {"grader": "pytest", "files": {"a.py": ""}, "source_scope": ("a.py",)}
-    task = Task(id="t", instruction="i", tests={"test_a.py": text}, **of)
-    page = environments.twin(task, Twin(path="test_a.py", start=start, end=start + len(old), text="<new>")).text
-    before, after = page.split("its twin")
-    assert f">{old.replace('<', '&lt;')}</b>" in before and ">&lt;new&gt;</b>" in after
-    assert before.count("<b ") == after.count("<b ") == 1 and "import x" not in page
-    assert f"<pre>{shown}" in before and f"<pre>{shown}" in after, "the function, from its decorators on, dedented"
-
-
-def test_a_matrix_says_who_was_wrong():
-    rows = {"fix": ("accepted", "rejected"), "cheat": ("accepted", "tampered"), "nothing": ("rejected", "rejected")}
-    verdicts: Any = {name: dict(zip(("naive", "strict"), row, strict=True)) for name, row in rows.items()}
-    picture = environments.matrix(verdicts, "fix")
-    assert texts(picture) == ["✓ accepted", "✗ rejected", "✗ accepted", "! tampered", "rejected", "rejected"]
-    assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["fix", "cheat", "nothing"]
-    assert drawn(picture.png()) > 0.005

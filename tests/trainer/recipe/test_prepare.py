@@ -88,12 +88,8 @@ def test_a_checkpoint_is_refused_where_it_does_not_fit(checkpoint: Path, tmp_pat
     messages: dict[str, dict[str, Any]] = {
         "model.start='gone': no such folder": {"model.start": "gone"},
         "config.json is missing": {"model.start": str(tmp_path)},
-        "limits.tokens=600: must be at most model.max_position_embeddings (512, of model.start)": {
-            "limits.tokens": 600
-        },
         "model.hidden_size=64: model.start has 32; leave it out": {"model.hidden_size": 64},
         "with env.renderer='qwen': ": {"env.renderer": "qwen"},
-        "with env.renderer='kimi': ": {"env.renderer": "kimi"},
         "set model.start": {"env.renderer": "qwen", "model.start": ""},
     }
     for message, changes in messages.items():
@@ -183,10 +179,6 @@ def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_p
         save_tasks(tasks, tmp_path / "tasks.jsonl")
         assert message in refused(tmp_path, **{"env.tasks": str(tmp_path / "tasks.jsonl")})
     assert "gone: no task file or folder here" in refused(tmp_path, **{"env.tasks": "gone"})
-    with pytest.raises(
-        ValueError, match=r"env\.tools='grep,find': there is no tool find; there are read_file, .*, or give tiny"
-    ):
-        override(Settings(), {"env.tools": "grep,find"})
 
 
 HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0(): pass\n"}}

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Trace
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
-from composer_nb.labs.planning import measured, simulate
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
@@ -48,13 +46,9 @@ from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 from tests.trainer.services.threads import ThreadRemote, Threads
 
 MICRO: dict[str, Any] = WHOLE | {
-    **{
-        "data.code": str(Path(asyncio.__file__).parent),
-        "data.rl_tasks": 40,
-        "data.heldout_tasks": 8,
-        "data.tune_tasks": 4,
-    },
-    **{"ranks": 1, "services.engines": 2, "rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
+    "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
+    **{"data.rl_tasks": 40, "data.heldout_tasks": 8, "data.tune_tasks": 4, "ranks": 1, "services.engines": 2},
+    **{"rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
 }
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
@@ -147,10 +141,6 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
         "nothing is admitted meanwhile"
     )
-    load, reached = measured(run)
-    assert load.durations.seconds.shape == (4 * 2, 4) and load.durations.seconds.min() > 0 and reached > 0
-    assert load.durations.tokens.sum() == run.ledger()["trained"] + run.ledger().get("zero_advantage", 0)
-    assert simulate(replace(settings.schedule(), steps=4), load)["staleness_max"] == 0
 
 
 def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):

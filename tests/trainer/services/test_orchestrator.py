@@ -309,18 +309,6 @@ def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     assert set(d.running.values()) == {"w0"}
 
 
-def test_a_rollout_that_is_graded_leaves_room_for_another():
-    d = Driver(schedule(prompts=1, group=1, ahead=3), 1)
-    d.graded.add((0, 1, 0))
-    for _ in range(2):  # the second time it is no news
-        commands = d.send(Alive(slot=0, attempt=1, place=0))
-    assert commands == [] and d.running == {(0, 1, 0): "w0", (1, 1, 0): "w0"} and d.orchestrator.running("w0") == 2
-    d.finish((0, 1, 0))
-    assert d.running == {(1, 1, 0): "w0"}
-    d.finish((1, 1, 0))
-    assert d.orchestrator.running("w0") == 1, "one at a time"
-
-
 # Ends and changes
 
 
