@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.engine import Engine
@@ -32,13 +30,7 @@ from composer_nb.trainer.learning.packing import FULL, Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, streams_of, to_streams
-
-
-class Boxes:
-    """Sandboxes in which every call returns 2."""
-
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        return [(CallOutcome(status="returned", text="2"),) * len(request.arguments) for request in requests]
+from tests.harness.conftest import Boxes, returns
 
 
 def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_bit(
@@ -50,7 +42,7 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
 
     def attempts() -> list[Attempt]:
         engine = Engine(make_model(3, **sizes), stop=renderer.stop, slots=4, max_length=200, seed=5)
-        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes()))
+        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes(returns("2"))))
         return [done[n] for n in range(4)]
 
     done = attempts()

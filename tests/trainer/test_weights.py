@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer_nb.kernels.delta.codec import CODECS, bits
+from composer_nb.trainer.models import shards
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.versions import payload
 from composer_nb.trainer.versions.manifest import (
@@ -129,6 +131,22 @@ def test_a_delta_between_checkpoints_gives_the_target_byte_for_byte(three: Path)
     assert delta.base is not None and delta.base.version == 0 and delta.hash == full.hash
     sizes = delta_sizes(three / "base", three / "target")
     assert sizes["delta_bytes"] < delta.size < sizes["full_bytes"]
+
+
+def test_checkpoints_are_walked_a_tensor_at_a_time(three: Path, monkeypatch: pytest.MonkeyPatch):
+    mapped, live, most = shards.mapped, set[int](), list[int]()
+
+    def counted(entry: shards.TensorLocation) -> Tensor:
+        tensor = mapped(entry)
+        live.add(id(tensor))
+        weakref.finalize(tensor, live.discard, id(tensor))
+        most.append(len(live))
+        return tensor
+
+    monkeypatch.setattr(shards, "mapped", counted)
+    encode_delta(three / "base", three / "target", three / "again")
+    apply_delta(three / "base", three / "again", three / "full")
+    assert len(most) > 50 and max(most) <= 3 and not live
 
 
 def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):

@@ -135,19 +135,6 @@ def test_a_board_that_rests_on_a_slow_machine_shows_the_end(run: RunDir, monkeyp
     assert shown.seen.state == ("live" if closed else "dead")
 
 
-def test_one_board_a_run_and_none_after_it_is_closed(run: RunDir) -> None:
-    with live(run):
-        first = Dashboard(run.path, every_s=0.05)
-        second = Dashboard(run.path, every_s=0.05)
-        assert not first.live and second.live and len(boards()) == 1
-        second._button.click()
-        assert not second.live and not boards() and not dashboard._WATCHED
-        third = Dashboard(run.path, every_s=3600.0)
-        third.close()
-        third.close()
-        assert not boards() and read_status(run.path).state == "live", "the run goes on"
-
-
 def test_a_board_whose_run_is_taken_away_says_so_and_ends(run: RunDir) -> None:
     with live(run):
         shown = Dashboard(run.path, every_s=0.05)

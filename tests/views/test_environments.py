@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pixels import drawn
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
-from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.labs.attacks.patches import patches
 from composer_nb.views import environments
 from composer_nb.views.environments import Watched
@@ -70,24 +67,6 @@ def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend
         with backend.create(SPEC) as sandbox:
             sandbox.upload(by_id[name].workspace)
             assert [*environments.everyday(sandbox, by_id[name].task, ids, tools).values()] == verdicts, name
-
-
-def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
-    journal = ResourceJournal(tmp_path, "run")
-    folder = tmp_path / "held"
-    folder.mkdir()
-    sleeper = subprocess.Popen(["sleep", "60"])
-    below = {sleeper.pid: environments.started(sleeper.pid)}
-    process, directory = journal.made("process", sleeper.pid), journal.made("directory", folder)
-    there = {"processes": 1, "cgroups": 0, "containers": 0, "folders": 1, "notes in the journal": 2}
-    assert environments.census(tmp_path, below) == there
-    sleeper.kill()
-    sleeper.wait()
-    assert environments.census(tmp_path, below) == there | {"processes": 0}
-    journal.gone(process)
-    assert environments.census(tmp_path, below)["notes in the journal"] == 1
-    journal.gone(directory)
-    assert environments.census(tmp_path, {}) == dict.fromkeys(there, 0)
 
 
 # Figures.

@@ -10,15 +10,6 @@ from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.views import midtraining
 
-POINTS = [{"step": 4, "tokens": 10.0}, {"step": 8, "tokens": 20.0}, {"step": 10, "tokens": 30.0}]
-
-
-def test_tokens_are_added_up_from_the_step_that_is_named():
-    assert midtraining.tokens_seen(POINTS).tolist() == [40.0, 120.0, 180.0]
-    assert midtraining.tokens_seen(POINTS, begin=4).tolist() == [0.0, 80.0, 140.0]
-    with pytest.raises(ValueError, match=r"no look was taken at step 5; there are \[4, 8, 10\]"):
-        midtraining.tokens_seen(POINTS, begin=5)
-
 
 def rows() -> list[TokenRow]:
     random = np.random.default_rng(0)

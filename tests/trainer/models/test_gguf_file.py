@@ -214,9 +214,7 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     with torch.no_grad():
         logits, routes = made(TWO_ROWS)
         torch.testing.assert_close(logits, model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
-        assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, (
-            "tokens use different experts"
-        )
+        assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, "experts differ by token"
         save_pretrained(made, tmp_path / "m", dtype=torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         torch.testing.assert_close(theirs(TWO_ROWS).logits, logits.float(), atol=3e-5, rtol=1e-4)

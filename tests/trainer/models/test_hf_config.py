@@ -167,10 +167,8 @@ def kimi(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     for layer in model.layers[1:]:
         layer.router_bias.copy_(torch.randn(6))
     save_pretrained(model, path, dtype=torch.bfloat16)
-    tensors = {
-        "vision_tower.patch_embed.proj.weight": torch.randn(3, 2, 2, 2),
-        "mm_projector.linear_1.bias": torch.ones(5),
-    }
+    tensors = {"vision_tower.patch_embed.proj.weight": torch.randn(3, 2, 2, 2)}
+    tensors["mm_projector.linear_1.bias"] = torch.ones(5)
     exact = {}
     for name, weight in load_file(path / "model.safetensors").items():
         full = "language_model." + name
@@ -183,14 +181,8 @@ def kimi(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"input_activations": None, "weights": weights, "targets": ["Linear"]}
-    text = json.loads((path / "config.json").read_text()) | {
-        "model_type": "kimi_k2",
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": group},
-        },
-    }
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    text = json.loads((path / "config.json").read_text()) | {"model_type": "kimi_k2", "quantization_config": packed}
     config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
     (path / "config.json").write_text(json.dumps(config, indent=3))
     return path, exact

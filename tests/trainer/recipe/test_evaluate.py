@@ -56,10 +56,8 @@ def test_the_best_factor_is_kept(
 
     monkeypatch.setattr(recipe, "evaluate_model", attempts)
     told: list[str] = []
-    s: Any = SimpleNamespace(
-        settings=override(Settings(), {"sft.sharpness": factors}), ranks=SimpleNamespace(first=True)
-    )
-    s.tasks, s.say = {"tune": ["a task"]}.get, told.append
+    s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=told.append)
+    s.settings = override(Settings(), {"sft.sharpness": factors})
     info: dict[str, Any] = {}
     recipe.calibrate(s, model, info)
     assert info.get("sharpness") == best and len(told) == (best is not None)

@@ -47,16 +47,11 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(path.read_text())
     make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
-    values: dict[str, Any] = {
-        "data.demonstrations": 8,
-        "data.rl_tasks": 12,
-        "data.heldout_tasks": 4,
-        "data.tune_tasks": 4,
-    }
-    values |= {"data.level": "functions"} | dict.fromkeys(("data.mistaken_demonstrations", "data.structure_tasks"), 0)
-    values |= {"data.told": 0.0}
-    values |= {"data.code": str(tmp_path / "corpus"), "until": "midtrain", "midtrain.infill.share": 0.5, "ranks": 1}
-    values |= {"midtrain.draft_steps": 3, "midtrain.draft_weight": 0.1, "sft.steps": 0}
+    none = ("data.mistaken_demonstrations", "data.structure_tasks", "data.told", "sft.steps")
+    values: dict[str, Any] = dict.fromkeys(none, 0) | {"data.code": str(tmp_path / "corpus"), "data.level": "functions"}
+    values |= {"data.demonstrations": 8, "data.rl_tasks": 12, "data.heldout_tasks": 4, "data.tune_tasks": 4, "ranks": 1}
+    values |= {"until": "midtrain", "midtrain.infill.share": 0.5}
+    values |= {"midtrain.draft_steps": 3, "midtrain.draft_weight": 0.1}
     settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
     run = start_or_resume(None, settings, runs=tmp_path / "runs", name="alone", say=lambda line: None)
     assert run.finished("midtrain") is not None and run.finished("sft") is None

@@ -38,24 +38,10 @@ from tests.trainer.services.threads import Threads
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
 SMALL: dict[str, Any] = {
-    **{
-        "env.sandboxes": 3,
-        "env.tools": "cursor",
-        "ranks": 1,
-        "services.on": False,
-        "eval.samples": 1,
-        "limits.turns": 4,
-    },
-    **{
-        "rl.gate": False,
-        "rl.steps": 2,
-        "rl.prompts": 2,
-        "rl.group": 3,
-        "rl.evaluate_every": 0,
-        "rl.checkpoint_every": 1,
-    },
-    **{"data.heldout_tasks": 1, "data.structure_tasks": 4, "data.tune_tasks": 1, "reward.effort.weight": 0.1},
-}
+    "env.sandboxes": 3, "env.tools": "cursor", "ranks": 1, "services.on": False, "eval.samples": 1, "limits.turns": 4,
+    "rl.gate": False, "rl.steps": 2, "rl.prompts": 2, "rl.group": 3, "rl.evaluate_every": 0, "rl.checkpoint_every": 1,
+    "data.heldout_tasks": 1, "data.structure_tasks": 4, "data.tune_tasks": 1, "reward.effort.weight": 0.1,
+}  # fmt: skip
 """Fewer sandboxes than rollouts of a batch, so that some wait for others to end."""
 ALONE = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
 IN_STEP = {
@@ -125,9 +111,8 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
     report = build_report(loop)
     found = report["fidelity"]
     assert found["calls"] > 10 and found["differences"] == [] and report["complete"]
-    assert (
-        dict(fact_rows(report))["training and the product"] == f"no difference in {found['calls']} calls, byte by byte"
-    )
+    said = dict(fact_rows(report))["training and the product"]
+    assert said == f"no difference in {found['calls']} calls, byte by byte"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
@@ -157,13 +142,11 @@ def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, mon
     assert main(["replay", str(second.path), "--step", "2"]) == 0
 
 
+Boxes = Callable[..., Sandbox]
+
+
 def killed(
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    box_of: Callable[..., Sandbox],
-    which: set[int],
-    dead: list[Sandbox],
+    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, which: set[int], dead: list[Sandbox]
 ) -> None:
     """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory; each once."""
     original, number = getattr(owner, name), count()
@@ -175,7 +158,7 @@ def killed(
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
         return original(*given, **more)
 
-    monkeypatch.setattr(owner, name, shot)
+    patch.setattr(owner, name, shot)
 
 
 def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

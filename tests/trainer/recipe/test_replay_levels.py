@@ -38,9 +38,7 @@ def test_a_bf16_engine_shows_a_gap_that_replaying_its_routes_narrows(make_model,
     assert found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
     assert 0 < found["on"]["k3"] < found["off"]["k3"]
     again = measure_mismatch(model, attempts, budget=64)
-    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), (
-        "beginnings are shared differently"
-    )
+    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), "beginnings are cut otherwise"
     assert again["off"] == pytest.approx(found["off"], rel=1e-2), "however it is cut"
 
     gaps, different, pairs = [], 0, 0

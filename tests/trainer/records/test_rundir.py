@@ -46,14 +46,8 @@ def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):
 
 def test_a_checkpoint_brings_everything_since_the_last_one(run: RunDir):
     assert run.checkpoint("rl") is None and run.steps("rl") == [] and run.ledger() == {}
-    run.commit(
-        "rl",
-        2,
-        state(2),
-        [(1, {"x": 0.5}), (2, {"x": 1.5})],
-        [(1, {"trained": 10}), (2, {"trained": 5, "zero": 1})],
-        7.5,
-    )
+    ledger = [(1, {"trained": 10}), (2, {"trained": 5, "zero": 1})]
+    run.commit("rl", 2, state(2), [(1, {"x": 0.5}), (2, {"x": 1.5})], ledger, 7.5)
     run.commit("sft", 9, state(9), [(9, {"y": 1})])
     run.commit("rl", 4, state(4), [(4, {"x": 3}), (3, {"x": 2})], [(3, {"trained": 2})], 9.0)
     step, tensors, seconds = RunDir(run.path).checkpoint("rl")

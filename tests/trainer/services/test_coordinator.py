@@ -138,9 +138,7 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
         assert ours == theirs
     assert info["staleness"]["total"] == [(0, 4 * 2 * 4)] and info["versions"] == 8
     assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
-    assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
-        "nothing is admitted meanwhile"
-    )
+    assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), "none is admitted then"
 
 
 def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
@@ -177,9 +175,7 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert sum(run.ledger().values()) == info["sampled"] > 0
-    assert not [name for name in FinishedRollouts(run.path).names() if name[0] < 16], (
-        "trained rollouts are in their files"
-    )
+    assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
     made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
     assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
@@ -371,10 +367,8 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     other = branch(source, 2, {"rl.lr": 1e-3, "reward.weights": {"unfinished": -1.0}}, tmp_path, "other")
     go(other, from_dict(other.settings()))
     assert points(other)[:2] == points(source)[:2] and points(other)[2:] != points(source)[2:]
-    assert (
-        json.loads((other.path / "provenance.json").read_text()).items()
-        >= {**{"forked_from": source.path.name, "forked_at_step": 2}}.items()
-    )
+    told = json.loads((other.path / "provenance.json").read_text())
+    assert (told["forked_from"], told["forked_at_step"]) == (source.path.name, 2)
     plain = branch(loop, 4, {"rl.steps": 5}, tmp_path, "plain")
     start_or_resume(plain.path, say=lambda line: None)
     assert points(plain)[:4] == points(loop) and len(points(plain)) == 5

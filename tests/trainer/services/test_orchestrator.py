@@ -83,9 +83,7 @@ class Driver:
             case Train():
                 assert self.training is None
                 self.training = command
-                assert command == self.issued.setdefault(command.step, command), (
-                    "a step was executed from another batch"
-                )
+                assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
                 assert all(
                     command.step - self.told[key].oldest_version <= self.schedule.bound for key in command.rollouts

@@ -22,20 +22,9 @@ from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, made, streams
 
-SETTINGS = override(
-    Settings(),
-    {
-        **{f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"},
-        "model.max_position_embeddings": 256,
-        "limits.tokens": 64,
-        "rl.minibatches": 2,
-        "rl.prompts": 2,
-        "rl.steps": 8,
-        "rl.microbatch_tokens": 48,
-        "loss.ratio": "none",
-        "ranks": 2,
-    },
-)
+SIZES = {f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"}
+RL = {"rl.minibatches": 2, "rl.prompts": 2, "rl.steps": 8, "rl.microbatch_tokens": 48, "loss.ratio": "none"}
+SETTINGS = override(Settings(), SIZES | RL | {"model.max_position_embeddings": 256, "limits.tokens": 64, "ranks": 2})
 CUT = override(SETTINGS, {"mesh.cp": 2, "mesh.ep": 2})
 
 
