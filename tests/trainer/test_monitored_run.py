@@ -77,7 +77,7 @@ class Bandit:
     def cheats(self) -> float:
         return 1 / (1 + math.exp(-self.logit))
 
-    def take(self) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         if self.step == self.settings.rl.steps:
             return None
         return Batch(step=self.step, groups=[[self._attempt() for _ in range(8)] for _ in range(8)])
@@ -98,7 +98,7 @@ class Bandit:
     def past(self) -> list[dict[str, Any]]:
         return self.points
 
-    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+    def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         pass
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest
 
     def run_on(run: Bandit, start: int, stop: int) -> dict[int, float]:
         steps = iter(range(start, stop))
-        monkeypatch.setattr(run, "take", lambda: batch(run, step) if (step := next(steps, -1)) >= 0 else None)
+        monkeypatch.setattr(run, "next_batch", lambda: batch(run, step) if (step := next(steps, -1)) >= 0 else None)
         reinforce(run)
         return {point["step"]: point["flagged_share"] for point in run.points}
 
