@@ -137,7 +137,6 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
     [
         ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
         ({"drop": ("blk.1.ffn_up",)}, "one tensor is missing, first model.layers.1.mlp.up_proj.weight"),
-        ({"tokenizer": "llama"}, "tokenizer.ggml.model='llama' with tokenizer.ggml.pre='smollm' is not supported"),
         ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )

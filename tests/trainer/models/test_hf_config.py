@@ -65,7 +65,6 @@ def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, "of type 'linear' is not"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta=1000000.0, and rope_theta=5"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "which of them?"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method='gptq' is not"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
         ({"quantization_config": integers(num_bits=3)}, "num_bits=3 is not supported"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
