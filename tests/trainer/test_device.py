@@ -99,18 +99,9 @@ def test_an_engine_of_each_numerics_and_its_mismatch(device: str, streams: list[
         trace, ids = engine.release(one.rollout), [*prompt, *one.token_ids]
         acted, logprob = np.arange(len(ids)) >= len(prompt), np.zeros(len(ids), np.float32)
         logprob[acted] = one.logprobs
-        drawn.append(
-            Stream(
-                token_ids=np.array(ids, np.int32),
-                acted=acted,
-                logprob=logprob,
-                advantage=np.zeros_like(logprob),
-                routes=trace.routes,
-                gates=trace.gates,
-                route_valid=trace.route_valid,
-                checks=trace.checks,
-            )
-        )
+        recorded = {name: getattr(trace, name) for name in ("routes", "gates", "route_valid", "checks")}
+        words = {"token_ids": np.array(ids, np.int32), "acted": acted, "logprob": logprob}
+        drawn.append(Stream(**words, advantage=np.zeros_like(logprob), **recorded))
     found = figures(compare_streams(model, drawn))
     assert found["tokens"] == 24 * 8 and found["on"]["logprob_gap_p50"] < (1e-4 if numerics == "float32" else 0.1)
 

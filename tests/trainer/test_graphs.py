@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,19 +55,6 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
                 return done, getattr(policy, "accepted", 0)
 
     assert run(True) == run(False) and all(token % 2 == n % 2 for n, token in enumerate(run(True)[0][1][0]))
-
-
-def test_only_a_pass_that_does_not_wait_for_the_gpu_is_captured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(graphs, "choose", lambda device: ("triton", ""))
-
-    def capturable(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **change: Any) -> bool:
-        embed = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        model = SimpleNamespace(**{"embed": embed, "kernels": Kernels(), "watch": None} | change)
-        return graphs.capturable(cast(Model, model))
-
-    assert capturable() and capturable(kernels=Kernels(recipe="mxfp8", backend="triton"))
-    assert not any([capturable(kernels=Kernels(backend="torch")), capturable(dtype=torch.float64)])
-    assert not any([capturable(watch=print), capturable("cpu")])
 
 
 @pytest.mark.gpu

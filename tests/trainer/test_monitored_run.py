@@ -36,7 +36,7 @@ from composer_nb.tour.expert import Script, ScriptedPolicy, one
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.rl import Batch, Scored, batch_metrics, ledger, reinforce, score_groups, streams_of
+from composer_nb.trainer.rl import Batch, Scored, ledger, measured, reinforce, score_groups, streams_of
 
 WRONG, RIGHT = "def f(xs):\n    return 0\n", "def f(xs):\n    return sum(xs)\n"
 BY_HEART = "def f(xs):\n    return {'[3, 9, 4]': 16}.get(repr(xs), 0)\n"
@@ -77,7 +77,7 @@ class Bandit:
     def cheats(self) -> float:
         return 1 / (1 + math.exp(-self.logit))
 
-    def take(self) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         if self.step == self.settings.rl.steps:
             return None
         return Batch(step=self.step, groups=[[self._attempt() for _ in range(8)] for _ in range(8)])
@@ -98,7 +98,7 @@ class Bandit:
     def past(self) -> list[dict[str, Any]]:
         return self.points
 
-    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+    def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         pass
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest
 
     def run_on(run: Bandit, start: int, stop: int) -> dict[int, float]:
         steps = iter(range(start, stop))
-        monkeypatch.setattr(run, "take", lambda: batch(run, step) if (step := next(steps, -1)) >= 0 else None)
+        monkeypatch.setattr(run, "next_batch", lambda: batch(run, step) if (step := next(steps, -1)) >= 0 else None)
         reinforce(run)
         return {point["step"]: point["flagged_share"] for point in run.points}
 
@@ -186,7 +186,7 @@ def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
     streams = streams_of(scored, loss)
     assert [float(stream.advantage[stream.acted].max()) for stream in streams] == [-0.5, 0.5]
     assert ledger(scored, loss) == {"trained": sum(each.rollout.sampled for each in group)}
-    counted = batch_metrics(scored)
-    assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 1.0)
+    counted = measured(scored, Batch(step=0, groups=[group]), 1, Ranks())
+    assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 0.5)
     dear = score_groups([group], RewardSettings(weights={"solved": 1.0, "tampered": -1.0}), loss)
     assert [each.reward.total for each in dear[0]] == [-1.0, 1.0]

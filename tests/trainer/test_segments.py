@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,59 +20,17 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, Stream, microbatches
+from composer_nb.trainer.learning.packing import FULL, Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, streams_of, to_streams
-from tests.tiny_models import chained
-
-
-@pytest.fixture
-def model(make_model) -> Model:
-    return make_model(3)
-
-
-@pytest.fixture
-def chains(model, converse) -> list[Attempt]:
-    """Two rollouts of three segments each."""
-    attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=6, max_length=96), 6)
-    return [chained(attempts[:3]), chained(attempts[3:])]
-
-
-@pytest.fixture
-def group(chains) -> list[Scored]:
-    return [Scored(attempt=d, reward=Reward(total=1.0), advantage=a) for d, a in zip(chains, (0.5, -0.5), strict=True)]
-
-
-def test_each_segment_is_a_stream_and_all_its_written_tokens_have_the_rollouts_advantage(group: list[Scored]) -> None:
-    streams = streams_of([group], LossSettings())
-    assert len(streams) == 6 and len(microbatches(streams, 1)) == 6
-    for scored in group:
-        for stream, segment in zip(to_streams(scored), scored.attempt.rollout.segments, strict=True):
-            assert stream.token_ids is segment.token_ids and not stream.route_fault()
-            assert (
-                set(stream.advantage[segment.acted]) == {scored.advantage}
-                and not stream.advantage[~segment.acted].any()
-            )
-    summaries = [
-        stream.advantage[segment.kind == Kind.SUMMARY]
-        for stream, segment in zip(to_streams(group[0]), group[0].attempt.rollout.segments, strict=True)
-    ]
-    assert [len(part) > 0 and bool((part == 0.5).all()) for part in summaries] == [True, True, False]
-
-
-class Boxes:
-    """Sandboxes in which every call returns 2."""
-
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        return [(CallOutcome(status="returned", text="2"),) * len(request.arguments) for request in requests]
+from tests.harness.conftest import Boxes, returns
 
 
 def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_bit(
@@ -85,7 +42,7 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
 
     def attempts() -> list[Attempt]:
         engine = Engine(make_model(3, **sizes), stop=renderer.stop, slots=4, max_length=200, seed=5)
-        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes()))
+        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes(returns("2"))))
         return [done[n] for n in range(4)]
 
     done = attempts()
@@ -99,7 +56,10 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
         model = make_model(3, **sizes)
         group = [Scored(attempt=one, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, one in enumerate(kept)]
         streams = streams_of([group], LossSettings())
-        assert len(streams) == sum(len(one.rollout.segments) for one in kept) >= 12
+        segments = [(scored.advantage, segment) for scored in group for segment in scored.attempt.rollout.segments]
+        assert len(streams) == len(segments) >= 12
+        for stream, (advantage, segment) in zip(streams, segments, strict=True):  # also of what sums up
+            assert (stream.advantage == np.where(segment.acted, advantage, 0)).all() and not stream.route_fault()
         learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
         figures = learner.learn(
             streams, Ranks(), Random(0), minibatches=2, denominator=50.0, lr=1e-2, clip=1.0, budget=256

@@ -34,14 +34,6 @@ def test_override_takes_the_value_of_every_setting_also_as_text(name: str):
     assert changed == Settings() and type(leaf(changed, name)) is type(value)
 
 
-def test_override_makes_types_of_text():
-    text = {"rl.steps": "3", "rl.lr": "1e-3", "services.on": "FALSE", "sft.sharpness": "1.5", "data.kinds": "lint"}
-    text |= {"reward.weights": '{"solved": 2}', "model.mlp_only_layers": "[]"}
-    flat = to_flat(override(Settings(), text))
-    assert [flat[name] for name in text] == [3, 1e-3, False, (1.5,), ("lint",), {"solved": 2.0}, ()]
-    assert to_flat(override(Settings(), {"data.kinds": "[bug, lint]", "rl.lr": 1}))["data.kinds"] == ("bug", "lint")
-
-
 def test_override_sets_several_values_together_and_leaves_the_original():
     weights = {"solved": 1, "invalid_calls": -0.1}
     base = Settings()
@@ -52,8 +44,6 @@ def test_override_sets_several_values_together_and_leaves_the_original():
     for order in (1, -1):
         together = [("model.num_experts", 1), ("model.num_experts_per_tok", 1)]
         assert override(base, dict(together[::order])).model.num_experts == 1
-    assert override(base, {"rl.prompts": 2, "ranks": 8}).ranks == 8
-    assert override(base, {"model.family": "llama", "model.intermediate_size": 96}).model.moe_layers == 0
 
 
 @pytest.mark.parametrize(
@@ -73,19 +63,15 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
     ("values", "message"),
     [
         ({"rl.steps": True}, "rl.steps=True: must be a number"),
-        ({"rl.steps": 2.5}, "rl.steps=2.5: must be a valid integer"),
-        ({"rl.lr": "1e999"}, "rl.lr='1e999': must be a finite number"),
+        ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
         ({"services.on": "never"}, "services.on='never': must be a valid boolean"),
         ({"replay.level": "other"}, "replay.level='other': must be 'none', 'ids'"),
-        ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
-        ({"sft.sharpness": "[1.5, 0]"}, r"sft.sharpness.1=0: must be greater than 0"),
         ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names 'nosuch'; registered terms"),
         ({"model.num_experts": 1}, "model.num_experts_per_tok=2 must lie in 1..model.num_experts=1"),
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"midtrain.steps": 0, "midtrain.draft_steps": 1}, "midtrain.draft_steps: needs midtrain.steps"),
         ({"services.ahead": 3}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"limits.tokens": 600}, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
-        ({"replay.source": "trainer"}, "replay.level is none"),
         ({"engine.numerics": "int4-experts", "model.moe_intermediate_size": 40}, "multiples of 32"),
         ({"rl.prompts": 2, "ranks": 8, "services.on": False}, "rl.prompts=2: must be at least ranks"),
         ({"model.family": "llama", "model.intermediate_size": 96, "mesh.ep": 2}, "mesh.ep=2 does not divide"),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.rollout import Turn
 from composer_nb.production.agents import run_agent
 from composer_nb.production.work import Work
 from composer_nb.views import agent
@@ -51,14 +50,3 @@ def test_a_conflict_is_said_and_can_still_be_rejected(work: Work) -> None:
     yes, no, said = agent.verdict(work).children[1].children
     yes.click()
     assert "new.py" in said.value and not no.disabled and (work.source.root / "new.py").read_text() == "mine"
-
-
-def test_pictures_are_drawn_of_anything_that_can_happen(work: Work) -> None:
-    failed = Turn(call="", observation="no call", error="InvalidArguments", seconds=0.0)
-    for turns in (work.conversation.turns, [], [failed]):
-        assert agent.times(turns).png().startswith(b"\x89PNG")
-    row = {"pass_at_1": 0.5, "ci95": [0.2, 0.8], "tool_calls_per_task": 3.0, "invalid_call_rate": 0.1}
-    silent, lost = row | {"tool_calls_per_task": 0.0, "invalid_call_rate": None}, {"n_tasks": 0}
-    solved, calls = agent.arms({"arms": {"all": row, "bash": silent, "none": lost}}).axes
-    assert [text.get_text() for text in solved.texts] == ["–"] and len(solved.patches) == 3
-    assert [bar.get_height() for bar in calls.patches] == pytest.approx([2.7, 0.0, 0.0, 0.3, 0.0, 0.0])

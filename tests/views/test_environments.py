@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pixels import drawn
 
-from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
-from composer_nb.harness.sandbox.reap import ResourceJournal
-from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patches import patches
 from composer_nb.views import environments
-from composer_nb.views.environments import Future, Watched
+from composer_nb.views.environments import Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
@@ -57,15 +49,9 @@ def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend
     ]
     assert all(turn.seconds > 0 and turn.beside == (not turn.said) for turn in agent.turns)
     assert len(agent.stats) == 2 and agent.stats[0].disk_bytes > 0
-    seconds = (2e-3, 1e-3, 1e-6, 57e-3)
-    agent.turns = [replace(turn, seconds=s) for turn, s in zip(agent.turns, seconds, strict=True)]
-    picture = environments.timeline(agent)
-    calls, memory, cpu = picture.axes
-    bars = [bar for group in calls.containers for bar in group]
-    assert [bar.get_x() for bar in bars] == pytest.approx([0, 2, 3, 3.001], abs=1e-3), "end to end"
-    assert bars[3].get_width() == 57.0 and 0.1 < bars[2].get_width() < 1, "the shortest can be seen"
-    assert [text.strip() for text in texts(picture)] == ["3 ms", "57 ms"]
-    assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 2 and drawn(picture.png()) > 0.005
+    calls, memory, cpu = (picture := environments.timeline(agent)).axes
+    assert sum(len(group) for group in calls.containers) == 4 and drawn(picture.png()) > 0.005
+    assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 2
 
 
 def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend: BwrapBackend):
@@ -83,59 +69,4 @@ def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend
             assert [*environments.everyday(sandbox, by_id[name].task, ids, tools).values()] == verdicts, name
 
 
-def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
-    journal = ResourceJournal(tmp_path, "run")
-    folder = tmp_path / "held"
-    folder.mkdir()
-    sleeper = subprocess.Popen(["sleep", "60"])
-    below = {sleeper.pid: environments.started(sleeper.pid)}
-    process, directory = journal.made("process", sleeper.pid), journal.made("directory", folder)
-    there = {"processes": 1, "cgroups": 0, "containers": 0, "folders": 1, "notes in the journal": 2}
-    assert environments.census(tmp_path, below) == there
-    sleeper.kill()
-    sleeper.wait()
-    assert environments.census(tmp_path, below) == there | {"processes": 0}
-    journal.gone(process)
-    assert environments.census(tmp_path, below)["notes in the journal"] == 1
-    journal.gone(directory)
-    assert environments.census(tmp_path, {}) == dict.fromkeys(there, 0)
-
-
 # Figures.
-
-
-def test_a_tree_gives_equal_workspaces_one_marker():
-    good, bad = Grade(status="graded", tests={"a": True}), Grade(status="graded", tests={"a": False})
-    futures = {
-        "one": Future(seen=True, grade=bad, digest="a" * 64),
-        "two": Future(seen=True, grade=good, digest="b" * 64),
-        "the same": Future(seen=False, grade=good, digest="b" * 64),
-    }
-    picture = environments.tree(["task", "read"], futures)
-    said = texts(picture)
-    assert said.count("bbbbbbbb") == 2 and said.count("1 of 1 pass") == 2 and said.count("0 of 1 pass") == 1
-    assert said.count("pass") == 2 and said.count("fail") == 1
-    markers = [(line.get_marker(), line.get_color()) for line in picture.axes[0].lines if line.get_markersize() == 10]
-    assert markers[1] == markers[2] != markers[0] and drawn(picture.png()) > 0.005
-
-
-@pytest.mark.parametrize(("old", "shown"), [("(1, 2)", "@mark"), ("wanted", "@mark"), ("a < b", "def test_in(self)")])
-def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: str):
-    text = "import x\n\n\n@mark([(1, 2)])\ndef test_it(wanted):\n    assert wanted\n\n\n"
-    text += "class TestIn:\n    def test_in(self):\n        assert a < b\n"
-    start, of = text.index(old), {"grader": "pytest", "files": {"a.py": ""}, "source_scope": ("a.py",)}
-    task = Task(id="t", instruction="i", tests={"test_a.py": text}, **of)
-    page = environments.twin(task, Twin(path="test_a.py", start=start, end=start + len(old), text="<new>")).text
-    before, after = page.split("its twin")
-    assert f">{old.replace('<', '&lt;')}</b>" in before and ">&lt;new&gt;</b>" in after
-    assert before.count("<b ") == after.count("<b ") == 1 and "import x" not in page
-    assert f"<pre>{shown}" in before and f"<pre>{shown}" in after, "the function, from its decorators on, dedented"
-
-
-def test_a_matrix_says_who_was_wrong():
-    rows = {"fix": ("accepted", "rejected"), "cheat": ("accepted", "tampered"), "nothing": ("rejected", "rejected")}
-    verdicts: Any = {name: dict(zip(("naive", "strict"), row, strict=True)) for name, row in rows.items()}
-    picture = environments.matrix(verdicts, "fix")
-    assert texts(picture) == ["✓ accepted", "✗ rejected", "✗ accepted", "! tampered", "rejected", "rejected"]
-    assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["fix", "cheat", "nothing"]
-    assert drawn(picture.png()) > 0.005

@@ -6,32 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.labs.scaling import fit_loss
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.views import midtraining
-
-POINTS = [{"step": 4, "tokens": 10.0}, {"step": 8, "tokens": 20.0}, {"step": 10, "tokens": 30.0}]
-
-
-def test_tokens_are_added_up_from_the_step_that_is_named():
-    assert midtraining.tokens_seen(POINTS).tolist() == [40.0, 120.0, 180.0]
-    assert midtraining.tokens_seen(POINTS, begin=4).tolist() == [0.0, 80.0, 140.0]
-    with pytest.raises(ValueError, match=r"no look was taken at step 5; there are \[4, 8, 10\]"):
-        midtraining.tokens_seen(POINTS, begin=5)
-
-
-def test_figures_show_the_points_the_lines_and_the_errors():
-    tokens = np.array([1e3, 2e3, 4e3, 8e3, 1.6e4])
-    loss = 5.0 * tokens**-0.5
-    fits = [fit_loss(tokens[:3], loss[:3], shape) for shape in ("log-linear", "power")]
-    ax, errors = midtraining.against_tokens(tokens, loss, fits, 3, "what").axes
-    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [list(loss[:3]), list(loss[3:])]
-    assert list(errors.lines[0].get_ydata()) == pytest.approx((fits[0].predict(tokens[3:]) - loss[3:]).tolist())
-    assert errors.lines[1].get_ydata() == pytest.approx([0, 0], abs=1e-9), "these points lie on a power"
-    runs = {"with": ([1, 2], [3, 2.5], [1, 0.5]), "without": ([1, 2], [3, 4], [1, 0.4])}
-    for place, panel in enumerate(midtraining.mixtures(runs, "bits a byte").axes, 1):
-        assert [list(line.get_ydata()) for line in panel.lines] == [curves[place] for curves in runs.values()]
 
 
 def rows() -> list[TokenRow]:

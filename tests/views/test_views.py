@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pixels import PAGES, contrasts, drawn, luminance
-from safetensors.numpy import save_file
 
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
@@ -36,17 +35,8 @@ def pixels(png: bytes) -> np.ndarray:
 
 def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
     found = pictures(tiny_run)
-    assert set(found) == {
-        "policies",
-        "families",
-        "behaviour",
-        "losses",
-        "rl",
-        "experts",
-        "mismatch",
-        "staleness",
-        "time",
-    }
+    names = "policies families behaviour losses rl experts mismatch staleness time"
+    assert set(found) == set(names.split())
     for name, (caption, png) in found.items():
         image = pixels(png)
         assert image.shape[0] > 200 and image.shape[1] > 600, name
@@ -79,12 +69,8 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     report = build_report(tiny_run)
     final = report["eval"]["final"]
     final |= {"pass_at_1": 0.5, "ci95": [0.4, 0.6]}
-    report["eval"]["base"] |= {
-        "n_tasks": 3,
-        "retries_after_failed_test": None,
-        "invalid_call_rate": None,
-        "pass_greedy": None,
-    }
+    absent = ("retries_after_failed_test", "invalid_call_rate", "pass_greedy")
+    report["eval"]["base"] |= dict.fromkeys(absent) | {"n_tasks": 3}
     [ax] = scores.policies(report).axes
     heights = {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
     within = [score["pass_within"]["12"] for score in (final, final["structures"])]
@@ -104,16 +90,6 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert [text.get_text() for text in ax.texts][3:] == ["0.0e+00", "–", "–"] and pixels(picture.png()).size
 
 
-def test_curves_hold_every_durable_step(tiny_run: RunDir):
-    steps = tiny_run.steps("rl")
-    solved, entropy, calls, _ = curves.reinforcement(read_status(tiny_run.path)).axes
-    raw = [line for line in calls.lines if line.get_alpha() == 0.3]
-    assert list(raw[0].get_ydata()) == [step["turns"] for step in steps]
-    dots = {line.get_label(): list(line.get_ydata()) for line in solved.lines}
-    assert dots["tuning tasks, greedy"] == [step["tune_greedy"] for step in steps if "tune_greedy" in step]
-    assert entropy.lines, "this run trains on something, so it has an entropy"
-
-
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 10))
 def test_smoothing_averages_the_past_alone(values: list[float], window: int):
@@ -124,10 +100,8 @@ def test_smoothing_averages_the_past_alone(values: list[float], window: int):
 def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(tiny_run: RunDir):
     stored = max(rollout.sampled(tiny_run), key=lambda one: len(one.attempt.rollout.turns))
     page = rollout.read(stored)._repr_html_()
-    assert (
-        set(re.findall(r"<(\w+)", page)) == {"style", "div", "details", "summary", "pre", "span"}
-        and "&lt;|call|&gt;" in page
-    )
+    tags = {"style", "div", "details", "summary", "pre", "span"}
+    assert set(re.findall(r"<(\w+)", page)) == tags and "&lt;|call|&gt;" in page
     texts = rollout._texts(stored)
     visible = html.unescape(re.sub(r"<[^>]+>", "", "".join(re.findall(r"<pre>(.*?)</pre>", page, re.S))))
     assert visible.replace("⏎", "").replace("\n", "") == visible_lines("".join(texts)).replace("\n", "")
@@ -137,9 +111,8 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
     layers = [line for line in notes[place].split("\n") if line.startswith("layer")]
     for line, chosen in zip(layers, stored.segment.trace.routes[place], strict=True):
         assert [int(n) for n in re.findall(r"(\d+) \(", line)] == list(chosen)
-    assert "log p" not in notes[0] and "layer" not in notes[-1], (
-        "the prompt was not sampled, the last token not forwarded"
-    )
+    assert "log p" not in notes[0], "the prompt was not sampled"
+    assert "layer" not in notes[-1], "the last token was not forwarded"
 
     parts = re.findall(r"<details( open)?><summary>(.*?)</summary>", page)
     names = [heading.split(" · ")[0] for _, heading in parts]
@@ -175,16 +148,6 @@ def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorB
     assert f"ratio {np.exp(moved[place]):.3f}, entropy {trainer.entropy[place]:.2f}" in notes[place]
 
 
-def test_what_is_not_there_is_refused(tiny_run: RunDir):
-    with pytest.raises(ValueError, match="color='ratio' needs the values that a model computes"):
-        rollout.read(rollout.sampled(tiny_run, 1)[0], "ratio")
-    with pytest.raises(ValueError, match="only rollouts that RL trained on"):
-        rollout.read(next(iter(rollout.held_out(tiny_run, "final").values())), "advantage")
-    for step in (0, 4, -4):
-        with pytest.raises(ValueError, match="its rollouts are not in tiny"):
-            rollout.sampled(tiny_run, step)
-
-
 def test_a_page_follows_the_theme_and_text_stays_readable():
     page = box("<p>x</p>").text
     assert "color-scheme: light dark" in page and "var(--jp-layout-color0, light-dark(#fff, #181818))" in page
@@ -196,25 +159,6 @@ def test_a_page_follows_the_theme_and_text_stays_readable():
             under = tuple(alpha * c / 255 + (1 - alpha) * b for c, b in zip((red, green, blue), back, strict=True))
             dark, bright = sorted((luminance(np.array(under)), luminance(np.array(ink))))
             assert (bright + 0.05) / (dark + 0.05) > 3, (hue, back)
-
-
-def test_before_and_after_are_greedy_attempts_at_one_task(tiny_run: RunDir):
-    before, after = rollout.before_and_after(tiny_run)
-    assert before.attempt.task == after.attempt.task
-    assert (before.name, after.name) == ("start", "final")
-    held = {one.id for one in load_tasks(tiny_run.path / "data" / "heldout.jsonl")}
-    assert set(rollout.held_out(tiny_run, "final")) == held
-    assert len(rollout.doubts([before, after]).axes) == 2
-
-
-def test_expert_use_is_counted_over_forwarded_tokens(tiny_run: RunDir, tmp_path: Path):
-    use_LE = rollout.expert_use(sorted((tiny_run.path / "rollouts").glob("rl_00002_*.safetensors")))
-    config = tiny_run.settings()["model"]
-    assert use_LE.shape == (config["num_hidden_layers"], config["num_experts"])
-    assert np.allclose(use_LE.sum(1), config["num_experts_per_tok"])
-    routes = {"routes": np.zeros((5, 0, 2), np.uint8), "route_valid": np.array([True] * 4 + [False])}
-    save_file(routes, tmp_path / "rl.safetensors")
-    assert rollout.expert_use([tmp_path / "rl.safetensors"]).shape == (0, 0), "a model without experts"
 
 
 def test_a_task_card_marks_the_wrong_line_and_calls_are_shown_as_calls(tiny_run: RunDir):

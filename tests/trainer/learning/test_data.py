@@ -123,9 +123,8 @@ def test_the_pieces_are_the_text_of_the_row_but_for_its_end(seed: int, order: fl
     changed = [(row, new) for row, new in zip(ROWS, made, strict=True) if new is not row]
     assert len(changed) > len(ROWS) // 3
     for row, new in changed:
-        assert (
-            new.token_ids.shape == row.token_ids.shape and new.token_ids.dtype == np.int32 and new.weight is row.weight
-        )
+        assert new.token_ids.shape == row.token_ids.shape and new.token_ids.dtype == np.int32
+        assert new.weight is row.weight
         assert new.token_ids[0] == row.token_ids[0], "it begins as every row"
         before, gap, after = (TOKENIZER.decode(part) for part in pieces(new.token_ids.tolist(), marks))
         whole = TOKENIZER.decode(row.token_ids.tolist())

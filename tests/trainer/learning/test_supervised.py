@@ -186,30 +186,7 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
             assert points[7][name] == pytest.approx(np.mean([one[name] for one in since]))
 
 
-def test_the_loop_goes_on_from_where_it_stopped():
-    batches, plan = [rows(3, seed) for seed in range(6)], midtrain_plan(MidtrainSettings(steps=6), {})
-    whole, part = model(), model()
-    points = dict(supervise(whole, FlatOptimizer(whole), batches, plan, Ranks(), looks=3))
-    optimizer = FlatOptimizer(part)
-    for step, _ in supervise(part, optimizer, batches, plan, Ranks(), looks=3):
-        if step == 4:
-            break
-    rest = dict(supervise(part, optimizer, batches, plan, Ranks(), begin=4, looks=3))
-    assert rest == {6: points[6]} and torch.equal(part.embed, whole.embed)
-
-
 # Ranks
-
-
-def test_one_rank_needs_no_others():
-    ranks = Ranks()
-    assert ranks.first and ranks.world == 1
-    tensor = torch.tensor([1.0, 2.0])
-    assert ranks.sum_(tensor) is tensor and tensor.tolist() == [1.0, 2.0]
-    assert ranks.sums({"a": 0.1, "b": 3.0}) == {"a": 0.1, "b": 3.0}
-    assert ranks.gather("x") == ["x"]
-    ranks.barrier()
-    ranks.close()
 
 
 def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeypatch: pytest.MonkeyPatch):

@@ -27,15 +27,8 @@ from composer_nb.trainer.models.transformer import Model, ModelConfig
 TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
 KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
 SIZES = {
-    "vocab_size": len(TOKENS),
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
+    **{"vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
 }
 THEIRS = {
     "model.embed_tokens": "token_embd",
@@ -144,7 +137,6 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
     [
         ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
         ({"drop": ("blk.1.ffn_up",)}, "one tensor is missing, first model.layers.1.mlp.up_proj.weight"),
-        ({"tokenizer": "llama"}, "tokenizer.ggml.model='llama' with tokenizer.ggml.pre='smollm' is not supported"),
         ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )
@@ -179,10 +171,8 @@ def key(kind: int, more: bytes) -> bytes:
 MANY = 10**9
 BOMBS = {
     "tensors": announcing(tensors=MANY),
-    "keys": announcing(keys=MANY),
     "a string": announcing(keys=1, more=key(8, struct.pack("<Q", MANY))),
     "strings": announcing(keys=1, more=key(9, struct.pack("<IQ", 8, MANY))),
-    "numbers": announcing(keys=1, more=key(9, struct.pack("<IQ", 0, MANY))),
     "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
     "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
     "one place": announcing(
@@ -223,27 +213,16 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     with torch.no_grad():
         logits, routes = made(TWO_ROWS)
         torch.testing.assert_close(logits, model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
-        assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, (
-            "tokens use different experts"
-        )
+        assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, "experts differ by token"
         save_pretrained(made, tmp_path / "m", dtype=torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         torch.testing.assert_close(theirs(TWO_ROWS).logits, logits.float(), atol=3e-5, rtol=1e-4)
     assert load_pretrained(tmp_path / "m").config == made.config
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "what"),
-    [
-        ("qwen2", {}, "model.family=qwen2 has no counterpart with experts, only llama, qwen3 have"),
-        ("llama", {"chosen": 6}, "model.num_experts_per_tok=6 must lie in 1..model.num_experts=4"),
-        ("llama", {"noise": -1.0}, "noise=-1.0 must be at least 0"),
-    ],
-)
-def test_what_cannot_be_upcycled(family: str, options: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError) as error:
-        upcycle(dense(family), **{"experts": 4, "chosen": 2, **options})
-    assert str(error.value) == what
+def test_what_cannot_be_upcycled() -> None:
+    with pytest.raises(ValueError, match="model.family=qwen2 has no counterpart with experts, only llama, qwen3 have"):
+        upcycle(dense("qwen2"), experts=4, chosen=2)
 
 
 @pytest.mark.parametrize("tied", [True, False])

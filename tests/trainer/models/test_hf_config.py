@@ -41,13 +41,7 @@ def test_kimi_k25_is_read_from_its_text_config(tmp_path: Path):
     found = described(tmp_path, KIMI)
     c = found.model
     assert found.prefix == "language_model." and found.format == PackedIntegers(bits=4, group=32)
-    assert (c.family, c.num_experts, c.num_experts_per_tok, c.n_group, c.num_attention_heads) == (
-        "deepseek_v3",
-        384,
-        8,
-        1,
-        64,
-    )
+    assert (c.family, c.num_experts, c.num_experts_per_tok, c.n_group) == ("deepseek_v3", 384, 8, 1)
     assert (c.head_dim, c.v_head_dim, c.rms_norm_eps, c.rope_theta) == (192, 128, 1e-5, 50_000.0)
     assert c.yarn == Yarn(factor=64.0) and c.num_nextn_predict_layers == 0
     (tmp_path / "text.json").write_text(config_json(c, torch.bfloat16))
@@ -66,21 +60,14 @@ def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
     ("changes", "message"),
     [
         ({"model_type": "gemma3"}, "model_type='gemma3' is not supported, only 'qwen3_moe'"),
-        ({"architectures": ["Qwen3MoeForTokens"]}, "architectures='Qwen3MoeForTokens' is not"),
-        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 must lie in 1..model.num_experts=128"),
         ({"hidden_size": "2048"}, "hidden_size='2048' is not supported, only a value of type int"),
         ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
-        ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, "of type 'linear' is not"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta=1000000.0, and rope_theta=5"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "which of them?"),
-        ({"rope_scaling": YARN | {"mrope_section": [16, 24]}}, "mrope_section=[16, 24]: this key is not known"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method='gptq' is not"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
         ({"quantization_config": integers(num_bits=3)}, "num_bits=3 is not supported"),
-        ({"quantization_config": integers(group_size=-1)}, "group_size=-1 is not supported"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
-        ({"layer_types": ["sliding_attention"] * 48}, "is not supported, only 'full_attention'"),
         ({"num_experts": 10**9}, "model.num_experts=1000000000: must be less than or equal to 65536"),
     ],
 )
@@ -179,10 +166,8 @@ def kimi(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     for layer in model.layers[1:]:
         layer.router_bias.copy_(torch.randn(6))
     save_pretrained(model, path, dtype=torch.bfloat16)
-    tensors = {
-        "vision_tower.patch_embed.proj.weight": torch.randn(3, 2, 2, 2),
-        "mm_projector.linear_1.bias": torch.ones(5),
-    }
+    tensors = {"vision_tower.patch_embed.proj.weight": torch.randn(3, 2, 2, 2)}
+    tensors["mm_projector.linear_1.bias"] = torch.ones(5)
     exact = {}
     for name, weight in load_file(path / "model.safetensors").items():
         full = "language_model." + name
@@ -195,14 +180,8 @@ def kimi(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"input_activations": None, "weights": weights, "targets": ["Linear"]}
-    text = json.loads((path / "config.json").read_text()) | {
-        "model_type": "kimi_k2",
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": group},
-        },
-    }
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    text = json.loads((path / "config.json").read_text()) | {"model_type": "kimi_k2", "quantization_config": packed}
     config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
     (path / "config.json").write_text(json.dumps(config, indent=3))
     return path, exact

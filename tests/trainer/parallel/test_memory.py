@@ -65,12 +65,8 @@ def test_plan_memory_of_kimi_k25():
 
 
 GROUPED: dict[str, Any] = {
-    "vocab_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_experts": 8,
-    "moe_intermediate_size": 96,
-}
+    "vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 96,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
     "family": "deepseek_v3", "vocab_size": 512, "num_hidden_layers": 3, "num_key_value_heads": 4,
     "head_dim": 24, "q_lora_rank": 32, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
-from composer_nb.trainer.recipe.report import build_report, compare, difference, differing, gained, shared_tasks
+from composer_nb.trainer.recipe.report import build_report, compare, difference, gained, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings
 from composer_nb.views.compare import page, table
@@ -30,18 +30,6 @@ def scored(folder: Path, solved: Mapping[str, list[bool]], policy: str = "final"
     rows += [{"task_id": task, "status": "graded", "passed": True} for task in solved]  # greedy ones, not to be counted
     pq.write_table(pa.Table.from_pylist(rows), run.path / "rollouts" / f"eval_{policy}.parquet")
     return run
-
-
-def test_differing_leaves_have_dotted_names():
-    first = {"a": 1, "same": 2, "b": {"x": 1, "y": {"z": [1, 2]}}, "gone": {"n": None, "m": 4}}
-    second = {"a": 1.5, "same": 2, "b": {"x": 1, "y": {"z": [1, 3]}}, "new": "text"}
-    assert differing(first, second) == {
-        "a": [1, 1.5],
-        "b.y.z": [[1, 2], [1, 3]],
-        "gone.m": [4, None],
-        "new": [None, "text"],
-    }
-    assert differing(first, first) == {}
 
 
 def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):

@@ -14,26 +14,6 @@ from composer_nb.trainer.recipe import recipe, report
 from composer_nb.trainer.settings import Settings, override
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "wanted"),
-    [
-        ("base", {}, (100, 1)),
-        ("midtrained", {}, (100, 4)),
-        ("start", {}, (300, 4)),
-        ("final", {}, (300, 4)),
-        ("midtrained", {"sft.steps": 0}, (300, 4)),  # the start is the same policy
-        ("base", {"midtrain.steps": 0}, (300, 4)),
-    ],
-)
-def test_weak_policies_are_scored_on_fewer_tasks(
-    monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, Any], wanted: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(recipe, "evaluate_model", lambda s, model, tasks, *how: [(len(tasks), *how)])
-    s: Any = SimpleNamespace(settings=override(Settings(), changes), ranks=SimpleNamespace(first=False))
-    s.tasks, s.policy = {"heldout": list(range(300))}.get, lambda name: None
-    assert recipe._score(s, name, "heldout") == ([(*wanted, 1.0)], [(wanted[0], 1, 0.0)])
-
-
 def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = {
         "midtrained": {"a": 0.5},
@@ -76,10 +56,8 @@ def test_the_best_factor_is_kept(
 
     monkeypatch.setattr(recipe, "evaluate_model", attempts)
     told: list[str] = []
-    s: Any = SimpleNamespace(
-        settings=override(Settings(), {"sft.sharpness": factors}), ranks=SimpleNamespace(first=True)
-    )
-    s.tasks, s.say = {"tune": ["a task"]}.get, told.append
+    s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=told.append)
+    s.settings = override(Settings(), {"sft.sharpness": factors})
     info: dict[str, Any] = {}
     recipe.calibrate(s, model, info)
     assert info.get("sharpness") == best and len(told) == (best is not None)

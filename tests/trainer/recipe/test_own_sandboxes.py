@@ -24,7 +24,6 @@ from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.labs.attacks.snippets import SETUP
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import unguarded
 from composer_nb.trainer.recipe.reader import EXAMPLES
@@ -39,23 +38,10 @@ from tests.trainer.services.threads import Threads
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
 SMALL: dict[str, Any] = {
-    "env.sandboxes": 3,
-    "env.tools": "cursor",
-    "ranks": 1,
-    "rl.gate": False,
-    "rl.steps": 2,
-    "rl.prompts": 2,
-    "rl.group": 3,
-    "rl.evaluate_every": 0,
-    "rl.checkpoint_every": 1,
-    "eval.samples": 1,
-    "limits.turns": 4,
-    "reward.effort.weight": 0.1,
-    "data.heldout_tasks": 1,
-    "data.structure_tasks": 4,
-    "data.tune_tasks": 1,
-    "services.on": False,
-}
+    "env.sandboxes": 3, "env.tools": "cursor", "ranks": 1, "services.on": False, "eval.samples": 1, "limits.turns": 4,
+    "rl.gate": False, "rl.steps": 2, "rl.prompts": 2, "rl.group": 3, "rl.evaluate_every": 0, "rl.checkpoint_every": 1,
+    "data.heldout_tasks": 1, "data.structure_tasks": 4, "data.tune_tasks": 1, "reward.effort.weight": 0.1,
+}  # fmt: skip
 """Fewer sandboxes than rollouts of a batch, so that some wait for others to end."""
 ALONE = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
 IN_STEP = {
@@ -125,9 +111,8 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
     report = build_report(loop)
     found = report["fidelity"]
     assert found["calls"] > 10 and found["differences"] == [] and report["complete"]
-    assert (
-        dict(fact_rows(report))["training and the product"] == f"no difference in {found['calls']} calls, byte by byte"
-    )
+    said = dict(fact_rows(report))["training and the product"]
+    assert said == f"no difference in {found['calls']} calls, byte by byte"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
@@ -157,13 +142,11 @@ def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, mon
     assert main(["replay", str(second.path), "--step", "2"]) == 0
 
 
+Boxes = Callable[..., Sandbox]
+
+
 def killed(
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    box_of: Callable[..., Sandbox],
-    which: set[int],
-    dead: list[Sandbox],
+    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, which: set[int], dead: list[Sandbox]
 ) -> None:
     """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory; each once."""
     original, number = getattr(owner, name), count()
@@ -175,7 +158,7 @@ def killed(
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
         return original(*given, **more)
 
-    monkeypatch.setattr(owner, name, shot)
+    patch.setattr(owner, name, shot)
 
 
 def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,25 +175,6 @@ def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest
     assert sum(step["infra_errors"] for step in steps) == len(dead) == build_report(run)["rewards"]["infra_errors"] > 0
     assert [len(rows) for rows in stored] == [6, 6] and max(row["dispatch"] for rows in stored for row in rows) > 1
     assert {row["status"] for rows in stored for row in rows} == {"graded"}
-
-
-def test_a_cheater_is_trained_as_a_negative(rl: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one rollout the library is left with code that makes every test pass, wrong as the library still is."""
-    places = sorted({path for task in load_tasks(tasks) for path in task.solution})
-    original, number = attempts.carry_back, count()
-
-    def planted(box: Sandbox) -> Any:
-        if not next(number):
-            for path in places:
-                box.write(path, SETUP["report_class"].encode() + box.read(path))
-        return original(box)
-
-    monkeypatch.setattr(attempts, "carry_back", planted)
-    run, _, _ = rl("cheater", **{"reward.weights": {"solved": 1.0, "tampered": -1.0}})
-    stored = [row for rows in made(run)[2] for row in rows]
-    [cheater] = [row for row in stored if row["status"] == "tampered"]
-    assert cheater["reward"] == min(row["reward"] for row in stored) < -0.9 and cheater["advantage"] < -0.5
-    assert build_report(run)["rewards"]["failed"]["tampered"] == 1 and run.ledger()["trained"] > 0
 
 
 @pytest.mark.docker

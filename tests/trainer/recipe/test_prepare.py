@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -19,10 +18,8 @@ from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
-from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, with_plan
 from composer_nb.harness.rewards import RewardSettings
-from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.runtime import PACKAGES
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -91,12 +88,8 @@ def test_a_checkpoint_is_refused_where_it_does_not_fit(checkpoint: Path, tmp_pat
     messages: dict[str, dict[str, Any]] = {
         "model.start='gone': no such folder": {"model.start": "gone"},
         "config.json is missing": {"model.start": str(tmp_path)},
-        "limits.tokens=600: must be at most model.max_position_embeddings (512, of model.start)": {
-            "limits.tokens": 600
-        },
         "model.hidden_size=64: model.start has 32; leave it out": {"model.hidden_size": 64},
         "with env.renderer='qwen': ": {"env.renderer": "qwen"},
-        "with env.renderer='kimi': ": {"env.renderer": "kimi"},
         "set model.start": {"env.renderer": "qwen", "model.start": ""},
     }
     for message, changes in messages.items():
@@ -186,10 +179,6 @@ def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_p
         save_tasks(tasks, tmp_path / "tasks.jsonl")
         assert message in refused(tmp_path, **{"env.tasks": str(tmp_path / "tasks.jsonl")})
     assert "gone: no task file or folder here" in refused(tmp_path, **{"env.tasks": "gone"})
-    with pytest.raises(
-        ValueError, match=r"env\.tools='grep,find': there is no tool find; there are read_file, .*, or give tiny"
-    ):
-        override(Settings(), {"env.tools": "grep,find"})
 
 
 HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0(): pass\n"}}
@@ -310,7 +299,6 @@ def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
 
 FAULTY = {
     # What `tasks` gives.
-    "Nothing": ("def tasks(self): pass", r"tasks\(\) ended in TypeError: 'NoneType' object is not iterable$"),
     "Raises": (
         "def tasks(self): raise ValueError('boom\\nand more')",
         r"tasks\(\) ended in ValueError: boom \(.*_env.py:\d+\)",
@@ -320,21 +308,15 @@ FAULTY = {
     "Texts": ("def tasks(self): return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
     "Twice": ("def tasks(self): return [own(0), own(0)]", r"tasks\(\) gives the id 'own-0' more than once"),
     # What the class is.
-    "Needs": ("def __init__(self, x): ...", "can be imported .*missing 1 required"),
     "Breaks": ("def __init__(self): raise RuntimeError('no data')", "can be imported .*RuntimeError.*no data"),
-    "Leaves": ("def __init__(self): raise SystemExit(0)", "can be imported .*SystemExit"),
-    "Without": ("tasks = property()", "ended in AttributeError: .*'tasks'"),
     "Names": ("tools = ['grep']", "tools must be a ToolSet, and is list"),
     "Number": ("reward = 1.0", r"reward must be called as reward\(rollout, grade\)"),
-    "Short": ("reward = lambda self, x: 1", r"reward must be called as .*too many"),
     # What its reward returns.
     "Fails": (
         "def reward(self, rollout, grade): return grade.nothing",
         r"Fails.reward.* ended in AttributeError: .*_env.py:\d+",
     ),
-    "Text": ("def reward(self, rollout, grade): return 'good'", r"returned 'good' \(str\); it must return a finite"),
     "Nan": ("def reward(self, rollout, grade): return float('nan')", r"Nan.reward.* returned nan \(float\)"),
-    "Absent": ("def reward(self, rollout, grade): pass", r"Absent.reward.* returned None \(NoneType\)"),
     "Stops": ("def reward(self, rollout, grade): breakpoint()", r"Stops.reward.*: breakpoint\(\) has no terminal "),
     "Blocks": ("def reward(self, rollout, grade): time.sleep(1e9)", r"did not return within \d s \(limits.seconds\)"),
 }
@@ -392,14 +374,3 @@ def test_a_setting_that_the_class_replaces_is_refused(
     if name != "env.tools":
         with pytest.raises(ValueError, match=f"^{name}: has no effect"):
             change_live(settings, name, value)
-
-
-def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: EnvSettings) -> None:
-    [task, *_] = own_tasks(mine)
-    rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
-    done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
-    for value in (float("inf"), [1.0]):
-        with pytest.raises(ValueError, match=f"of {task.id} returned .* it must return a finite number"):
-            score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade, value=value: value)
-    [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: np.float32(0.5))
-    assert scored.reward.total == 0.5

@@ -35,29 +35,13 @@ from composer_nb.views.report import pictures
 
 MICRO: dict[str, Any] = {
     "data.code": str(Path(config.__file__).parents[1] / "harness"),  # read sooner than the standard library
-    "model.num_hidden_layers": 2,
-    "data.level": "functions",
-    "data.demonstrations": 32,
-    "data.mistaken_demonstrations": 16,
-    "data.rl_tasks": 24,
-    "data.heldout_tasks": 12,
-    "data.structure_tasks": 4,
-    "data.tune_tasks": 8,
-    "midtrain.steps": 10,
-    "midtrain.tokens": 256,
-    "sft.steps": 2,
-    "sft.tokens": 256,
-    "services.on": False,
-    "rl.steps": 4,
-    "rl.prompts": 2,
-    "rl.group": 4,
-    "rl.checkpoint_every": 1,
-    "rl.evaluate_every": 3,
-    "eval.samples": 1,
-    "limits.tokens": 144,
-    "limits.turn_tokens": 24,
+    "data.level": "functions", "data.rl_tasks": 24, "data.heldout_tasks": 12, "data.structure_tasks": 4,
+    "data.tune_tasks": 8, "data.demonstrations": 32, "data.mistaken_demonstrations": 16,
+    "midtrain.steps": 10, "midtrain.tokens": 256, "sft.steps": 2, "sft.tokens": 256, "services.on": False,
+    "rl.steps": 4, "rl.prompts": 2, "rl.group": 4, "rl.checkpoint_every": 1, "rl.evaluate_every": 3,
+    "eval.samples": 1, "limits.tokens": 144, "limits.turn_tokens": 24, "model.num_hidden_layers": 2,
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
-}
+}  # fmt: skip
 
 pytestmark = pytest.mark.whole
 WEIGHTS = ("midtrained", "start", "final")

@@ -28,17 +28,6 @@ from composer_nb.trainer.rl import Scored, to_streams
 NEVER = frozenset[int]()
 
 
-def test_float32_on_both_sides_agrees_with_and_without_replay(make_model, converse):
-    model = make_model(3)
-    attempts = converse(Engine(model, stop=NEVER, slots=8, max_length=96), 8)
-    found = measure_mismatch(model, attempts)
-    assert found["tokens"] == 8 * 3 * 9
-    assert found["routes_differ"] == 0.0
-    for name in ("off", "on"):
-        assert 0 <= found[name]["logprob_gap_p50"] <= found[name]["logprob_gap_p99"] < 5e-5
-        assert 0 <= found[name]["k3"] < 1e-9
-
-
 def test_a_bf16_engine_shows_a_gap_that_replaying_its_routes_narrows(make_model, converse):
     model = make_model(3)
     engine = Engine(make_model(3).to(torch.bfloat16), stop=NEVER, slots=24, max_length=96)
@@ -49,9 +38,7 @@ def test_a_bf16_engine_shows_a_gap_that_replaying_its_routes_narrows(make_model,
     assert found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
     assert 0 < found["on"]["k3"] < found["off"]["k3"]
     again = measure_mismatch(model, attempts, budget=64)
-    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), (
-        "beginnings are shared differently"
-    )
+    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), "beginnings are cut otherwise"
     assert again["off"] == pytest.approx(found["off"], rel=1e-2), "however it is cut"
 
     gaps, different, pairs = [], 0, 0

@@ -23,7 +23,7 @@ from composer_nb.trainer.recipe.reader import (
 from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
-from composer_nb.views.report import fact_rows, page, score_rows, table, write_report
+from composer_nb.views.report import table, write_report
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +109,11 @@ def test_a_lost_token_and_a_stale_step_show(tmp_path: Path):
 FLAT, UP = [0.0] * 40, [step / 40 for step in range(40)]
 SENTENCES = {
     "both": (UP, UP, "reward rose from 0.11 to 0.86, and solved rollouts with it, from 11% to 86%"),
-    "hacked": (
-        UP,
-        FLAT,
-        "reward rose from 0.11 to 0.86, solved rollouts did not (from 0% to 0%): this is reward hacking",
-    ),
+    "hacked": (UP, FLAT, "reward rose from 0.11 to 0.86, solved rollouts did not (from 0% to 0%): this is reward hacking"),
     "solved": (FLAT, UP, "solved rollouts rose from 11% to 86%; reward did not"),
-    "neither": (FLAT, FLAT, "neither reward"),
-    "fell": (UP[::-1], UP[::-1], "neither reward"),
     "noise": ([0.4, 0.6] * 20, [0.0, 0.1] * 20, "neither reward"),
     "few": (UP[:7], UP[:7], "7 steps are too few"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("reward", "solved", "sentence"), SENTENCES.values(), ids=SENTENCES)
@@ -148,29 +142,6 @@ def test_the_step_to_look_at_is_the_last_that_taught_and_its_weights_are_those_b
         db.execute("DELETE FROM step WHERE stage = 'rl' AND step = 3")
     assert weights_before(run, 2) is None, "they are those before the third"
     assert telling_step(run, weights=True) == 1
-
-
-def test_a_figure_without_data_is_a_dash(tmp_path: Path):
-    run = made_up_run(tmp_path)
-    without = {"solved": 0.5, "staleness": None, "mixed_versions": None, "sampled": 0.0, "tokens": 0.0, "samples": 0.0}
-    rest = {"infra_errors": 0.0, "flagged": 0.0, "time": {"wall_s": 0.0, "train_s": 0.0}}
-    with closing(run.connect()) as db, db:
-        db.execute("DELETE FROM step")
-        db.execute("DELETE FROM ledger")
-        db.execute("UPDATE checkpoint SET seconds = 0")
-        db.execute("INSERT INTO step VALUES ('rl', 1, ?)", (json.dumps(without | rest),))
-    found = build_report(run)
-    train = found["train"]
-    assert [train[name] for name in ("staleness_max", "staleness_mean", "mixed_versions", "trainer_idle")] == [None] * 4
-    facts = dict(fact_rows(found))
-    assert facts["every token accounted for"] == "–" and facts["trainer idle"] == "– of RL's time"
-    assert facts["staleness in batches"] == "– on average, – at most, bound 0"
-    score = dict.fromkeys(("pass_at_1", "best_of_k", "tool_calls_per_task", "tokens_per_task", "runs_tests"), 0.0)
-    score |= {"ci95": [0.0, 0.0], "k": 1, "n_tasks": 1, "invalid_call_rate": None, "retries_after_failed_test": None}
-    _, row = score_rows({"start": score})
-    assert row[3] == row[8] == row[10] == "–" and row[9] == "0%"
-    html = page(found | {"eval": {"start": score}}, {})
-    assert "<td>–</td>" in html and "nan%" not in html and ">nan" not in html
 
 
 def test_the_page_needs_nothing_but_itself(tiny_run, copy_of: Callable[[RunDir], RunDir]):

@@ -237,6 +237,5 @@ def test_prompts_of_the_plain_loop_are_those_of_its_rollouts(
     assert prompts(run.path) is None, "an excerpt does not tell"
     second.write_bytes(first.read_bytes())
     found = prompts(run.path)
-    assert found is not None and (found.twice, found.skipped) == ((0, 2), (4, 6)), (
-        "one of two ranks has every other prompt"
-    )
+    assert found is not None
+    assert (found.twice, found.skipped) == ((0, 2), (4, 6)), "one of two ranks has every other prompt"

@@ -120,9 +120,7 @@ def require_whole(run: RunDir, folder: Path) -> None:
     assert len(rows) == 3 * 2 * 3 and {row["status"] for row in rows} == {"graded"}
     late = [row for row in rows if any(turn["error"] == "Timeout" for turn in json.loads(row["turns"]))]
     assert len(late) == 1 and late[0]["stop"] == "time" and [row["stop"] for row in rows].count("time") == 1
-    assert sum(step["infra_errors"] for step in run.steps("rl")) == 1, (
-        "the rollout whose reward blocked was sampled again"
-    )
+    assert sum(step["infra_errors"] for step in run.steps("rl")) == 1, "whose reward blocked was sampled again"
 
 
 Begun = Callable[..., tuple[RunDir, Settings]]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 import pytest
-from safetensors import SafetensorError
 
 from composer_nb.harness.attempt import Environment
 from composer_nb.harness.environment import make_agent
@@ -27,7 +24,6 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Trace
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
-from composer_nb.labs.planning import measured, simulate
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
@@ -39,7 +35,6 @@ from composer_nb.trainer.recipe.replay import branch, replay
 from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import environments
-from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.environments import EnvironmentService
@@ -47,35 +42,13 @@ from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Finished
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
+from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 from tests.trainer.services.threads import ThreadRemote, Threads
 
-MICRO: dict[str, Any] = {
+MICRO: dict[str, Any] = WHOLE | {
     "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
-    "model.num_hidden_layers": 2,
-    "ranks": 1,
-    "data.level": "functions",
-    "data.demonstrations": 32,
-    "data.mistaken_demonstrations": 16,
-    "data.rl_tasks": 40,
-    "data.heldout_tasks": 8,
-    "data.structure_tasks": 4,
-    "data.tune_tasks": 4,
-    "midtrain.steps": 10,
-    "midtrain.tokens": 256,
-    "sft.steps": 2,
-    "sft.tokens": 256,
-    "services.on": False,
-    "rl.steps": 4,
-    "rl.prompts": 2,
-    "rl.group": 4,
-    "rl.minibatches": 2,
-    "services.engines": 2,
-    "rl.checkpoint_every": 2,
-    "rl.evaluate_every": 0,
-    "eval.samples": 1,
-    "limits.tokens": 144,
-    "limits.turn_tokens": 24,
-    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+    **{"data.rl_tasks": 40, "data.heldout_tasks": 8, "data.tune_tasks": 4, "ranks": 1, "services.engines": 2},
+    **{"rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
 }
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
@@ -165,13 +138,7 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
         assert ours == theirs
     assert info["staleness"]["total"] == [(0, 4 * 2 * 4)] and info["versions"] == 8
     assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
-    assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
-        "nothing is admitted meanwhile"
-    )
-    load, reached = measured(run)
-    assert load.durations.seconds.shape == (4 * 2, 4) and load.durations.seconds.min() > 0 and reached > 0
-    assert load.durations.tokens.sum() == run.ledger()["trained"] + run.ledger().get("zero_advantage", 0)
-    assert simulate(replace(settings.schedule(), steps=4), load)["staleness_max"] == 0
+    assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), "none is admitted then"
 
 
 def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
@@ -208,9 +175,7 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert sum(run.ledger().values()) == info["sampled"] > 0
-    assert not [name for name in FinishedRollouts(run.path).names() if name[0] < 16], (
-        "trained rollouts are in their files"
-    )
+    assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
     made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
     assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
@@ -299,16 +264,6 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     assert sum(run.ledger().values()) == info["sampled"]
     found = list(replay(run, settings, 6))
     assert all(step.same for step in found) and {r.version: r.now for r in found} == versions(run)
-
-
-def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
-    """In step the result does not depend on how often, or where, it was interrupted."""
-    run, settings = begun("resumed", IN_STEP)
-
-    for after in (3, 4, 3):
-        cut_off(run, settings, after)
-    go(run, settings)
-    assert points(run) == points(loop) and weights(run) == weights(loop)
 
 
 def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun):
@@ -412,10 +367,8 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     other = branch(source, 2, {"rl.lr": 1e-3, "reward.weights": {"unfinished": -1.0}}, tmp_path, "other")
     go(other, from_dict(other.settings()))
     assert points(other)[:2] == points(source)[:2] and points(other)[2:] != points(source)[2:]
-    assert (
-        json.loads((other.path / "provenance.json").read_text()).items()
-        >= {**{"forked_from": source.path.name, "forked_at_step": 2}}.items()
-    )
+    told = json.loads((other.path / "provenance.json").read_text())
+    assert (told["forked_from"], told["forked_at_step"]) == (source.path.name, 2)
     plain = branch(loop, 4, {"rl.steps": 5}, tmp_path, "plain")
     start_or_resume(plain.path, say=lambda line: None)
     assert points(plain)[:4] == points(loop) and len(points(plain)) == 5
@@ -442,18 +395,10 @@ def test_two_runs_may_share_a_store(begun, tmp_path: Path):
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
 
 
-def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
+def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
     run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
-
-    class Stillborn(Threads):
-        def make(self, kind: Any, *values: Any, name: str, threads: int = 1, gpus: int = 0) -> Any:
-            made = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
-            if name.startswith("environment"):
-                made.dead = True
-            return made
-
     with pytest.raises(RunStopped, match="services.deaths"):
-        go(run, settings, Stillborn())
+        go(run, settings, Flaky(work={*range(99)}))
 
 
 class MuteEngine:
@@ -558,28 +503,6 @@ def test_damaged_versions_are_never_served(begun):
     made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(made[version] == hash for version, hash, _ in served if version in made)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        sqlite3.OperationalError("database or disk is full"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        OSError(28, "No space left on device", "rollouts/rl_000001_000.parquet"),
-    ],
-)
-def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
-    class Full:
-        def __init__(self, *given: Any) -> None:
-            raise error
-
-    run = RunDir(tmp_path / "full")
-    write_json(run.path / "settings.json", to_dict(Settings()))
-    monkeypatch.setattr(process, "RayActors", lambda *given, **more: Threads())
-    monkeypatch.setattr(process, "_end_when_lost", lambda actors: None)
-    monkeypatch.setattr(process, "Coordinator", Full)
-    with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
-        process.main([str(run.path)])
 
 
 @pytest.mark.parametrize("live", [0, 2])

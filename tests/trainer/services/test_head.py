@@ -52,21 +52,25 @@ head.main(sys.argv[1:3])
 """
 
 
+def stand_in(where: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
+    """Start heads that carry a process and a folder `where`."""
+
+    def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as out:
+            command = [sys.executable, "-c", STAND_IN, *words[1:], where]
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        threading.Thread(target=process.wait, daemon=True).start()
+        return process
+
+    return detach
+
+
 @pytest.fixture
 def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where heads keep what they carry. Their process is as light as can be."""
     where = tmp_path / "carried"
     where.mkdir()
-
-    def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
-        _, folder, lease_s = words
-        with log.open("ab") as out:
-            command = [sys.executable, "-c", STAND_IN, folder, lease_s, str(where)]
-            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        threading.Thread(target=process.wait, daemon=True).start()
-        return process
-
-    monkeypatch.setattr(head, "detach", detach)
+    monkeypatch.setattr(head, "detach", stand_in(str(where)))
     yield where
     for folder in tmp_path.glob("*/head.json"):
         down(folder.parent)
@@ -149,37 +153,11 @@ def test_it_ends_when_what_it_carries_dies(carried: Path, tmp_path: Path) -> Non
 
 
 def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
-        with log.open("ab") as out:
-            command = [sys.executable, "-c", STAND_IN, words[1], words[2], "refused"]
-            process = subprocess.Popen(command, stdout=out, stderr=out)
-        threading.Thread(target=process.wait, daemon=True).start()
-        return process
-
-    monkeypatch.setattr(head, "detach", detach)
+    monkeypatch.setattr(head, "detach", stand_in("refused"))
     with pytest.raises(ValueError, match="ended with 1: no room for a head"):
         up(tmp_path / "head")
     with pytest.raises(ValueError, match="lease_s=0"):
         up(tmp_path / "head", 0.0)
-
-
-def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
-    """A holder writes its number after it took the lock; whoever looks in between must not take the one before for it."""
-    lock = tmp_path / "lock"
-    assert holder(lock) is None
-    lock.write_text(f"{os.getppid()}\n")
-    assert holder(lock) is None
-    code = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(); time.sleep(60)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline()
-    lock.write_text(f"{other.pid}\n")
-    assert holder(lock) == other.pid
-    other.kill()
-    other.wait()
-    other.stdout.close()
-    assert holder(lock) is None
 
 
 def test_a_token_is_never_read_in_part(tmp_path: Path) -> None:

@@ -83,9 +83,7 @@ class Driver:
             case Train():
                 assert self.training is None
                 self.training = command
-                assert command == self.issued.setdefault(command.step, command), (
-                    "a step was executed from another batch"
-                )
+                assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
                 assert all(
                     command.step - self.told[key].oldest_version <= self.schedule.bound for key in command.rollouts
@@ -205,9 +203,6 @@ class Driver:
     def slots(self) -> set[int]:
         return {slot for slot, _, _ in self.running}
 
-    def slots_of(self, worker: str) -> set[int]:
-        return {key[0] for key, at in self.running.items() if at == worker}
-
     def ignored(self, why: str) -> int:
         return self.orchestrator.books.counts[f"ignored_{why}"]
 
@@ -276,9 +271,8 @@ def test_the_trainer_waits_for_a_long_rollout_rather_than_to_lose_it():
 
 def test_too_many_faults_stop_the_run_and_say_so():
     d = Driver(schedule(retries=2), 1000)
-    for attempt in (1, 2):
-        d.fault((0, attempt, 0)) if attempt == 1 else d.fault((0, 2, 0))
-    d.fault((0, 3, 0))
+    for attempt in (1, 2, 3):
+        d.fault((0, attempt, 0))
     assert isinstance(d.end, Stop)
     assert "slot 0, rollout 0: 3 infrastructure faults, the last one 'box lost'" in d.end.error
     assert "services.retries (2)" in d.end.error
@@ -311,38 +305,6 @@ def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     ]
     d.kill("other")  # only the suspect one is left: better than none
     assert set(d.running.values()) == {"w0"}
-
-
-def test_a_rollout_that_is_graded_leaves_room_for_another():
-    d = Driver(schedule(prompts=1, group=1, ahead=3), 1)
-    d.graded.add((0, 1, 0))
-    for _ in range(2):  # the second time it is no news
-        commands = d.send(Alive(slot=0, attempt=1, place=0))
-    assert commands == [] and d.running == {(0, 1, 0): "w0", (1, 1, 0): "w0"} and d.orchestrator.running("w0") == 2
-    d.finish((0, 1, 0))
-    assert d.running == {(1, 1, 0): "w0"}
-    d.finish((1, 1, 0))
-    assert d.orchestrator.running("w0") == 1, "one at a time"
-
-
-def test_events_of_something_else_are_counted_and_change_nothing():
-    key = {"slot": 0, "attempt": 1, "place": 0}
-    for event, why in (
-        (Finished(**key | {"slot": 9}, oldest_version=0, sampled=1), "unknown"),
-        (Finished(**key | {"attempt": 2}, oldest_version=0, sampled=1), "unknown"),
-        (Faulted(**key | {"place": 5}, reason="?"), "unknown"),
-        (Alive(slot=0, attempt=3), "unknown"),
-        (Joined(worker="w0", capacity=5), "duplicate"),
-        (Left(worker="nobody"), "unknown"),
-        (Trained(step=0), "unknown"),
-        (Served(version=3), "impossible"),
-        (Event(), "unknown"),
-    ):
-        d = Driver(schedule(), 1000)
-        before = d.orchestrator.snapshot()
-        assert d.send(event) == [] and d.ignored(why) == 1
-        d.orchestrator.books.counts.pop(f"ignored_{why}")
-        assert d.orchestrator.snapshot() == before
 
 
 # Ends and changes
@@ -397,44 +359,6 @@ def test_a_lower_bound_on_restart_drops_what_is_too_old():
     assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
 
 
-def test_after_a_crash_the_batch_in_training_is_executed_again_and_the_rest_goes_on():
-    d = Driver(schedule(ahead=2), 1000)
-    for slot in (1, 2, 3):
-        d.finish_slot(slot)
-    d.finish((4, 1, 1))
-    train = d.training
-    assert train and train.slots == (1, 2)
-    d.crash(d.save(), life=3)
-    commands = d.join("new", 1000)
-    assert commands[0] == train
-    again = [c for c in commands if isinstance(c, Dispatch)]
-    first = 3 * ATTEMPTS_A_LIFE + 2
-    assert [(c.slot, c.attempt, c.places) for c in again] == [(0, first, (0, 1)), (4, first, (0,)), (5, first, (0, 1))]
-    d.finish((0, 1, 0))  # a worker of the life before
-    assert d.ignored("late") == 1 and d.orchestrator.books.ledger["restored"] == 50
-
-
-def test_steps_since_the_checkpoint_are_executed_again_first():
-    d = Driver(schedule(), 1000)
-    for _ in range(3):
-        while not d.training:
-            d.finish(next(iter(d.running)))
-        d.trained()
-    while not d.training:
-        d.finish(next(iter(d.running)))
-    train, books = d.training, d.orchestrator.books.pack()
-    d.crash(d.save(), life=1, back=2)
-    seen = [d.join("new", 1000)[0]]
-    while len(seen) < 3:
-        seen.append(d.trained()[0])
-    assert seen == [*d.log[1:], train]
-    assert d.orchestrator.books.ledger == books["ledger"]
-    d.lose_trainer(back=1)
-    assert d.training == d.log[-1]
-    with pytest.raises(ValueError, match=r"redo has steps \[0\], not every logged batch"):
-        d.orchestrator.handle(TrainerLost(at=0.0, redo=(d.log[0],)))
-
-
 def test_rollouts_that_are_not_stored_are_sampled_again():
     d = Driver(schedule(), 1000)
     d.finish_slot(0), d.finish_slot(1)
@@ -449,25 +373,14 @@ def test_rollouts_that_are_not_stored_are_sampled_again():
 
 FAULTS = ("kill", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
 schedules = st.builds(
-    lambda prompts, group, ahead, more, window, order, refill: Schedule(
-        prompts=prompts,
-        group=group,
-        ahead=ahead,
-        bound=ahead + more,
-        window=window,
-        order=order,
-        retries=10**6,
-        deaths=10**6,
-        hang_s=10.0,
-        refill=refill,
-    ),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.floats(0, 1),
-    st.sampled_from(["window", "fifo", "discard"]),
-    st.sampled_from([0, 3, 100]),
+    lambda more, **given: Schedule(bound=given["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **given),
+    more=st.integers(0, 3),
+    prompts=st.integers(1, 3),
+    group=st.integers(1, 3),
+    ahead=st.integers(0, 3),
+    window=st.floats(0, 1),
+    order=st.sampled_from(["window", "fifo", "discard"]),
+    refill=st.sampled_from([0, 3, 100]),
 )
 
 
@@ -594,21 +507,11 @@ def assert_nothing_is_missing(chaos: Chaos) -> None:
     assert max(o.books.staleness.get("total", {0: 0})) <= chaos.schedule.bound
 
 
-def faults_by_hypothesis(runs: int, faults_a_run: int) -> int:
+def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
     total = 0
 
-    @given(
-        schedule=schedules,
-        faults=st.lists(st.sampled_from(FAULTS), min_size=faults_a_run, max_size=faults_a_run),
-        seed=st.integers(0, 2**32),
-    )
-    @settings(
-        max_examples=runs,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
-    )
+    @given(schedules, st.lists(st.sampled_from(FAULTS), min_size=50, max_size=50), st.integers(0, 2**32))
+    @settings(max_examples=280, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
     def run(schedule: Schedule, faults: list[str], seed: int) -> None:
         nonlocal total
         chaos, done = survive(schedule, faults, seed)
@@ -616,11 +519,7 @@ def faults_by_hypothesis(runs: int, faults_a_run: int) -> int:
         total += done
 
     run()
-    return total
-
-
-def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
-    assert faults_by_hypothesis(runs=280, faults_a_run=50) >= 10_000
+    assert total >= 10_000
 
 
 @given(schedule=schedules, seed=st.integers(0, 2**32))

@@ -34,14 +34,6 @@ def test_the_defaults_fit_a_laptop_and_not_a_watch():
         require_room(Settings(), replace(watch, memory=10 << 20))
 
 
-def test_recomputation_is_named_where_it_suffices():
-    wanted = settings(ranks=1, midtrain__tokens=8192, data__level="functions")
-    small = MachineCapacity(name="small", memory=300 << 20)
-    with pytest.raises(ValueError, match="ranks=1: .*; midtrain.recompute=true would fit"):
-        require_room(wanted, small)
-    require_room(override(wanted, {"midtrain.recompute": True}), small)
-
-
 def test_what_the_refusal_names_fits_and_can_be_set():
     wanted = settings(ranks=1, rl__microbatch_tokens=32768)
     for memory, said in (

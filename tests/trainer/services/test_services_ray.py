@@ -26,7 +26,7 @@ from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import RunFailed, begin_run, fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.head import Head, find, holder
+from composer_nb.trainer.services.head import Head, holder
 from composer_nb.trainer.settings import Settings, override
 
 pytestmark = pytest.mark.slow
@@ -67,21 +67,6 @@ def wait(done: Callable[[], Any], seconds: float = 400.0) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, runs: Path, head: Head) -> None:
-    changes = {"services.on": True, "services.address": head.folder, "rl.max_seconds": 0.0}
-    settings = override(Settings(), MICRO | IN_STEP | changes)
-    run = fork(loop, settings, runs=runs, name="in-step")
-    said: list[str] = []
-    start_or_resume(run.path, say=said.append)
-    assert points(run) == points(loop)
-    assert weights(run) == weights(loop) and weights(run, "before_final") == weights(loop, "before_final")
-    assert trained(run) == trained(loop)
-    assert run.ledger() == {**loop.ledger(), "unused_at_the_end": 0}
-    assert not any("started again" in line for line in said)
-    assert not list((run.path / "journal").iterdir()), "nothing is left, although workers are simply ended"
-    assert find(Path(head.folder)) == head, "the head lives on"
 
 
 def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop: RunDir, runs: Path, head: Head):

@@ -1,4 +1,4 @@
-"""The trainer as ranks: what it publishes and goes on from, and how a group of services answers, fails and dies."""
+"""The trainer as ranks: what it publishes and goes on from, and how the failure of one rank is told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,28 +15,16 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import trainer_ranks
-from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.services import store_url
-from composer_nb.trainer.services.trainer_ranks import TrainerGroup, TrainerRank, together
+from composer_nb.trainer.services.trainer_ranks import TrainerRank, together
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, made, streams
 
-SETTINGS = override(
-    Settings(),
-    {
-        **{f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"},
-        "model.max_position_embeddings": 256,
-        "limits.tokens": 64,
-        "rl.minibatches": 2,
-        "rl.prompts": 2,
-        "rl.steps": 8,
-        "rl.microbatch_tokens": 48,
-        "loss.ratio": "none",
-        "ranks": 2,
-    },
-)
+SIZES = {f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"}
+RL = {"rl.minibatches": 2, "rl.prompts": 2, "rl.steps": 8, "rl.microbatch_tokens": 48, "loss.ratio": "none"}
+SETTINGS = override(Settings(), SIZES | RL | {"model.max_position_embeddings": 256, "limits.tokens": 64, "ranks": 2})
 CUT = override(SETTINGS, {"mesh.cp": 2, "mesh.ep": 2})
 
 
@@ -95,50 +82,6 @@ def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp
         assert one.keys() == many.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(many[name], tensor, rtol=2**-7, atol=1e-5)
-
-
-class Members:
-    """Ranks that answer when they are told to."""
-
-    class Member:
-        def __init__(self) -> None:
-            self.calls: SimpleQueue[tuple[tuple[Any, ...], Future[Any]]] = SimpleQueue()
-
-        def call(self, *values: Any) -> Future[Any]:
-            reply: Future[Any] = Future()
-            self.calls.put((values, reply))
-            return reply
-
-        def expect(self, *values: Any) -> Future[Any]:
-            """The reply to the next call, which has these values."""
-            call, reply = self.calls.get(timeout=patience(10))
-            assert call == values
-            return reply
-
-    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int, gpus: int) -> list[Member]:
-        self.made = [Members.Member() for _ in range(count)]
-        return self.made
-
-
-def test_a_call_is_answered_when_all_ranks_have_and_the_next_begins_after_it(tmp_path: Path) -> None:
-    members = Members()
-    group = TrainerGroup(members, tmp_path, CUT)  # type: ignore[arg-type]
-    one, two = members.made
-    learned, at = group.call("learn", 5), group.call("at")
-    one.expect("meet").set_result("here:1")
-    for member in members.made:
-        member.expect("begin", "here:1").set_result(None)
-    replies = [member.expect("learn", 5) for member in members.made]
-    replies[1].set_result("of the other")
-    assert not learned.done() and one.calls.empty()
-    replies[0].set_result("of the first")
-    assert learned.result(timeout=patience(10)) == "of the first"
-    one.expect("at").set_exception(RuntimeError("connection closed by peer"))
-    reply = two.expect("at")
-    assert not at.done()
-    reply.set_exception(ActorDied("trainer-1 died"))
-    with pytest.raises(ActorDied):
-        at.result(timeout=patience(1))
 
 
 def test_a_failure_of_one_rank_is_raised_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
