@@ -1,6 +1,6 @@
 """How long each tool of `ToolSet.cursor` takes on a tree of 5,000 files, one call at a time, as a table in Markdown.
 
-python scripts/bench/tool_latency.py [--backend bwrap|docker|process] [--calls N]
+python scripts/bench/tool_latency.py [--backend bwrap|docker] [--calls N]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALLS: dict[str, dict[str, object]] = {
     "read_lints": {"paths": ["p1/m1.py"]},
     "todo_write": {"merge": False, "todos": [{"id": "1", "content": "x", "status": "pending"}]},
     "apply_patch": {
-        "patch": "--- a/p3/m3.py\n+++ b/p3/m3.py\n@@ -1,2 +1,2 @@\n def f0(x):\n-    return x + 0\n+    return x + 0\n"
+        "patch": "*** Begin Patch\n*** Update File: p3/m3.py\n@@\n-    return x + 7\n+    return x + 77\n*** End Patch\n"
     },
 }
 
@@ -39,6 +39,10 @@ def calls(tool: str, number: int) -> list[ToolCall]:
     if tool == "search_replace":  # to and fro, so that each changes something
         words = ["x + 7\n", "x + 77\n"]
         arguments |= {"old_string": words[number % 2], "new_string": words[1 - number % 2]}
+    if tool == "apply_patch" and number % 2:  # to and fro
+        lines = str(arguments["patch"]).split("\n")
+        lines[3], lines[4] = lines[4].replace("+", "-", 1), lines[3].replace("-", "+", 1)
+        arguments["patch"] = "\n".join(lines)
     before = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
     return [*before, ToolCall(name=tool, arguments=arguments)]
 

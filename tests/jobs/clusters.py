@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -33,7 +34,15 @@ for line in iter(sys.stdin.readline, ""):
     made = [[a["ActorID"], a["ActorClassName"], a["Address"]["NodeID"]] for a in actors().values()]
     print(json.dumps(made), flush=True)
 """
-APART = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
+# Root needs no user namespace, in which the sandboxes' account would be missing.
+APART = [
+    "unshare",
+    *([] if os.getuid() == 0 else ["--user", "--map-root-user"]),
+    "--mount",
+    "sh",
+    "-c",
+    'mount -t tmpfs none "$0" && exec "$@"',
+]
 
 
 class Cluster:

@@ -178,8 +178,8 @@ class Driver(Generic[Result]):
                 pass
             with self._changed:
                 for completion in completions:
-                    if turn := self._under_way.pop(completion.rollout, None):
-                        settle(turn, completion)
+                    if completion.rollout in self._under_way:
+                        settle(self._under_way.pop(completion.rollout), completion)
             if time.monotonic() > until:
                 break
         return []
