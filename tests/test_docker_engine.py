@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "docker_engine"
@@ -28,14 +29,28 @@ def engine(folder: Path, uid: int, **programs: str) -> subprocess.CompletedProce
     )
 
 
-def test_it_is_a_script() -> None:
-    assert os.access(SCRIPT, os.X_OK)
-
-
 def test_it_does_nothing_where_an_engine_answers(tmp_path: Path) -> None:
     done = engine(tmp_path / "bin", 0, docker="exit 0", apt_get="echo called", dockerd="echo called")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (tmp_path / "bin" / "pid").exists()
+
+
+ROOTS = "apt-get update && apt-get install -y --no-install-recommends docker.io"
+
+
+@pytest.mark.parametrize(
+    ("programs", "last"),
+    [
+        (
+            {"apt_get": "echo no network; exit 100"},
+            f"no Docker Engine answers: it could not be installed; run: {ROOTS}",
+        ),
+        ({}, "no Docker Engine answers: there is none here, and no apt-get"),
+    ],
+)
+def test_what_could_not_be_installed_is_told(tmp_path: Path, programs: dict[str, str], last: str) -> None:
+    done = engine(tmp_path / "bin", 0, docker="exit 1", **programs)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(last)
 
 
 def test_an_ordinary_user_is_told_the_line(tmp_path: Path) -> None:
@@ -44,17 +59,3 @@ def test_an_ordinary_user_is_told_the_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [
         f"no Docker Engine answers: it has to be installed and started by root; run: sudo {SCRIPT}"
     ]
-
-
-def test_a_failing_install_is_told_with_the_line(tmp_path: Path) -> None:
-    done = engine(tmp_path / "bin", 0, docker="exit 1", apt_get="echo no network; exit 100")
-    assert done.returncode == 1 and "no network" in done.stderr
-    line = "apt-get update && apt-get install -y --no-install-recommends docker.io"
-    assert done.stderr.splitlines()[-1] == f"no Docker Engine answers: it could not be installed; run: {line}"
-
-
-def test_without_apt(tmp_path: Path) -> None:
-    done = engine(tmp_path / "bin", 0, docker="exit 1")
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert line.startswith("no Docker Engine answers: there is none here, and no apt-get")

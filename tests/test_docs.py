@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 
 import nbformat
 import pytest
-from PIL import Image
 
 from composer_nb import cli
-from composer_nb.jobs.check import notebook_digest
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.settings import Settings, to_flat
@@ -226,18 +222,18 @@ def test_llms_txt_is_current() -> None:
     )
 
 
-def keep_run(source: Path, ran: nbformat.NotebookNode, build: Path) -> None:
-    """Lay an executed copy and its record where `make docs` keeps them."""
-    copy = make_docs.executed(source, build)
-    copy.parent.mkdir(parents=True)
-    nbformat.write(ran, copy)
-    record = {"state": "completed", "parameters": {}, "notebook_sha256": notebook_digest(source)}
-    copy.with_name("run.json").write_text(json.dumps(record))
-
-
 @pytest.mark.parametrize("path", make_docs.notebooks(), ids=lambda path: path.stem)
 def test_a_page_for_github_is_current(path: Path) -> None:
     assert notebook_pages.fault(path) == ""
+
+
+def test_a_page_of_other_code_or_prose_says_what_renews_it(tmp_path: Path) -> None:
+    source = make_docs.notebooks()[0]
+    for kind, mend in (("code", notebook_pages.RUN), ("markdown", notebook_pages.TEXT)):
+        book = nbformat.read(source, 4)
+        next(cell for cell in book.cells if cell.cell_type == kind).source += "\n# more"
+        nbformat.write(book, tmp_path / source.name)
+        assert notebook_pages.fault(tmp_path / source.name).endswith(f"; run {mend}")
 
 
 def test_pages_for_github_are_small_and_name_no_machine() -> None:
@@ -250,80 +246,6 @@ def test_pages_for_github_are_small_and_name_no_machine() -> None:
         figures = set(re.findall(rf'src="({path.stem}/\d+\.png)"', text))
         assert figures == {f"{path.stem}/{p.name}" for p in files if p.parent.name == path.stem}, path.name
         assert f"](docs/pages/{path.name})" in readme
-
-
-def made_up(place: Path, prose: str, code: str) -> Path:
-    """A notebook in a checkout of its own, with a page of docs/ to link to."""
-    for name in ("notebooks", "docs"):
-        (place / name).mkdir(exist_ok=True)
-    (place / "docs" / "words.md").write_text("# Words")
-    source = place / "notebooks" / "a.ipynb"
-    cells = [nbformat.v4.new_markdown_cell(prose, id="t"), nbformat.v4.new_code_cell(code, id="c")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
-    return source
-
-
-def ran(source: Path) -> nbformat.NotebookNode:
-    """The notebook with an output of each kind."""
-    png = base64.b64encode(drawn(2200, 40)).decode()
-    table = "<style>b {}</style><table><tr><td style='x'>a &lt; b</td></tr></table>"
-    page = f"{table}<pre>1\n\n2</pre><img src='data:image/png;base64,{png}'>"
-    book = nbformat.read(source, 4)
-    book.cells[1].outputs = [
-        nbformat.v4.new_output("stream", text=f"{ROOT}/data /tmp/x/y.py\n"),
-        nbformat.v4.new_output("stream", text="\n".join(map(str, range(40)))),
-        nbformat.v4.new_output("display_data", {"text/html": page, "text/plain": "<Html>"}),
-        nbformat.v4.new_output("display_data", {"image/png": png, "text/plain": "<Picture>"}),
-        nbformat.v4.new_output("display_data", {notebook_pages.WIDGET: {}, "text/plain": "VBox()"}),
-    ]
-    return book
-
-
-def drawn(width: int, height: int) -> bytes:
-    out = BytesIO()
-    Image.linear_gradient("L").resize((width, height)).convert("RGBA").save(out, "PNG")
-    return out.getvalue()
-
-
-def test_a_page_for_github_shows_every_kind_of_output(tmp_path: Path) -> None:
-    source, pages = (
-        made_up(tmp_path, "# A\n\n[w](../docs/words.md#a), [a](a.ipynb#b)", "x[0](y)"),
-        tmp_path / "docs" / "pages",
-    )
-    notebook_pages.write_page(source, pages, ran(source))
-    text = (pages / "a.md").read_text(encoding="utf-8")
-    assert "[w](../words.md#a), [a](a.md#b)" in text and "```python\nx[0](y)\n```" in text
-    assert "```text\ndata …/y.py\n0\n" in text and "\n28\n… 11 more lines\n```" in text
-    assert "<table><tr><td>a &lt; b</td></tr>\n</table>" in text and "<pre>1&#10;\n2</pre>" in text
-    assert text.count('src="a/1.png"') == 2 and "A widget" in text and "VBox" not in text
-    [figure] = (pages / "a").iterdir()
-    with Image.open(figure) as picture:
-        assert picture.size == (1100, 20) and picture.mode == "P" and len(picture.getcolors()) <= 64
-
-
-def test_a_page_for_github_is_stale_after_a_change_of_code_and_renewed_after_one_of_prose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, pages = made_up(tmp_path, "# A", "1"), tmp_path / "docs" / "pages"
-    monkeypatch.setattr(make_docs, "notebooks", lambda: [source])
-    assert make_docs.write_pages(pages) == ["a.ipynb: a.md does not show its present code; run make docs"]
-    notebook_pages.write_page(source, pages, ran(source))
-    assert make_docs.write_pages(pages) == [] and notebook_pages.fault(source, pages) == ""
-    before = (pages / "a.md").read_text(encoding="utf-8")
-
-    made_up(tmp_path, "# Another", "1")
-    assert notebook_pages.fault(source, pages).endswith("present prose; run scripts/docs/make_docs.py --text")
-    assert make_docs.write_pages(pages) == [] and notebook_pages.fault(source, pages) == ""
-    assert (pages / "a.md").read_text(encoding="utf-8") == before.replace("# A\n", "# Another\n")
-
-    (pages / "a" / "1.png").rename(tmp_path / "1.png")
-    assert "lacks figures" in notebook_pages.fault(source, pages)
-    (tmp_path / "1.png").rename(pages / "a" / "1.png")
-
-    made_up(tmp_path, "# Another", "2")
-    assert make_docs.write_pages(pages) == ["a.ipynb: a.md does not show its present code; run make docs"]
-    keep_run(source, ran(source), tmp_path)
-    assert make_docs.write_pages(pages, tmp_path) == [] and notebook_pages.fault(source, pages) == ""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")

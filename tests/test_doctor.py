@@ -72,17 +72,6 @@ def test_a_bubblewrap_that_cannot_start_is_no_sandbox(programs: Path):
     assert "bubblewrap" in sandbox.found
 
 
-@pytest.mark.parametrize("name, forbidding, allowing", doctor.USER_NAMESPACES)
-def test_the_kernel_setting_that_forbids_sandboxes_is_named(name, forbidding, allowing, tmp_path, programs):
-    program(programs, "bwrap", "exit 1")
-    file = tmp_path / "sys" / name.replace(".", "/")
-    file.parent.mkdir(parents=True)
-    file.write_text(f"{allowing}\n")
-    assert name not in doctor.mend_sandbox(tmp_path / "sys")
-    file.write_text(f"{forbidding}\n")
-    assert doctor.mend_sandbox(tmp_path / "sys") == f"sudo sysctl -w {name}={allowing}"
-
-
 def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: pytest.MonkeyPatch):
     assert doctor.driver_gpus() == ()
     program(programs, "nvidia-smi", "exit 9")

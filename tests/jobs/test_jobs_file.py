@@ -1,6 +1,5 @@
 """Job files: what is refused before anything starts, and what a graph becomes."""
 
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +43,20 @@ TRAIN = node(outputs={"total": "total", "run_dir": "run.path"})
 @pytest.mark.parametrize(
     "nodes, message",
     [
-        ({}, "nodes"),
         ({"a": {"notebook": "gone.ipynb"}}, "gone.ipynb: no such notebook"),
         ({"a": node(timeouts=3)}, "nodes.a.timeouts: unknown; did you mean 'timeout_s'?"),
-        ({"a": node(timeout_s=0)}, "nodes.a.timeout_s: Input should be greater than 0"),
-        ({"a": node(timeout_s=float("inf"))}, "nodes.a.timeout_s: Input should be a finite number"),
-        ({"a": node(retries="2")}, "nodes.a.retries: Input should be a valid integer"),
         ({"job": node()}, "'job' cannot name a node"),
-        ({"a/b": node()}, "'a/b' cannot name a node"),
         ({"a": node(parameters={"stepz": 1})}, "no parameter 'stepz'; did you mean 'steps'?"),
         ({"a": node(parameters={"steps": "1"})}, "steps='1' must be of type int"),
-        ({"a": node(parameters={"name": date(2026, 1, 2)})}, "name=datetime.date(2026, 1, 2) must be of type str"),
-        (
-            {"a": node(parameters={"overrides": {"rl.stepz": 1}})},
-            "unknown setting 'rl.stepz'; did you mean 'rl.steps'?",
-        ),
         ({"a": node(grid={"steps": [1, "2"]})}, "steps='2' must be of type int"),
-        ({"a": node(grid={"steps": []})}, "grid.steps is empty"),
         ({"a": node(grid={"steps": [1, 1]})}, "two nodes of a grid have the same name"),
         ({"a": node(grid={"overrides": [{}]})}, "label the grid's values"),
         ({"a": node(grid={"steps": [1]}, parameters={"steps": 1})}, "steps is a parameter and in the grid"),
         ({"train": TRAIN, "a": node(parameters={"name": "${ train.total }"})}, "a reference is written ${node.output}"),
-        ({"a": node(outputs={"x": "hidden"})}, "no cell sets 'hidden'"),
         ({"a": {"notebook": "bad.ipynb"}}, "bad.ipynb: the parameters cell is not Python"),
         ({"a": node(outputs={"x": "totl"})}, "no cell sets 'totl'; did you mean 'total'?"),
-        ({"a": node(outputs={"x": "f(1)"})}, "'f(1)' is not a variable's name"),
-        ({"a": node(outputs={"dir": "total"})}, "has an output `dir` already"),
-        ({"a": node(after=["b"]), "c": node()}, "no node 'b'"),
         ({"train": TRAIN, "a": node(parameters={"steps": "${tran.total}"})}, "no node 'tran'; did you mean 'train'?"),
-        ({"train": TRAIN, "a": node(parameters={"steps": "${train.totl}"})}, "no output 'totl'; did you mean 'total'?"),
         ({"train": TRAIN, "a": node(parameters={"steps": "${train.total}0"})}, "must be of type int"),
-        ({"a": node(outputs={"total": "total"}, parameters={"steps": "${a.total}"})}, "a has no output 'total'"),
         ({"a": node(after=["b"]), "b": node(after=["a"])}, "in a circle"),
     ],
 )
@@ -87,35 +69,21 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, nodes: Any, message: st
 def test_all_that_is_wrong_is_said_at_once(folder: Path):
     nodes = {
         "gone": {"notebook": "gone.ipynb"},
-        "a": node(parameters={"stepz": 1, "steps": "1", "name": "${b.x}"}, after=["c"], outputs={"x": "totl"}),
-        "d": node(parameters={"stepz": 1, "steps": "1", "name": "${b.x}"}, after=["c"]),
         "e": node(grid={"steps": []}),
         "f": node(parameters={"overrides": {"rl.stepz": 1, "rl.group": "many", "seed": 1}}),
     }
     with pytest.raises(ValueError) as caught:
-        load(folder, nodes, {"nothing": "1", "g:steps": "1"}, parameters={"naem": "b"})
-    head, *lines = str(caught.value).split("\n")
-    assert head == "10 problems:"
-    for line, part in zip(
-        lines,
-        [
-            "gone.ipynb: no such notebook",
-            "output x: no cell sets 'totl'",
-            "--set nothing: no notebook has a parameter 'nothing'",
-            "--set g:steps: no node 'g'",
-            "grid.steps is empty",
-            "has no parameter 'stepz'",
-            "steps='1' must be of type int",
-            "d.name: no node 'b'",
-            "d.after: no node 'c'",
-            "unknown setting 'rl.stepz'; did you mean 'rl.steps'?. rl.group='many'",
-        ],
-        strict=True,
+        load(folder, nodes, {"nothing": "1", "g:steps": "1"})
+    said = str(caught.value)
+    assert said.startswith("5 problems:\n") and said.count("\n") == 5
+    for part in (
+        "gone.ipynb: no such notebook",
+        "--set nothing: no notebook has a parameter 'nothing'",
+        "--set g:steps: no node 'g'",
+        "grid.steps is empty",
+        "unknown setting 'rl.stepz'; did you mean 'rl.steps'?. rl.group='many'",
     ):
-        assert part in line
-    with pytest.raises(ValueError) as caught:
-        load(folder, {"a": node(timeouts=3, retries="2"), "b": {}}, parallel=0)
-    assert str(caught.value).count("\n") == 4 and "nodes.b.notebook: Field required" in str(caught.value)
+        assert part in said
 
 
 def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
@@ -148,20 +116,13 @@ def test_set_reaches_those_who_take_it(folder: Path):
     }
 
 
-def test_numbers_of_the_command_line_are_read_as_python_reads_them(folder: Path):
-    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\nrun_dir: str = ''")
-    settings = {"rate": "1e-3", "steps": "010", "run_dir": "some/run"}
-    [one] = load(folder, {"a": {"notebook": "r.ipynb"}}, settings).nodes.values()
-    assert one.parameters == {"rate": 1e-3, "steps": 10, "run_dir": str(Path("some/run").resolve())}
-
-
 def test_a_job_file_may_use_anchors_and_numbers_as_python_writes_them(folder: Path):
-    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\noverrides: dict = {}")
+    notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nrun_dir: str = ''\noverrides: dict = {}")
     text = "name: job\nnodes:\n  a: &a {notebook: r.ipynb, timeout_s: 6e1}\n  b:\n    <<: *a\n    parameters: {rate: 3e-6}\n"
     (folder / "job.yml").write_text(text)
-    nodes = load_job(folder / "job.yml", {"a:rl.lr": "1e-4"}).nodes
+    nodes = load_job(folder / "job.yml", {"a:rl.lr": "1e-4", "a:run_dir": "some/run"}).nodes
     assert nodes["b"].parameters == {"rate": 3e-6} and nodes["b"].spec.timeout_s == 60
-    assert nodes["a"].parameters == {"overrides": {"rl.lr": 1e-4}}
+    assert nodes["a"].parameters == {"overrides": {"rl.lr": 1e-4}, "run_dir": str(Path("some/run").resolve())}
     (folder / "job.yml").write_text(text + "    parameters: {rate: 1.0}\n")
     with pytest.raises(ValueError, match="'parameters' stands twice"):
         load_job(folder / "job.yml")
@@ -179,13 +140,6 @@ def test_the_job_files_that_ship_are_right(path: Path):
     job = load_job(path)
     assert job.name == path.stem and job.nodes
     assert all(each.spec.timeout_s for each in job.nodes.values())
-
-
-def test_a_node_that_is_named_twice_is_refused(folder: Path):
-    path = folder / "job.yml"
-    path.write_text("name: job\nnodes:\n  a: {notebook: n.ipynb}\n  a: {notebook: n.ipynb}\n")
-    with pytest.raises(ValueError, match=r"job\.yml: not YAML: 'a' stands twice .*line 3"):
-        load_job(path)
 
 
 def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):

@@ -1,7 +1,6 @@
 """Notebooks and RL on one Ray cluster of two nodes on this machine: both take part, and the second says which folder it does not
 see. A graph gives what the same file gives without Ray."""
 
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +15,6 @@ from clusters import Cluster, two_nodes
 from test_jobs_fire import DETACHED, LEASED, Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.jobs.runner import run_attempt
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
@@ -53,15 +51,6 @@ def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
     yield made
     for process in ours(made):
         process.kill()
-
-
-def test_a_node_that_does_not_see_the_notebooks_says_so(tmp_path: Path):
-    attempt = tmp_path / "attempt.json"
-    attempt.write_text(json.dumps({"folder": str(tmp_path / "elsewhere")}))
-    with pytest.raises(
-        FileNotFoundError, match="does not see .*/elsewhere: keep the notebooks on a shared file system"
-    ):
-        run_attempt(str(attempt), "")
 
 
 def begun(source: RunDir, runs: Path, name: str, cluster: Cluster) -> RunDir:

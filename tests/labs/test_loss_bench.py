@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from composer_nb.labs import losses as module
 from composer_nb.labs.losses import EXACT, LOSSES, OURS, SampledTokens, bench, effective_share, exact, slope
-from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.packing import FlatBatch, Stream
 
@@ -171,36 +170,6 @@ def test_every_published_loss_has_the_gradient_of_its_formula(name: str, seed: i
     torch.testing.assert_close(through, wanted, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15)
-@given(seed=st.integers(0, 10**6))
-def test_weights_and_reasons_say_what_the_slope_does(name: str, seed: int):
-    _, tokens = toy(seed)
-    count = len(tokens.rollout_S)
-    found = slope(tokens, LOSSES[name], 5 if LOSSES[name].length_norm else count)
-    ratio = (tokens.logprob_S - tokens.sampled_S).detach().exp()
-    advantage, why = tokens.advantage_S, [module.REASONS[place] for place in found.reason_S.tolist()]
-    stopped = [reason in ("above", "below") for reason in why]
-    assert stopped == (found.weight_S == 0).tolist()
-    if name in ("ours", "std norm", "dppo", "k2"):
-        scale = tokens.std_S if name == "std norm" else 1.0
-        assert torch.allclose(found.weight_S, torch.where(torch.tensor(stopped), 0.0, ratio * scale))
-        assert all(
-            (r > 1 and a > 0) if reason == "above" else (r < 1 and a < 0)
-            for r, a, reason in zip(ratio, advantage, why, strict=True)
-            if reason in ("above", "below")
-        )
-    if name in ("cispo", "tis"):
-        cap = {"cispo": 1.28, "tis": 2.0}[name]
-        assert torch.allclose(found.weight_S, ratio.clamp(max=cap))
-        assert [reason == "capped" for reason in why] == (ratio > cap * (1 + 1e-4)).tolist()
-    if name == "icepop":
-        wanted = ["above" if r > 5 else "below" if r < 0.5 else "trains" for r in ratio.tolist()]
-        assert why == wanted
-    if name == "gspo":
-        assert all(len({why[i] for i in np.flatnonzero(tokens.rollout_S == rollout)}) == 1 for rollout in range(5))
-
-
 def test_the_exact_gradient_is_that_of_the_expected_reward():
     """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
     estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
@@ -240,9 +209,6 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
     assert float((per_token - total).norm()) > 0.05 * float(total.norm())
 
 
-# Effective sample size
-
-
 # Gradients
 
 
@@ -258,35 +224,6 @@ def test_the_groups_gradients_add_up_to_the_batch_s(bigrams: None, name: str):
     assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
 
 
-def test_on_policy_the_rows_agree_and_nothing_is_masked(make_model, converse):
-    """On the real model and its packing: to the last bit, because one forward pass gives both sides of the ratio."""
-    attempts = converse(Engine(make_model(3), stop=frozenset[int](), slots=8, max_length=96), 8)
-    values = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
-    groups = [
-        [as_stream(done, float(a)) for done, a in zip(attempts[4 * k : 4 * k + 4], row - row.mean(), strict=True)]
-        for k, row in enumerate(values)
-    ]
-    model = make_model(3)
-    before = [weight.clone() for weight in model.parameters()]
-    own = on_policy(model, groups)
-    found = bench(model, own, reference=make_model(5))
-    assert all(row.masked == 0 == row.reasons["capped"] for row in found.rows)
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    same = [number for number, row in enumerate(found.rows) if row.loss in ("ours", "cispo", "tis", "icepop", EXACT)]
-    assert len(same) == 5 and (np.abs(found.cosines[np.ix_(same, same)] - 1) < 1e-12).all()
-    assert all(torch.equal(found.gradient(OURS), found.gradient(found.rows[number].loss)) for number in same)
-    k1, k2 = (list(LOSSES).index(name) for name in ("k1", "k2"))
-    assert found.cosines[0, k1] == pytest.approx(found.cosines[0, k2], abs=1e-6) and found.cosines[0, k1] < 1 - 1e-4
-
-
-def as_stream(done: Any, advantage: float) -> Stream:
-    from composer_nb.harness.rewards import Reward
-    from composer_nb.trainer.rl import Scored, to_streams
-
-    [stream] = to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
-    return stream
-
-
 # The table
 
 
@@ -296,7 +233,7 @@ def test_effective_share_of_a_mask_is_what_it_leaves(kept: int, dropped: int, sc
     assert math.isnan(effective_share(np.zeros(kept)))
 
 
-def test_rows_and_their_figure(bigrams: None):
+def test_rows_say_how_much_a_batch_teaches(bigrams: None):
     """A group that teaches nothing counts in the rows; a batch of such groups has no numbers rather than wrong ones."""
     model, groups = Bigram(1), random_groups(7)
     dead = [[replace(stream, advantage=0 * stream.advantage) for stream in group] for group in groups]
@@ -308,13 +245,8 @@ def test_rows_and_their_figure(bigrams: None):
     assert table.row("ours").reasons["no advantage"] == pytest.approx(lengths[1].sum() / lengths.sum())
     own = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
     by_closed_form = lengths.size**2 / (lengths.sum() * (1 / lengths).sum())
-    assert own.row("length norm").ess == pytest.approx(by_closed_form, rel=1e-4) and own.row(OURS).ess == pytest.approx(
-        1
-    )
+    assert [row.ess for row in own.rows[:2]] == pytest.approx([by_closed_form, 1], rel=1e-4)
 
     nothing = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
     assert nothing.row("k1").norm > 0 == nothing.row(OURS).norm, "the reference pulls, with nothing to compare to"
     assert math.isnan(nothing.cosines[0, 1]) and math.isnan(nothing.row(OURS).ess)
-    [ax] = module.cosines(nothing, "own weights").axes
-    texts = ["–" if math.isnan(x) else f"{x:.2f}" for x in nothing.cosines.ravel()]
-    assert [text.get_text() for text in ax.texts] == texts and ax.images[0].get_array().mask.any()

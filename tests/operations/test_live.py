@@ -34,15 +34,6 @@ def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
     assert html.escape(there[1].attempt.task.instruction) in httpx.get(page.url + "rollouts/1").text
 
 
-def test_it_draws_again_only_after_a_change(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def picture() -> str:
-        return httpx.get(page.url + "board").text.partition("<img")[2]
-
-    before = picture()
-    monkeypatch.setattr("composer_nb.views.dashboard.picture", lambda seen: pytest.fail("drawn again"))
-    assert before and picture() == before
-
-
 def test_another_host_gets_nothing_and_a_port_in_use_is_named(page: LivePage) -> None:
     assert httpx.get(page.url, headers={"Host": "evil.example"}).status_code == 400
     port = httpx.URL(page.url).port

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +55,19 @@ def task(backend: Backend) -> Task:
     return with_plan(made, found.plan)
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """Bytes, and the tokens of Qwen's format."""
+def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(list(QwenRenderer.tokens[:2]))
-    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in QwenRenderer.tokens[2:]])
+    made.add_special_tokens(list(special))
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Bytes, and the tokens of Qwen's format."""
+    return byte_tokenizer(QwenRenderer.tokens[:2], QwenRenderer.tokens[2:])
 
 
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
@@ -123,6 +127,7 @@ class Turns:
     """A policy that writes these turns, and notes what it is asked and what it forgets."""
 
     capacity = 2
+    version = 0
     pause_s = 0.0
 
     def __init__(self, *turns: list[int]) -> None:
@@ -138,7 +143,7 @@ class Turns:
         return [self._turn(each, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
 
     def _turn(self, request: Request, token_ids: list[int]) -> Completion:
-        logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
+        logprobs, versions = [-0.5] * len(token_ids), [self.version] * len(token_ids)
         for drawn in map(SampledToken, token_ids, logprobs, versions):
             if request.heard:
                 request.heard(drawn)

@@ -6,39 +6,27 @@ import io
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from termios import ICANON, tcgetattr
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
 from composer_nb.cli import main
-from composer_nb.harness.agent.loop import Conversation
 from composer_nb.harness.agent.scripts import read_script
-from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.image import host_image
-from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
-from composer_nb.production.checkout import read_checkout
 from composer_nb.production.serve import ScriptServer
-from composer_nb.production.show import bench_table, decide
-from composer_nb.production.work import Work
-from composer_nb.trainer.recipe.reader import EXAMPLES, example_run
-from composer_nb.views.rollout import held_out
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -161,11 +149,7 @@ def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: p
 BAD: list[tuple[dict[str, str], str]] = [
     ({"instruction": " "}, "the instruction is empty"),
     ({"instruction": "fix caf\udce9"}, "the instruction is not UTF-8"),
-    ({"path": "nowhere"}, "no folder here"),
-    ({"policy": "scripted:expert"}, "give scripted:FILE.json"),
-    ({"policy": "x:here"}, "no such kind; give DIR, openai:URL"),
     ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
-    ({"backend": "chroot"}, "backend must be one of"),
     ({"image": "python:3.12"}, "has no images; use --backend docker"),
     ({"packages": "nowhere"}, "--packages nowhere: holds no file; fill it by pip install --target"),
 ]
@@ -245,75 +229,3 @@ def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: b
         shown += ran.stdout.read()
     os.close(ours)
     assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, shown.decode()
-
-
-def test_what_an_endpoint_answers_is_no_markup(repository: Path, tmp_path: Path) -> None:
-    failed = Turn(call="", observation="status 400: [/INST] [red]no", error="ProviderError")
-    done = Conversation(turns=(failed,), stop="infrastructure", why=failed.observation)
-    work = Work(path=tmp_path, source=read_checkout(repository), conversation=done, changes={})
-    shown = io.StringIO()
-    console = Console(file=shown, width=200)
-    assert decide(work, "later", console) == 1
-    rows = {"all": {"n_tasks": 0, "infra_errors": 1, "lost_to": done.why}}
-    console.print(bench_table({"policy": "[/p]", "samples": 1, "arms": rows}))
-    assert shown.getvalue().count("[/INST] [red]no") == 2
-
-
-def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tasks(tasks, tmp_path / "tasks.jsonl")
-    asked = ["eval", "--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--out", str(tmp_path / "out")]
-    assert main([*asked, "--policy", "scripted:lazy", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["arms"]["all"]["pass_at_1"] == 0.0
-    assert main([*asked, "--policy", "scripted:lazy"]) == 0
-    assert "pass@1" in capsys.readouterr().out
-    bare = tasks[0].model_copy(update={"metadata": {}})
-    save_tasks([bare], tmp_path / "tasks.jsonl")
-    assert main([*asked, "--policy", "scripted:lazy"]) == 2
-    assert "has no plan of its tests" in capsys.readouterr().err
-
-
-def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
-    command = [sys.executable, "-m", "composer_nb.cli", "serve", "--policy", f"scripted:{script}", "--port", "0"]
-    heed = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a shell's background jobs, these tests perhaps, ignore it
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("http://127.0.0.1:")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=patience(20)) == 130
-
-
-# What was trained here, at work in the product
-
-
-@pytest.fixture(scope="module")
-def solved() -> Attempt:
-    """The shortest greedy attempt of the example's policy that solved its task."""
-    greedy = held_out(example_run(), "final").values()
-    return min((s.attempt for s in greedy if s.attempt.grade.passed), key=lambda done: len(done.rollout.turns))
-
-
-@pytest.fixture
-def keeper(solved: Attempt, tmp_path: Path) -> Path:
-    made = tmp_path / "keeper"
-    made.mkdir()
-    for path, text in solved.task.files.items():
-        (made / path).write_text(text)
-    return made
-
-
-TRAINED = EXAMPLES[0] / "weights" / "final"
-
-
-def test_what_a_run_trained_mends_a_repository(solved: Attempt, keeper: Path, tmp_path: Path) -> None:
-    """The policy of the example run, greedy, does in the product's sandbox what it did in its evaluation."""
-    out = tmp_path / "out"
-    asked = ["agent", str(keeper), solved.task.instruction, "--policy", str(TRAINED), "--out", str(out)]
-    assert main([*asked, "--temperature", "0", "--verdict", "accept"]) == 0
-    assert {path: (keeper / path).read_text() for path in solved.task.files} == solved.rollout.files
-    [row] = pq.read_table(out / "rollout.parquet").to_pylist()
-    turns = json.loads(row["turns"])
-    assert [each["call"] for each in turns] == [turn.call for turn in solved.rollout.turns]
-    assert [each["observation"] for each in turns] == [turn.observation for turn in solved.rollout.turns]
-    assert row["stop"] == "finished" and any(each["observation"].startswith("pass") for each in turns)

@@ -1,37 +1,27 @@
-"""A checkpoint directory as an agent: its tokenizer with Qwen's tokens and chat template, the engine, the loop, the server.
-
-`transformers` renders the template, as an independent word on which tokens a conversation is. The model is small and random, so
-it babbles: what the loop makes of that is part of what is tested.
+"""A checkpoint directory as an agent: its environment, the engine, the loop, the server; and the tokens of Qwen's chat template,
+which `transformers` renders. The model is small and random, so it babbles: what the loop makes of that is part of what is tested.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
-from tokenizers.models import BPE
 
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.endpoint import Endpoint
-from composer_nb.harness.agent.loop import LIMITS, converse, system_text
+from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.qwen import HOW, QwenRenderer
-from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
+from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import Carried, EnvSettings, carry
 from composer_nb.harness.policy import ProviderFailure
-from composer_nb.harness.rollout import Kind
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production import policies
 from composer_nb.production.agents import run_agent
@@ -40,16 +30,12 @@ from composer_nb.production.policies import equipment, open_engine, trained_with
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-from tests.production.conftest import Turns, serving
+from tests.production.conftest import serving
 from tests.tiny_models import SIZES
+from tests.trainer.models.test_companions import as_openai, talk_of
 
 FUNCTIONS = Path(__file__).parents[2] / "data" / "example" / "data" / "heldout.jsonl"
-POSITIONS = 12_288
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-ADDED = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+POSITIONS = 400
 TEMPLATE = """\
 {%- for m in messages -%}
 {%- if m.role == "system" -%}
@@ -99,59 +85,6 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant¶{%- endif -%}"""
 
 
-def made_tokenizer() -> Tokenizer:
-    made = Tokenizer(BPE())
-    made.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [json.dumps(ARMS["all"].tools().schemas), system_text(WORKSPACE), HOW] * 2
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
-    made.add_special_tokens(SPECIAL)
-    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
-    return made
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its vocabulary is padded, as in the published ones: it can write ids that no token has."""
-    path, tokenizer = tmp_path_factory.mktemp("models") / "small", made_tokenizer()
-    torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=tokenizer.get_vocab_size() + 7,
-        max_position_embeddings=POSITIONS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    )
-    save_pretrained(Model(config), path, dtype=torch.bfloat16)
-    tokenizer.save(str(path / "tokenizer.json"))
-    template = TEMPLATE.replace("HOW", HOW.replace("\n", "¶")).replace("¶", '{{ "\\n" }}')
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
-    (path / "tokenizer_config.json").write_text(json.dumps(told))
-    return path
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(checkpoint)
-
-
-def templated(oracle: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
-    text = oracle.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    return list(oracle(text, add_special_tokens=False)["input_ids"])
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     made = tmp_path / "repository"
@@ -162,10 +95,10 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def compact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the compact format that was trained with the tools of the product."""
+    """A checkpoint of the compact format. Its vocabulary is padded: it can write ids that no token has."""
     path, tokenizer = tmp_path_factory.mktemp("models") / "compact", train_tokenizer(["read f.py test done"], 300)
     torch.manual_seed(0)
-    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
+    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size() + 7, "max_position_embeddings": POSITIONS})
     save_pretrained(Model(config), path, dtype=torch.bfloat16)
     tokenizer.save(str(path / "tokenizer.json"))
     return path
@@ -215,11 +148,6 @@ def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.M
     ("text", "why"),
     [
         ("{", "damaged"),
-        ('{"renderer": "xml", "tools": "tiny"}', "renderer"),
-        (
-            '{"renderer": "compact", "tools": "tiny", "limits": {"turns": 0}}',
-            "limits.turns Input should be greater than",
-        ),
         ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which"),
     ],
 )
@@ -233,65 +161,26 @@ def test_a_damaged_environment_is_one_line(
     assert why in line
 
 
-def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: Any) -> None:
-    tools = ARMS["all"].tools()
-    renderer = QwenRenderer(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), tools.schemas)
-    look = [
-        ToolCall(name="read_file", arguments={"target_file": "f.py"}),
-        ToolCall(name="grep", arguments={"pattern": "def", "output_mode": "count"}),
-    ]
-    said = [
-        ("I look.", look),
-        ("", [ToolCall(name="read_file", arguments={"target_file": "f.py", "offset": 1, "limit": 1})]),
-        ("", [ToolCall(name="read_file", arguments={"target_file": "none.py"})]),
-        ("It is well.", []),
-    ]
-    written = [
-        Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
-        for text, calls in said
-    ]
-    turns = [renderer.turn(each) for each in written]
-    policy = Turns(*turns)
-    with BwrapBackend() as backend, backend.create() as box, Shared(policy) as shared:
-        box.write("f.py", b"def f():\n    return 1\n")
-        limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
-        turn_policy = TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "You fix.")
-        done = converse("fix f", turn_policy, tools, tools.open(box))
-        [segment] = turn_policy.close()
-    talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
-    observations = iter([turn.observation for turn in done.turns if turn.call])
-    tokens = list[int]()
-    for (text, calls), request, turn in zip(said, policy.asked, turns, strict=True):
-        tokens += request.token_ids
-        assert tokens == templated(oracle, talk, tools.schemas)
-        tokens += turn
-        wire = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls]
-        talk.append({"role": "assistant", "content": text} | ({"tool_calls": wire} if wire else {}))
-        talk += [{"role": "tool", "content": next(observations)} for _ in calls]
-    assert done.stop == "finished" and segment.token_ids.tolist() == tokens
-    whole = oracle.apply_chat_template(talk, tools=tools.schemas, tokenize=False).removesuffix("\n")
-    assert tokens == oracle(whole, add_special_tokens=False)["input_ids"]
-
-
-def test_a_thinking_model_is_read_and_other_special_tokens_end_a_turn(checkpoint: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    renderer = QwenRenderer(tokenizer, ARMS["all"].tools().schemas)
-    call = "<tool_call>\n<function=read_file>\n<parameter=target_file>\nf.py\n</parameter>\n</function>\n</tool_call>"
-    text = f"<think>\nI look.\n</think>\n\n{call}<|im_end|>"
-    written = tokenizer.encode(text, add_special_tokens=False).ids
-    said = renderer.parse(written)
-    assert said.text == "<think>\nI look.\n</think>"
-    assert [each.call for each in said.calls] == [ToolCall(name="read_file", arguments={"target_file": "f.py"})]
-    assert renderer.kinds(written)[0] == Kind.THINKING and renderer.kinds(written)[-2] == Kind.TOOL_CALL
-    end, thought = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<think>")
-    assert {end, tokenizer.token_to_id("<|im_end|>")} <= renderer.stop and thought not in renderer.stop
-    [bad] = renderer.parse([*renderer.encode("Done."), end]).calls
-    assert isinstance(bad.call, ToolError)
-
-
-def test_a_conversation_is_as_long_as_the_model_reads(checkpoint: Path, repository: Path, tmp_path: Path) -> None:
+def test_a_conversation_is_as_long_as_the_model_reads(compact: Path, repository: Path, tmp_path: Path) -> None:
     """131,072 tokens are the usual limit, and more than this model, and many published ones, read."""
-    asked = ["agent", str(repository), "x " * POSITIONS, "--policy", str(checkpoint), "--out", str(tmp_path / "out")]
+    carry(compact, EnvSettings(), Limits())
+    asked = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
     assert main([*asked, "--verdict", "later"]) == 1
-    with open_engine(checkpoint, slots=1, tokens=131_072) as engine:
+    with open_engine(compact, slots=1, tokens=131_072) as engine:
         assert engine.tokens == POSITIONS
+
+
+def test_turn_after_turn_the_tokens_are_the_templates() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tools, system, talk = ARMS["all"].tools().schemas, "You fix.", talk_of("qwen")
+    tokenizer = train_tokenizer([json.dumps(tools), HOW], 900, QwenRenderer.tokens)
+    oracle = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=TEMPLATE.replace("HOW", HOW.replace("\n", "¶")).replace("¶", '{{ "\\n" }}'),
+    )
+    for end in (1, 5, 7):  # whenever it is the model's turn
+        messages = [{"role": "system", "content": system}, *as_openai(talk[:end])]
+        text = oracle.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == QwenRenderer(tokenizer, tools).render(talk[:end], system), text

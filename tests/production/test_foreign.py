@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from composer_nb.production import foreign
 from composer_nb.production.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
 from composer_nb.production.improve import conversations, grouped
 from composer_nb.production.serve import ScriptServer
+from tests.production.test_foreign_audit import BEGIN
 from tests.production.test_serve_record import recording
 
 DOUBLES = """
@@ -32,27 +32,17 @@ def load_environment():
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), sampling_args=short)
 """
 COUNTER = """
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
 class Add(Action):
     number: int
 
-class Sum(Observation):
-    sum: int
-
-class Adds(Environment):
-    def reset(self, seed=None, episode_id=None, **kwargs):
+class Adds(Base):
+    def reset(self, seed=None, **kwargs):
         self.sum, self.steps = seed, 0
-        return Sum(sum=self.sum)
+        return Seen(text=str(self.sum))
 
-    def step(self, action, timeout_s=None, **kwargs):
+    def step(self, action, **kwargs):
         self.sum, self.steps = self.sum + action.number, self.steps + 1
-        return Sum(sum=self.sum, reward=action.number, done=self.steps == 3)
-
-    @property
-    def state(self):
-        return State()
+        return self.over(str(self.sum), action.number, self.steps == 3)
 """
 
 
@@ -68,7 +58,6 @@ def doubles(place: Path) -> Iterator[str]:
     for name, when in {
         "sound": "completion[-1].content.strip() == answer",
         "loose": "answer in completion[-1].content",
-        "signs": "sum(not sign.isalpha() for sign in completion[-1].content) / (len(completion[-1].content) or 1)",
     }.items():
         (place / f"{name}_env.py").write_text(DOUBLES.replace("WHEN", when))
     yield "sound_env"
@@ -89,14 +78,6 @@ def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, m
         monkeypatch.setenv("OPENAI_API_KEY", server.key or "none")
         found = evaluate_foreign(f"openai:{server.url}", f"verifiers:{doubles}", 2)
     assert (found["reward"], found["n_tasks"], found["k"], found["lost"]) == (0.25, 4, 2, 0)
-
-
-def test_a_reward_needs_a_server_that_records(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
-    with ScriptServer(read_script(tmp_path / "s.json")) as server:
-        for policy in (f"openai:{server.url}", f"scripted:{tmp_path}/s.json"):
-            with pytest.raises(ValueError, match="serve it with `composer-nb serve --record RUN`"):
-                evaluate_foreign(policy, "verifiers:any", 1, ForeignSettings(grade=True))
 
 
 def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +107,8 @@ def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: p
 
 def test_a_policy_at_an_environment_of_openenv(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
-    (place / "counter_env.py").write_text(textwrap.dedent(COUNTER))
-    asked = [
-        "eval",
-        "--policy",
-        f"scripted:{place}/s.json",
-        "--tasks",
-        "openenv:counter_env:Adds:Add",
-        "--samples",
-        "2",
-    ]
+    (place / "counter_env.py").write_text(BEGIN + COUNTER)
+    asked = f"eval --policy scripted:{place}/s.json --tasks openenv:counter_env:Adds:Add --samples 2".split()
     turns = {('{"number": 2}',): 6.0, ('I add {"number": 1} now', "done"): 1.0, ('{"number": "x"}',): 0.0}
     for texts, reward in turns.items():
         (place / "s.json").write_text(json.dumps([{"text": text} for text in texts]))

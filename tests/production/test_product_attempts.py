@@ -17,18 +17,17 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy
 from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
-from composer_nb.harness.agent.scripts import expert, lazy, play, turn
+from composer_nb.harness.agent.scripts import expert, play, turn
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, News, ScriptTurnPolicy, Spoken, TokenTurnPolicy
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
-from composer_nb.harness.rewards import RewardSettings, reward
+from composer_nb.harness.policy import Completion, ProviderFailure, Request
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.registry import TERMS
@@ -42,7 +41,7 @@ from composer_nb.tour.expert import Script, ScriptedPolicy, step_by_step
 from composer_nb.tour.expert import expert as line_expert
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.harness.stubborn import WAYS, said, stubborn
-from tests.production.conftest import DATES
+from tests.production.conftest import DATES, Turns
 
 EDIT = {"name": "write", "file_path": "dates2.py", "contents": "x\n"}
 READ = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
@@ -58,17 +57,6 @@ def shell(command: str, **more: object) -> ToolCall:
     return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, **more})
 
 
-def test_the_expert_solves_and_the_lazy_one_does_not(place: Environment, task: Task) -> None:
-    solved, idle = (attempt(task, place, ScriptTurnPolicy(script(task))) for script in (expert, lazy))
-    assert (
-        solved.grade.passed
-        and solved.rollout.stop == "finished"
-        and solved.rollout.files["dates.py"] == task.solution["dates.py"]
-    )
-    assert not idle.grade.passed and idle.grade.known and idle.rollout.files == task.files
-    assert (solved.rollout.calls, solved.rollout.messages, idle.rollout.calls, idle.rollout.messages) == (3, 4, 0, 1)
-
-
 def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, task: Task) -> None:
     with ScriptServer(expert(task)) as server:
         endpoint = Endpoint(url=server.url, model="scripted")
@@ -79,36 +67,6 @@ def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, tas
     assert plain[0] == plain[1] and done.grade == here.grade
 
 
-class Typed:
-    """A policy that writes these token ids, turn by turn, whatever it is asked."""
-
-    capacity = 2
-
-    def __init__(self, turns: Sequence[list[int]]) -> None:
-        self.turns, self.asked, self.released = turns, list[Request](), list[int]()
-        self._waiting: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        self.asked.append(request)
-        self._waiting.append(request)
-
-    def step(self) -> list[Completion]:
-        request = self._waiting.pop(0)
-        written = self.turns[len(self.asked) - 1][: request.max_tokens]
-        return [
-            Completion(
-                rollout=request.rollout,
-                token_ids=written,
-                logprobs=[-1.0] * len(written),
-                policy_versions=[7] * len(written),
-            )
-        ]
-
-    def release(self, rollout: int) -> Trace:
-        self.released.append(rollout)
-        return Trace()
-
-
 def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, place.tools.schemas)
     turns = [
@@ -116,7 +74,8 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
         [*renderer.encode("<function=read_file> spelled out"), renderer.end],
         renderer.turn(Said(text="It is well.")),
     ]
-    policy = Typed(turns)
+    policy = Turns(*turns)
+    policy.version = 7
     with Shared(policy) as shared:
         done = attempt(task, place, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
     [segment] = done.rollout.segments
@@ -210,19 +169,16 @@ def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Ta
         assert ("dates2.py" in done.rollout.files) == bool(turns)
 
 
-class Endless(Typed):
-    """Never comes to the end of a turn."""
-
-    def step(self) -> list[Completion]:
-        time.sleep(0.01)
-        return []
-
-
 def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
     place: Environment, task: Task, tokenizer: Tokenizer
 ) -> None:
+    class Endless(Turns):
+        def step(self) -> list[Completion]:
+            time.sleep(0.01)
+            return []
+
     limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
-    policy = Endless([])
+    policy = Endless()
     with Shared(policy) as shared:
         turn_policy = TokenTurnPolicy(renderer, 4, limits, shared.ask, shared.release, "s")
         done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
@@ -244,17 +200,6 @@ def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(
     done = attempt(task, full, ScriptTurnPolicy(play([turn([call]), turn([call]), Said(text="")])))
     assert [each.error for each in done.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
     assert (done.rollout.stop, done.grade.status) == ("finished", "agent_failed")
-
-
-def test_a_sandbox_that_does_not_start_is_infrastructure(
-    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise SandboxFailure("none today")
-
-    monkeypatch.setattr(place.backend, "create", refuse)
-    done = attempt(task, place, ScriptTurnPolicy(lazy(task)))
-    assert done.grade.status == "infra_error" and done.rollout.stop == "infrastructure"
 
 
 def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path) -> None:
@@ -279,15 +224,15 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
 
 
 def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
-    class Broken(Typed):
+    class Broken(Turns):
         def step(self) -> list[Completion]:
             raise RuntimeError("out of memory")
 
-    with Shared(Broken([])) as shared:
+    with Shared(Broken()) as shared:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="out of memory"):
                 shared.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
-    closed = Shared(Typed([[1]]))
+    closed = Shared(Turns([1]))
     with closed:
         assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
     with pytest.raises(ProviderFailure, match="closed"):
@@ -330,16 +275,3 @@ def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
         assert [turn.call for turn in done.rollout.turns] == [turn.call for turn in here.rollout.turns]
         assert [turn.observation for turn in done.rollout.turns] == [turn.observation for turn in here.rollout.turns]
         assert done.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
-
-
-def test_an_attempt_to_fool_the_tests_trains_as_a_failure(task: Task, compact: Tokenizer) -> None:
-    """It is not sampled again like a fault of the machine."""
-    equal = "    def __eq__(self, other):\n        return True\n\n    __hash__ = None\n"
-    text = f"class Any(tuple):\n{equal}\n\ndef parse(text):\n    return Any()\n"
-    write = ToolCall(name="write", arguments={"file_path": "dates.py", "contents": text})
-    read = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
-    turns = [turn([read]), turn([write]), Said(text="Done.")]
-    done = trained_in(EnvSettings(tasks="given", tools="cursor"), compact, task, lambda task: (one for one in turns))
-    assert done.grade.status == "tampered" and done.grade.known
-    scored = reward(done.rollout, done.grade, RewardSettings(weights={"solved": 1.0, "tampered": -0.5}))
-    assert scored.total == -0.5

@@ -10,7 +10,6 @@ import anthropic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Said, User, Written
 from composer_nb.harness.agent.compact import CompactRenderer
@@ -20,7 +19,7 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.wire import RequestBody, arguments_of
-from tests.production.conftest import ASKED, Turns, playing
+from tests.production.conftest import ASKED, Turns, byte_tokenizer, playing
 
 PROPERTIES = {name: {"type": kind} for name, kind in (("path", "string"), ("text", "string"), ("line", "integer"))}
 PROPERTIES |= {"all": {"type": "boolean"}}
@@ -28,16 +27,8 @@ SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["path", "text
 TOOL = {"type": "function", "function": {"name": "put", "parameters": SCHEMA}}
 
 
-def spelling(kind: type[ChatRenderer]) -> ChatRenderer:
-    """Return a format on a tokenizer of bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_tokens([AddedToken(token, special=True, normalized=False) for token in kind.tokens])
-    return kind(made, [TOOL])
-
-
-FORMATS = {kind.__name__: spelling(kind) for kind in (QwenRenderer, KimiRenderer, CompactRenderer)}
+KINDS: tuple[type[ChatRenderer], ...] = (QwenRenderer, KimiRenderer, CompactRenderer)
+FORMATS = {kind.__name__: kind(byte_tokenizer(kind.tokens), [TOOL]) for kind in KINDS}
 PUT = "<tool_call>\n<function=put>\n<parameter=path>\nf.py\n</parameter>\n<parameter=text>\n"
 PUT_END = "\n</parameter>\n</function>\n</tool_call>"
 SECTION = "<|tool_calls_section_begin|><|tool_call_begin|>functions.put:0<|tool_call_argument_begin|>"
@@ -47,24 +38,17 @@ WRITTEN = [
     ("QwenRenderer", f"I put.\n\n{PUT}größer \U0001f600\n\n{PUT_END}\n{PUT}2{PUT_END}"),
     ("QwenRenderer", f"{PUT}a</parameter>b</parameter>\n<c{PUT_END} and text after it"),
     ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=line>\nmany\n</parameter>\n</function>\n</tool_call>"),
-    ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=line>\n12\n</parameter>\n</function>\n</tool_call>"),
     ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=path>\nagain{PUT_END}"),
     ("QwenRenderer", f"I try.\n<tool_call>\nput(1){PUT_END}{PUT}x{PUT_END}"),
-    ("QwenRenderer", f"One.{PUT}x{PUT_END}</tool_call>{PUT}y{PUT_END}"),
     ("QwenRenderer", f"I write <function= and {PUT}x{PUT_END}"),
     ("KimiRenderer", f'I put.{SECTION}{{"path": "f.py",  "text": "gr\\u00f6ßer }}"}}\n{KIMI_NEXT}{SECTION_END}'),
     ("KimiRenderer", f'{SECTION}{{"path": {{"a": 1}}}}{SECTION_END}'),
     ("KimiRenderer", f'{SECTION}{{"path": "f", "path": "g"}}{SECTION_END}'),
-    ("KimiRenderer", f'{SECTION}{{"path" "f"}}{SECTION_END}'),
-    ("KimiRenderer", f"{SECTION}[1, 2]{SECTION_END}"),
     ("KimiRenderer", f"{SECTION}nothing{SECTION_END}"),
     ("KimiRenderer", f'{SECTION.replace("functions.put:0", "put the")}{{"path": "f"}}{SECTION_END}'),
     ("CompactRenderer", 'put f.py<|to|>two\nlines<|to|>{"all": true, "line": 3}'),
-    ("CompactRenderer", "put f.py<|to|>größer"),
     ("CompactRenderer", "put f.py<|to|>x<|call|>put g.py<|to|>y"),
-    ("CompactRenderer", "put f.py<|to|>x<|to|>nothing"),
     ("CompactRenderer", "put f.py<|to|>x<|call|>babble<|call|>put g.py<|to|>y"),
-    ("CompactRenderer", "put f.py g.py<|to|>x"),
     ("CompactRenderer", "done<|to|>All is well."),
     ("CompactRenderer", "babble"),
 ]

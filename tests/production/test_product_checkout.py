@@ -210,16 +210,19 @@ def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> 
     assert (root / ".git").read_text() == "gitdir: /elsewhere\n"
 
 
-@pytest.mark.parametrize("command", ["chmod 000 sub", "rm a.py && ln -s /etc/passwd a.py", "rm a.py; mkfifo a.py"])
-def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backend, command: str) -> None:
-    changes, others = after_commands(root, backend, command)
-    assert changes == {} and others == ({"a.py"} if "rm" in command else set())
-
-
-@pytest.mark.parametrize("target", ["/etc/passwd", "sub/b.py"])
-def test_no_link_comes_back(root: Path, backend: Backend, target: str) -> None:
-    changes, others = after_commands(root, backend, f"ln -s {target} new; mkdir deep; ln -s ../{target} deep/er")
-    assert changes == {} and others == {"new", "deep/er"}
+@pytest.mark.parametrize(
+    ("command", "odd"),
+    [
+        ("chmod 000 sub", set()),
+        ("rm a.py && ln -s /etc/passwd a.py", {"a.py"}),
+        ("rm a.py; mkfifo a.py", {"a.py"}),
+        ("ln -s sub/b.py new; mkdir deep; ln -s ../sub/b.py deep/er", {"new", "deep/er"}),
+    ],
+)
+def test_links_and_the_like_neither_come_back_nor_delete(
+    root: Path, backend: Backend, command: str, odd: set[str]
+) -> None:
+    assert after_commands(root, backend, command) == ({}, odd)
 
 
 def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
@@ -251,13 +254,9 @@ def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend:
 
 
 def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder here"):
-        read_checkout(tmp_path / "none")
     with pytest.raises(ValueError, match="holds no file"):
         read_checkout(tmp_path)
     (tmp_path / "f").write_text("text")
-    with pytest.raises(NotADirectoryError, match="not a folder"):
-        read_checkout(tmp_path / "f")
     monkeypatch.setattr(checkout, "MAX_BYTES", 3)
     with pytest.raises(ValueError, match="more than .* files or .*cursorignore"):
         read_checkout(tmp_path)

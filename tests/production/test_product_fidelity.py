@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness import environment
 from composer_nb.harness.agent.loop import LIMITS
-from composer_nb.harness.agent.scripts import expert
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.tasks.task import Task
@@ -21,7 +20,7 @@ from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import NAMES, ToolSet
 from composer_nb.production import work
-from composer_nb.production.fidelity import PLACES, differences, observations, probes, tiny_probes, two_samples
+from composer_nb.production.fidelity import PLACES, differences, probes, tiny_probes, two_samples
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 
 CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
@@ -39,25 +38,15 @@ def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
     return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
 
 
-def test_every_tool_is_probed_and_answers_the_same(task: Task, agent: Agent) -> None:
-    assert {call.name for call in probes(task.files)} - {"unknown_tool"} == set(NAMES)
-    calls, found = differences(task, agent)
-    assert calls > 25 and found == []
-
-
-def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, sandboxes: Sandboxes) -> None:
-    assert {call.name for call in tiny_probes(task.files)} - {"unknown_tool"} == {tool.name for tool in TINY}
+@pytest.mark.parametrize("tools", ["cursor", "tiny", "read_file,run_terminal_cmd"])
+def test_every_tool_is_probed_and_answers_the_same(task: Task, sandboxes: Sandboxes, tools: str) -> None:
     tokens = train_tokenizer(["def f(x):"], 400)
-    calls, found = differences(task, make_agent(EnvSettings(tasks="tasks"), tokens, LIMITS, sandboxes))
-    assert calls == 23 and found == []
-
-
-@pytest.mark.parametrize("tools", ["cursor", "read_file,run_terminal_cmd", "grep,substitute,run_tests,finish"])
-def test_fidelity_of_tool_sets(task: Task, sandboxes: Sandboxes, tools: str) -> None:
-    tokens = train_tokenizer(["def f(x):"], 400)
-    env = replace(CURSOR, tools=tools, renderer="compact")
-    calls, found = differences(task, make_agent(env, tokens, LIMITS, sandboxes))
+    calls, found = differences(
+        task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)
+    )
     assert calls > 8 and found == []
+    for made, names in ((probes, set(NAMES)), (tiny_probes, {tool.name for tool in TINY})):
+        assert {call.name for call in made(task.files)} - {"unknown_tool"} == names
 
 
 PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "description": {"description of read_file"}}
@@ -100,17 +89,6 @@ class Wordy(ToolSet):
 
     def observation(self, reply: Reply) -> str:
         return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")
-
-
-def test_two_samples_of_one_kind_and_of_two(task: Task, agent: Agent) -> None:
-    first, second = ([observations(place, task, agent, expert(task)) for _ in range(8)] for place in PLACES)
-    same = two_samples(first, second)
-    assert same.auc == pytest.approx(0.5) and same.chance > 0.5 and same.observations == 48
-    told = [[f"{text} (in {n} ms)" for n, text in enumerate(talk)] for talk in second]
-    apart = two_samples(first, told)
-    assert apart.auc == 1.0 and apart.chance < 0.05
-    with pytest.raises(ValueError, match="at least 5 pairs"):
-        two_samples(first[:4], second)
 
 
 def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -18,22 +17,16 @@ from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production import serve, wire
+from composer_nb.production import serve
 from composer_nb.production.serve import ChatServer, ScriptServer
 from composer_nb.production.wire import Answered, Choice, Generate, RequestBody, Told
 from composer_nb.trainer.models.tokenizer import train_tokenizer
-from tests.production.conftest import ASKED, PATIENCE_S, TOOL, Turns, playing, wait_until
+from tests.production.conftest import ASKED, PATIENCE_S, TOOL, playing, wait_until
 
 
 @pytest.fixture
 def tiny_tokenizer() -> Tokenizer:
     return train_tokenizer(["read f.py look at f"], 300)
-
-
-@contextmanager
-def served(tokenizer: Tokenizer, *turns: list[int]) -> Iterator[tuple[openai.OpenAI, Turns]]:
-    with playing(QwenRenderer, tokenizer, *turns) as (site, policy):
-        yield site.client, policy
 
 
 def chat(client: openai.OpenAI, **given: Any) -> Any:
@@ -63,36 +56,31 @@ def scripted() -> Iterator[ScriptServer]:
 )
 def test_stop_text_is_not_shown(text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text=text))
-    with served(tokenizer, turn, turn[:-1], turn) as (client, policy):
-        done = chat(client, stop=stop)
+    with playing(QwenRenderer, tokenizer, turn, turn[:-1], turn) as (site, policy):
+        done = site.chat(stop=stop)
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == (shown, "stop")
         # What stopped it stays between the policy and the server: the next request is read from its beginning.
         again = [*ASKED, {"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
         cut = shown != text
         assert bool(policy.released) is cut and (done.usage.completion_tokens < len(turn)) is cut
-        late = chat(client, stop=stop, max_tokens=len(turn) - 1)
+        late = site.chat(stop=stop, max_tokens=len(turn) - 1)
         assert late.choices[0].finish_reason == ("stop" if cut else "length")
-        chat(client, messages=again)
+        site.chat(messages=again)
         assert ("fix f" in tokenizer.decode(list(policy.asked[2].token_ids))) is cut
 
 
 def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
     calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
     turn = QwenRenderer(tokenizer, [TOOL]).turn(Said(calls=calls))
-    with served(tokenizer, *[turn] * 5) as (client, _):
+    with playing(QwenRenderer, tokenizer, *[turn] * 3) as (site, _):
 
         def called(**given: Any) -> Any:
-            return chat(client, tools=[TOOL], **given).choices[0]
+            return site.chat(tools=[TOOL], **given).choices[0]
 
         assert [each.function.arguments for each in called().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
         assert len(called(parallel_tool_calls=False).message.tool_calls) == 1
         silent = called(tool_choice="none")
         assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
-        # A text that stops the turn after its first call leaves that call; inside of a call, what there is of it.
-        first = called(stop="f1")
-        assert [each.function.arguments for each in first.message.tool_calls] == ['{"at": "f0"}', '{"at": "']
-        after = called(stop="\n<tool_call>")
-        assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
 
 
 STRICT = {
@@ -109,15 +97,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "auto", "tools": [STRICT]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"n": 3}, "n"),
-    ({"temperature": 3}, "temperature"),
     ({"seed": "7"}, "seed"),
-    ({"stop": ["a"] * 5}, "stop"),
-    ({"top_logprobs": 2}, "top_logprobs"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 5}}}]}, "tools"),
-    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *ASKED]}, "messages"),
     ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages"),
 ]
 
@@ -126,10 +108,10 @@ def test_what_is_not_honoured_is_refused_by_name(tokenizer: Tokenizer) -> None:
     rows = [(given, param, "invalid_value") for given, param in REFUSED]
     rows.append(({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"))
     rows.append(({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"))
-    with served(tokenizer) as (client, policy):
+    with playing(QwenRenderer, tokenizer) as (site, policy):
         for given, param, code in rows:
             with pytest.raises(openai.BadRequestError) as refused:
-                chat(client, **given)
+                site.chat(**given)
             error = refused.value
             assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
             assert str(error.body["message"]).startswith(param)
@@ -140,10 +122,10 @@ def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
     usual: dict[str, Any] = {"n": 1, "response_format": {"type": "text"}, "frequency_penalty": 0}
     usual["presence_penalty"] = 0.0
-    with served(tokenizer, turn) as (client, _):
+    with playing(QwenRenderer, tokenizer, turn) as (site, _):
         usual |= {"service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"], "safety_identifier": "s"}
         usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
-        assert chat(client, **usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
+        assert site.chat(**usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
 
 
 def test_messages_in_anthropics_form(scripted: ScriptServer) -> None:
@@ -351,27 +333,16 @@ def test_serve_connection_limit() -> None:
         assert answers(send(server, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
 
 
-def test_large_tools_are_checked_beside_the_loop(scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While they are checked, others are answered."""
-    checked, check = list[str](), wire._OpenAITool.model_validate
-
-    def noted(tool: Any) -> Any:
-        checked.append(threading.current_thread().name)
-        return check(tool)
-
-    monkeypatch.setattr(wire._OpenAITool, "model_validate", noted)
-
+def test_tools_too_large_to_be_checked_are_refused(scripted: ScriptServer) -> None:
     def ask(count: int, size: int) -> httpx.Response:
         schema = {"type": "object", "properties": {f"a{number}": {} for number in range(size)}}
         body = {"messages": ASKED, "max_tokens": 5, "tools": [{"name": "f", "input_schema": schema}] * count}
         return httpx.post(f"{scripted.url}/messages", json=body, timeout=PATIENCE_S)
 
-    assert ask(30, 500).status_code == 200 and "serve" not in checked and len(checked) == 30
-    assert ask(1, 2).status_code == 200 and checked[30:] == ["serve"]
+    assert ask(30, 500).status_code == 200
     for count, size in ((1, 20_000), (300, 500)):
         refused = ask(count, size)
         assert refused.status_code == 400 and "131072 bytes each and 1048576 in all" in refused.text
-    assert len(checked) == 31
 
 
 def test_a_call_of_a_tool_that_was_not_offered_is_a_call(tiny_tokenizer: Tokenizer) -> None:

@@ -18,12 +18,10 @@ UNREAD = "(a call that could not be read)"
     ("call", "line"),
     [
         ('{"name": "read_file", "arguments": {"path": "a.py"}}', "read_file path='a.py'"),
-        ('{"name": "undo", "arguments": {}}', "undo"),
         ('{"name": "undo"}', "undo"),
         ("", UNREAD),
         ("<|to|>grep def \x1b[2J", UNREAD + " <|to|>grep def \\x1b[2J"),
         ("[1, 2]", UNREAD + " [1, 2]"),
-        ('"name"', UNREAD + ' "name"'),
         ('{"name": "x", "arguments": 3}', UNREAD + ' {"name": "x", "arguments": 3}'),
         ("[" * 100_000, UNREAD + " " + "[" * (199 - len(UNREAD))),
     ],

@@ -146,15 +146,6 @@ def test_replicas_records_survive_a_move(pair: Pair) -> None:
         np.testing.assert_array_equal(getattr(moved, name), getattr(records, name))
 
 
-def test_what_cannot_be_continued_is_refused_and_changes_nothing(pair: Pair) -> None:
-    request = Request(rollout=-(9 << 40), token_ids=[5], max_tokens=LONG)
-    with pytest.raises(ValueError, match="past limits.tokens"):
-        pair.service.start(request)[0].result(60)
-    [answer] = pair.service.start(Request(rollout=request.rollout, token_ids=[5, 6], max_tokens=2))
-    assert answer.result(60).token_ids
-    assert len(pair.service.release(request.rollout).route_valid) == 4
-
-
 def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tokens(pair: Pair) -> None:
     with ThreadPoolExecutor(4) as clients:
         whole = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))

@@ -14,7 +14,6 @@ from composer_nb.harness.grading.plan import gold_files
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.production.requests import accepted_requests, request_behind
-from composer_nb.production.work import CHANGES
 from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS
 
 FIRST, SECOND = "mean([]) crashes, make it 0", "how far apart are values? add spread"
@@ -75,6 +74,8 @@ def test_a_commit_that_says_nothing_becomes_a_task_with_the_users_request(
 
 
 def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
+    with pytest.raises(FileNotFoundError, match="no agent's work is kept here"):
+        accepted_requests([checkout[0]])
     log = accepted_requests([checkout[1]])
     assert [each.request for each in log] == [FIRST, SECOND], "a rejected change is no request"
 
@@ -88,19 +89,3 @@ def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
     assert behind(SUMS, MEAN + "".join(f"v{n} = {n}\n" for n in range(3))) == "", "most of it is something else"
     assert behind(MEAN, SUMS) == "" and behind(SUMS, MEAN, "tests/sums.py") == "", "what is removed, and other files"
     assert request_behind([], {}, {"sums.py": SUMS}) == ""
-
-
-def test_folders_that_hold_no_request(checkout: tuple[Path, Path], tmp_path: Path) -> None:
-    root, runs = checkout
-    with pytest.raises(FileNotFoundError, match="no agent's work is kept here"):
-        accepted_requests([tmp_path])
-    assert main(["tasks", "mine", str(root), str(root), "--out", str(tmp_path / "out"), "--requests", str(runs)]) == 2
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("verdict.json", CHANGES, "rollout.parquet"):
-        (broken / name).write_bytes((runs / "first" / name).read_bytes())
-    assert accepted_requests([broken])
-    for name in ("rollout.parquet", CHANGES):
-        (broken / name).write_text("{}")
-        with pytest.raises(ValueError, match=f"{name}: damaged"):
-            accepted_requests([broken])

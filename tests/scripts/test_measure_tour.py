@@ -1,17 +1,13 @@
-"""The controls of the tour: fresh contexts by hand, tests that say nothing of an edit, and tries that are not trained on."""
+"""The controls of the tour: fresh contexts, by hand."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.trainer.learning.data import TokenRow
-from composer_nb.trainer.models.tokenizer import train_tokenizer
-from scripts.studies.masked import without_tries
 from scripts.studies.measure_tour import restarted
 
 TASK = Task(
@@ -44,39 +40,12 @@ RIGHT, LONG, FOOLED, GIVEN_UP = (
 @pytest.mark.parametrize(
     ("tries", "patience", "share"),
     [
-        ([RIGHT], 6, 1.0),
         ([RIGHT], 4, 0.0),  # cut off before it is done
         ([LONG, RIGHT], 6, 1.0),  # 6 calls of the first, then 5
         ([LONG, RIGHT], 8, 0.5),  # 4 are left for the second, too few
-        ([LONG, RIGHT], 9, 1.0),
         ([FOOLED, RIGHT], 6, 0.5),  # the visible tests pass: nobody begins anew
-        ([GIVEN_UP, RIGHT], 6, 1.0),
         ([GIVEN_UP, GIVEN_UP, GIVEN_UP, RIGHT], 6, 0.75),  # 9 calls of three leave too few, once
     ],
 )
 def test_what_has_not_passed_its_tests_is_begun_anew(tries: list[Attempt], patience: int, share: float) -> None:
     assert restarted(tries, patience) == share
-
-
-def test_failed_tries_are_masked_and_nothing_else() -> None:
-    agent = [
-        "read f.py",
-        "sub f.py<|to|>a<|to|>b<|call|>test",
-        "undo<|call|>sub f.py<|to|>a<|to|>c<|call|>test",
-        "done",
-    ]
-    seen = ["1a", "ok<|end|><|out|>fail 1/2: f(1) = 2 want 3", "ok<|end|><|out|>ok<|end|><|out|>pass 2"]
-    tokenizer = train_tokenizer([*agent, *seen], 300)
-    ids, weight = tokenizer.encode("<|bos|><|user|>fix f.py<|end|><|call|>").ids, list[float]()
-    weight += [0.2] * len(ids)
-    for said, told in zip(agent, [*seen, ""], strict=True):
-        own = tokenizer.encode(f"{said}<|end|>").ids
-        read = tokenizer.encode(f"<|out|>{told}<|end|><|call|>" if told else "").ids
-        ids, weight = ids + own + read, weight + [1.0] * len(own) + [0.2] * len(read)
-    row = TokenRow(np.array(ids, np.int32), np.array(weight, np.float32))
-    made = without_tries(row, tokenizer)
-    [places] = np.nonzero(made.weight != row.weight)
-    assert (
-        (made.token_ids == row.token_ids).all() and not made.weight[places].any() and np.ptp(places) == len(places) - 1
-    )
-    assert tokenizer.decode([ids[place] for place in places], skip_special_tokens=False) == "sub f.py<|to|>a<|to|>b"

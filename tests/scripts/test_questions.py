@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from composer_nb.harness.rollout import Turn
-from composer_nb.harness.search.embedding import Embedding
-from composer_nb.harness.search.index import CodeIndex
-from scripts.data.retrieval.measure import answers, figures, score, table
-from scripts.data.retrieval.questions import Question, mine
-from scripts.data.retrieval.traces import Lines, followed, labels, steps_of, trace_questions
+from scripts.data.retrieval.measure import figures, score, table
+from scripts.data.retrieval.questions import mine
+from scripts.data.retrieval.traces import Lines, labels, steps_of, trace_questions
 
 SOURCE = '''"""A module."""
 
@@ -69,19 +67,6 @@ def test_a_docstring_asks_for_its_function_and_no_answer_is_given_away() -> None
     compile(text, "shelf.py", "exec")
 
 
-def test_an_answer_shares_half_of_the_lines() -> None:
-    built = CodeIndex.build(FILES, Embedding(terms=np.zeros(1, np.uint64), vectors=np.zeros((1, 4), np.float32)))
-    spans, inside = built.table().spans, built.table().inside(["shelf.py"])
-
-    def right(first: int, last: int) -> list[list[int]]:
-        asked = Question(text="", path="shelf.py", first=first, last=last, kind="docstring")
-        found = answers(built, asked)
-        assert not (found & ~inside).any()
-        return spans[found].tolist()
-
-    assert right(7, 13) == [[7, 13]] and right(10, 16) == [[7, 13], [15, 17]] and right(11, 14) == [[7, 13]]
-
-
 def test_figures_and_their_intervals() -> None:
     rank = np.array([1, 6, 11, np.inf])
     assert {name: each.tolist() for name, each in figures(rank).items()} == {
@@ -118,22 +103,3 @@ def test_a_rollout_asks_for_what_it_came_to_edit() -> None:
     assert [(q.text, q.path, q.first, q.last, q.kind) for q in trace_questions("mend f", turns[-3:], CODE)] == [
         ("mend f", "f.py", 4, 4, "trace")
     ]
-
-
-@pytest.mark.parametrize(
-    ("before", "lines", "after", "wanted"),
-    [
-        ("a\nb\nc", (2, 3), "new\na\nb\nc", (3, 4)),  # as where the answer adds lines above
-        ("a\nstub\nc", (2, 2), "a\nx\ny\nz\nc", (2, 4)),  # a body that is gone, and the whole of it
-        ("a\nx\ny\nc", (2, 3), "a\nb\nc", (2, 2)),
-        ("a\nx", (2, 2), "a", (1, 1)),
-        ("a\nx\nc", (2, 2), "a\nc", (2, 2)),  # nothing is left of it: where it stood
-    ],
-)
-def test_lines_are_found_again_in_another_state_of_the_file(
-    before: str, lines: tuple[int, int], after: str, wanted: tuple[int, int]
-) -> None:
-    asked = Question(text="q", path="f.py", first=lines[0], last=lines[1], kind="trace")
-    found = followed(asked, before, after)
-    assert (found.first, found.last) == wanted
-    assert followed(asked, before, before) == asked

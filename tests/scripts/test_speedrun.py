@@ -53,10 +53,8 @@ def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDi
     ("changed", "why"),
     [
         ({}, None),
-        ({"rl.lr": 1e-3, "midtrain.steps": 10}, None),
         ({"limits.tokens": 500, "eval.samples": 8}, None),
         ({"limits.turns": 17}, "limits above"),
-        ({"limits.turn_tokens": 65}, "limits above"),
         ({"eval.samples": 3}, "eval.samples below 4"),
         ({"model.start": "elsewhere"}, "begins with a checkpoint"),
         ({"env.tools": "cursor", "env.renderer": "qwen"}, "another environment"),

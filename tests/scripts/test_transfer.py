@@ -1,4 +1,4 @@
-"""Loss against reward: ranks, and a figure."""
+"""Loss against reward: ranks, and a law."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from scripts.studies.transfer import figure, law, rank_correlation, row, within_seeds
+from scripts.studies.transfer import law, rank_correlation, within_seeds
 
 
 def test_the_correlation_is_that_of_ranks_within_seeds():
@@ -23,11 +23,3 @@ def test_the_law_is_fitted_without_the_largest_budget():
     table.loc[3, "code_loss"] -= 0.25
     fit, error = law(table)
     assert (fit.intercept, fit.slope, error) == pytest.approx((9.0, -0.4, 0.25))
-
-
-@pytest.mark.whole
-def test_a_finished_run_gives_a_row_and_rows_a_figure(tiny_run):
-    found = row(tiny_run)
-    assert found["seed"] == 0 and found["steps"] == 30 and found["loss"] > 0 and -1 <= found["reward"] <= 1
-    table = pd.DataFrame([found, found | {"steps": 60, "tokens": 2e4, "reward": 0.5}, found | {"tokens": 3e4}])
-    assert figure(table).png()[1:4] == b"PNG"

@@ -60,15 +60,6 @@ def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(steps: 
     assert torch.equal(steps.choose(logits.to(device), k).cpu(), choose_experts(logits, k))
 
 
-@pytest.mark.parametrize("n, e, k", [(1, 1, 1), (300, 5, 2), (70, 130, 8), (9, 40, 1)])
-def test_the_plan_is_a_stable_sort(device: str, steps: PlainSteps, n: int, e: int, k: int):
-    experts = chosen(n, e, k)
-    found, wanted = steps.plan(experts.to(device), e), PLAIN.plan(experts, e)
-    for part in ("ends_E", "token_M", "slot_M", "row_NK"):
-        one, other = getattr(found, part), getattr(wanted, part)
-        assert one.dtype == torch.int32 and torch.equal(one.cpu(), other), part
-
-
 # -- products ------------------------------------------------------------------------------------------------
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.endpoint import Answer
 from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
-from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.fork import ADVICE, ablate, fork, summary_before, turns_of, written
+from composer_nb.labs.horizons.fork import ablate, fork, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
@@ -35,13 +31,10 @@ SIZES = {"vocab_size": 420, "max_position_embeddings": 200}
 
 
 class Boxes:
-    """Sandboxes in which every call returns 2, or another value."""
-
-    def __init__(self, value: str = "2") -> None:
-        self.value = value
+    """Sandboxes in which every call returns 2."""
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        return [(CallOutcome(status="returned", text=self.value),) * len(request.arguments) for request in requests]
+        return [(CallOutcome(status="returned", text="2"),) * len(request.arguments) for request in requests]
 
 
 @pytest.fixture
@@ -138,31 +131,3 @@ def test_a_summary_is_rolled_out_again_without_each_of_its_lines(tokenizer, task
     assert all("I think" not in text for text in texts.values())
     with pytest.raises(ValueError, match="turn 0: the rollout of task t has no summary before it"):
         fork(done, 0, agent, Reader(agent.renderer), Boxes(), summary=ids)
-
-
-class Says:
-    def __init__(self, content: Any) -> None:
-        self.content, self.asked = content, list[Any]()
-
-    def complete(self, messages: Sequence[Mapping[str, Any]], tools: Any, max_tokens: int, *, until: float) -> Answer:
-        self.asked.append(json.loads(messages[-1]["content"]))
-        return Answer(message={"content": self.content}, read=0, written=0)
-
-
-def graded(task: Task) -> Attempt:
-    turns = (
-        Turn(call="A", observation="a", said="I look."),
-        Turn(call="B", observation="b", beside=True),
-        Turn(call="C", observation="c", error="InvalidArguments"),
-        Turn(call="D", observation="d"),
-    )
-    rollout = Rollout(task_id=task.id, segments=(), turns=turns, files={}, stop="finished")
-    return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"hidden": False}))
-
-
-def test_a_model_writes_a_hint_from_what_came_before_a_turn_and_of_it(task: Task) -> None:
-    model = Says("  Read f.py\nfirst.  ")
-    assert written(model, graded(task), 1) == "Read f.py first."
-    assert model.asked == [{"task": task.instruction, "before": ["I look.\nA\n→ a", "B\n→ b"], "turn": ["C\n→ c"]}]
-    assert len(written(Says("word " * 999), graded(task), 0)) == ADVICE
-    assert not any(text in json.dumps(model.asked) for text in task.tests.values())

@@ -5,13 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.policy import Request
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.seeker import Seeker, seek, summarise, tried
+from composer_nb.labs.horizons.seeker import seek, summarise, tried
 
 ASKED = "<|bos|><|user|>fix the tests<|end|><|call|>"
 FAILED = "test<|end|><|out|>fail 1/2: pick([3]) = 0 want 3<|end|><|call|>"
@@ -54,21 +50,3 @@ def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:
     assert seek(ASKED + FAILED + FOUND + SHOWN) == first, "a cut has not"
     long = summarise(whole, long=True)
     assert len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(kept) and len(long) > 3 * len(kept)
-
-
-def test_as_a_policy_it_writes_a_summary_where_it_is_asked_for_one(tokenizer: Tokenizer) -> None:
-    renderer = CompactRenderer(tokenizer)
-    policy = Seeker(renderer)
-
-    def told(rollout: int, token_ids: list[int]) -> str:
-        policy.submit(Request(rollout=rollout, token_ids=token_ids, max_tokens=900))
-        [done] = policy.step()
-        return tokenizer.decode(done.token_ids, skip_special_tokens=False)
-
-    assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"
-    failed = [CallResult(id="", text="fail 1/2: pick([3]) = 0 want 3")]
-    assert told(3, renderer.results(failed)) == "grep<|to|>def pick<|end|>"
-    assert told(4, renderer.prompt("fix the tests")) == "test<|end|>", "another rollout, another context"
-    assert told(3, renderer.ask("summary")) == "fail 1/2: pick([3]) = 0 want 3\nleft: try another change<|end|>"
-    policy.release(3)
-    assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -99,36 +99,11 @@ def dropped_route(model: Model, batch: FrozenBatch, row: int, token: int, layer:
     return with_trace(batch, row, route_valid=valid)
 
 
-def rounded_gates(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
-    gates = torch.from_numpy(batch.rows[row].trace.gates).to(BF16).float().numpy()
-    return taken_up(model, with_trace(batch, row, gates=gates))
-
-
 PLANTED: dict[str, tuple[str, Plant]] = {
     "a dropped route": ("route ids", dropped_route),
     "a foreign expert": ("route ids", foreign_expert),
     "swapped order": ("order", swapped_order),
-    "rounded gates": ("gate weights", rounded_gates),
 }
-
-
-def in_both(names: Sequence[str], quick: set[str]) -> Any:
-    """Every name in both families; in the second only `quick` ones when time counts."""
-    cases = [pytest.param("qwen3_moe", name, id=f"qwen3_moe-{name}") for name in names]
-    for name in names:
-        marks = () if name in quick else (pytest.mark.slow,)
-        cases.append(pytest.param("deepseek_v3", name, id=f"deepseek_v3-{name}", marks=marks))
-    return pytest.mark.parametrize(("model", "name"), cases, indirect=["model"])
-
-
-@in_both(list(PLANTED), {"a foreign expert", "swapped order", "rounded gates"})
-def test_a_planted_fault_is_named_by_the_record_alone(model, batch, name: str):
-    """Nobody tells the microscope anything about the engine."""
-    cause, plant = PLANTED[name]
-    honest = record(engine_of(model), batch)
-    report = examine(model, plant(model, honest, 2, 6, 1))
-    assert report.named == (cause,), [finding.text for finding in report.findings]
-    assert report.left.most <= report.tolerance, "nothing is left to explain"
 
 
 def test_nothing_is_named_where_nothing_is_planted(model, batch):
@@ -189,13 +164,14 @@ def case(make_model, converse) -> tuple[Model, FrozenBatch]:
 @given(data=st.data())
 def test_wherever_a_fault_is_it_is_named_there(case, data):
     model, batch = case
-    name = data.draw(st.sampled_from(["a dropped route", "a foreign expert", "swapped order"]))
+    name = data.draw(st.sampled_from(sorted(PLANTED)))
     cause, plant = PLANTED[name]
     row, layer = data.draw(st.integers(0, len(batch.rows) - 1)), data.draw(st.integers(0, 1))
     token = data.draw(st.integers(0, len(batch.rows[row].token_ids) - 3))
     made = plant(model, batch, row, token, layer)
     report = examine(model, made)
     assert report.named == (cause,), [finding.text for finding in report.findings]
+    assert report.left.most <= report.tolerance, "nothing is left to explain"
     for finding in report.findings:
         assert finding.where is not None and (finding.where.row, finding.where.token) == (row, token)
         if finding.where.layer is not None and name != "a dropped route":
@@ -203,10 +179,7 @@ def test_wherever_a_fault_is_it_is_named_there(case, data):
             assert (finding.where.layer, finding.where.experts) == (layer, experts)
 
 
-@in_both(
-    ["bf16", "bf16-head", "bf16-attention", "bf16-router", "int8", "int8-experts", "int4-experts"],
-    {"int4-experts"},
-)
+@pytest.mark.parametrize("name", ["bf16", "bf16-head", "bf16-attention", "int4-experts"])
 def test_all_causes_put_in_leave_nothing(model, batch, name: str):
     engine = engines(model)[name]
     report = examine(model, record(engine, batch), engine)
@@ -221,20 +194,17 @@ def test_all_causes_put_in_leave_nothing(model, batch, name: str):
 def test_kl_over_the_vocabulary_is_what_samples_estimate():
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(4000, 9)))
-    engine, trainer = (
-        logits.log_softmax(-1),
-        (logits + torch.from_numpy(random.normal(0, 0.3, logits.shape))).log_softmax(-1),
-    )
+    near = logits + torch.from_numpy(random.normal(0, 0.3, logits.shape))
+    engine, trainer = logits.log_softmax(-1), near.log_softmax(-1)
     token = torch.distributions.Categorical(logits=engine).sample()[:, None]
     gap = (trainer - engine).gather(1, token)[:, 0].numpy()
     exact = kl_divergence(engine, trainer).numpy()
+    categorical = torch.distributions.Categorical
     assert np.allclose(
-        exact,
-        torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (engine, trainer))),
+        exact, torch.distributions.kl_divergence(categorical(logits=engine), categorical(logits=trainer))
     )
     found = figures(gap, exact)
     assert found.k1 == pytest.approx(found.kl, rel=0.25) and found.k3 == pytest.approx(found.kl, rel=0.1)
-    assert (kl_divergence(engine.float(), engine.float()) == 0).all()
 
 
 def test_what_is_left_is_told_by_policy_version(model, batch):
@@ -248,12 +218,3 @@ def test_what_is_left_is_told_by_policy_version(model, batch):
     assert report.named == (UNEXPLAINED,) and f"first disagree in layer {layer + 1}" in report.findings[0].text
     assert set(report.versions) == {6, 7}
     assert report.versions[7].most <= report.tolerance < report.versions[6].most
-
-
-def test_bad_input_is_named(model, batch, make_model):
-    with pytest.raises(ValueError, match="nothing to compare"):
-        FrozenBatch(rows=())
-    with pytest.raises(ValueError, match="the model has"):
-        examine(make_model(3, num_hidden_layers=4), batch)
-    with pytest.raises(ValueError, match="max_position_embeddings"):
-        examine(make_model(3, **SHAPES[model.config.family] | {"max_position_embeddings": 8}), batch)
