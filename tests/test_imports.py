@@ -63,11 +63,15 @@ def modules() -> dict[str, Path]:
 
 
 def imported(name: str, path: Path, known: set[str], *, at_import: bool = False) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in the file; with `at_import` only outside of functions."""
+    """Modules of the package that a file imports, wherever in the file; with `at_import` only when it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        child for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda) for child in ast.walk(node)
-    }
+    later = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.Lambda)
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    inside = {child for node in later for child in ast.walk(node)}
     for node in ast.walk(tree):
         if at_import and node in inside:
             continue

@@ -113,10 +113,10 @@ def test_a_result_that_is_too_large_or_names_the_machine_is_refused(
 ):
     run = copy_of(tiny_run)
     with (run.path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"note": f"{run.path}/weights"}) + "\n")
+        file.write(json.dumps({"stage": "rl", "step": 99, "note": f"{run.path}/weights"}) + "\n")
     with pytest.raises(SystemExit, match=r"metrics\.jsonl names the machine"):
         script["main"]([str(run.path), str(tmp_path / "out")])
-    (run.path / "metrics.jsonl").write_bytes(b"\n" * 16_000_001)
+    (run.path / "metrics.jsonl").write_text(json.dumps({"stage": "rl", "step": 99, "note": "x" * 16_000_000}) + "\n")
     with pytest.raises(SystemExit, match="bytes, more than"):
         script["main"]([str(run.path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
