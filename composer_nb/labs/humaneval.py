@@ -6,8 +6,8 @@ the problem's `check` accepts its function, as in the published evaluation.
 
 How a model is asked decides its score, so the form stands beside each score:
 
-    raw     the model continues the prompt, without the white space at its end, after which small models stop (as BigCode's harness
-            does); its text is cut before the next statement at the margin, as published
+    raw     the model continues the prompt, without the white space at its end, after which small models stop (as in BigCode's
+            harness); its text is cut before the next statement at the margin, as published
     chat    a message asks for the whole function; the first block of code that defines it is taken out of the answer
 """
 
@@ -143,7 +143,12 @@ def endpoint_of(policy: str, temperature: float, seed: int, workers: int, tokens
 
 def ask(endpoint: Endpoint, problem: Problem, form: Form, tokens: int, seed: int) -> str:
     """Return the text of an answer. Raises ProviderFailure."""
-    body: dict[str, Any] = {"model": endpoint.model, "temperature": endpoint.temperature, "max_tokens": tokens, "seed": seed}
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "temperature": endpoint.temperature,
+        "max_tokens": tokens,
+        "seed": seed,
+    }
     if form == "raw":
         path, body = "completions", body | {"prompt": problem.prompt.rstrip(), "stop": list(STOPS[:4])}
     else:
@@ -177,7 +182,14 @@ def evaluate_humaneval(
     Each graded answer is a line of `out/answers.jsonl`; those that are there are not asked for again, so a killed evaluation
     resumes. Raises ValueError if `out` holds answers of other settings, and ProviderFailure for an endpoint that fails.
     """
-    about = {"policy": policy, "form": form, "samples": samples, "temperature": temperature, "tokens": tokens, "seed": seed}
+    about = {
+        "policy": policy,
+        "form": form,
+        "samples": samples,
+        "temperature": temperature,
+        "tokens": tokens,
+        "seed": seed,
+    }
     answers = _resume(out, about)
     lock = threading.Lock()
 
@@ -186,7 +198,13 @@ def evaluate_humaneval(
         text = ask(endpoint, problem, form, tokens, seed + sample * len(problems) + number)
         program = completed(problem, text) if form == "raw" else extracted(problem, text)
         result = grade(task_of(problem), {SOLUTION: program}, backend)
-        row = {"task": problem.task_id, "sample": sample, "text": text, "status": result.status, "passed": result.passed}
+        row = {
+            "task": problem.task_id,
+            "sample": sample,
+            "text": text,
+            "status": result.status,
+            "passed": result.passed,
+        }
         with lock, (out / "answers.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         answers[problem.task_id, sample] = row

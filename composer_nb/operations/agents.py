@@ -114,6 +114,53 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "humaneval",
+    arg("--policy DIR|openai:URL[#MODEL]", "policy to score", required=True),
+    arg(
+        "--form",
+        "raw: it continues the prompt; chat: it is asked for the whole function",
+        "raw",
+        choices=["raw", "chat"],
+    ),
+    arg("--samples K", "answers per problem", 1),
+    arg("--temperature T", "sampling temperature; 0 takes the most probable token", 0.0),
+    arg("--tokens N", "maximum tokens of an answer", 512),
+    arg("--out DIR", "folder for answers; the same folder resumes (runs/humaneval-…)", type=Path),
+    arg("--backend NAME", "sandbox in which answers are graded", "bwrap"),
+    arg("--workers N", "answers at a time", 16),
+    arg("--seed N", "seed of the samples", 0),
+    JSON,
+    epilog=f"{KEY} `composer-nb tasks humaneval` writes the same problems as tasks for an agent.",
+)
+def humaneval(args: argparse.Namespace) -> int:
+    """Score a policy on HumanEval by plain completion: pass@k, comparable with published scores."""
+    from rich.progress import Progress
+
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.labs.humaneval import evaluate_humaneval, read_problems
+    from composer_nb.production.agents import new_folder
+
+    if min(args.samples, args.tokens, args.workers) < 1 or not 0 <= args.temperature < float("inf"):
+        raise ValueError("--samples, --tokens and --workers must be at least 1, --temperature at least 0")
+    problems, out = read_problems(), args.out or new_folder(Path("runs"), "humaneval")
+    options = pick(args, "form", "samples", "temperature", "tokens", "workers", "seed")
+    with open_backend(args.backend) as backend, Progress(console=console()) as progress:
+        task = progress.add_task("answers", total=len(problems) * args.samples)
+        report = evaluate_humaneval(
+            args.policy, problems, out, backend, on_answer=lambda: progress.advance(task), **options
+        )
+    scores = (name.removeprefix("pass_at_") for name in report if name.startswith("pass_at_"))
+    lines = [
+        f"pass@{k} {report[f'pass_at_{k}']:.3f} ({low:.3f} to {high:.3f})"
+        for k in scores
+        for low, high in [report[f"ci95_at_{k}"]]
+    ]
+    how = f"HumanEval, {args.form}, temperature {args.temperature:g}, {args.samples} answers per problem"
+    lost = f", {report['lost']} answers lost" if report["lost"] else ""
+    return emit(args, report, lambda: f"{how}: {', '.join(lines)}{lost}\nkept: {out}", int(bool(report["lost"])))
+
+
 def _rubric_table(arms: Mapping[str, Any]) -> Table:
     """Return a table of the mean levels, beside the share solved, and the number of verdicts that are missing."""
     from composer_nb.views.page import text_table

@@ -213,6 +213,17 @@ def convert(args: argparse.Namespace) -> int:
     return emit(args, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
 
 
+@command("tasks humaneval", arg("--out DIR", "folder for tasks", required=True, type=Path), JSON)
+def humaneval(args: argparse.Namespace) -> int:
+    """Write HumanEval's problems as tasks for an agent: the file of the prompt, to be completed."""
+    from composer_nb.harness.tasks.task import save_tasks
+    from composer_nb.labs.humaneval import read_problems, task_of
+
+    tasks = [task_of(problem) for problem in read_problems()]
+    save_tasks(tasks, args.out / "tasks.jsonl")
+    return emit(args, {"tasks": len(tasks)}, lambda: f"{len(tasks)} tasks in {args.out}")
+
+
 @command(
     "audit",
     arg("path PATH|MODULE:CLASS", "tasks, an environment of your own, verifiers:NAME or openenv:MODULE:ENV:ACTION"),

