@@ -29,7 +29,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
-from composer_nb.trainer.learning.learner import share
+from composer_nb.trainer.learning.learner import ratio
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream, Whole
 from composer_nb.trainer.learning.ranks import Ranks
@@ -305,10 +305,10 @@ def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: 
         "best_of_group": sums["any_solved"] / sums["groups"],
         "live_groups": sums["live_groups"] / sums["groups"],
         **{name: sums[name] for name in ("samples", "tokens", "sampled", "flagged", "timeouts", *FAILED)},
-        "invalid_call_rate": share(sums["invalid"], sums["turns"]),
-        "staleness": share(sums["ages"], sums["drawn"]),
+        "invalid_call_rate": ratio(sums["invalid"], sums["turns"]),
+        "staleness": ratio(sums["ages"], sums["drawn"]),
         "staleness_max": max(ranks.gather(max(ages, default=0))),
-        "mixed_versions": share(sums["mixed"], sums["drawn"]),
+        "mixed_versions": ratio(sums["mixed"], sums["drawn"]),
         "infra_errors": sums["lost"],
         **batch.more,
     }

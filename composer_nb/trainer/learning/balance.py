@@ -156,11 +156,11 @@ def deal_out(
     ranks: int,
     limit: int,
     cost: Cost,
-    together: bool = False,
+    whole_rollouts: bool = False,
 ) -> tuple[list[list[list[Stream]]], Packing]:
     """Return [R][M] micro-batches of streams, some possibly empty, and their packing. `families` are indices of streams from
     `packing.families`; `limit` counts tokens of the tree. Streams of a family stay together to share prefixes, unless ranks would
-    wait for them: then they are cut into smaller runs, which share less. `together`: as for `microbatches`."""
+    wait for them: then they are cut into smaller runs, which share less. `whole_rollouts`: as for `microbatches`."""
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
     even = sum(map(cost.row, lengths)) / ranks
     candidates = []
@@ -169,7 +169,7 @@ def deal_out(
         def full(run: Run, most: float = most) -> bool:
             return run.tokens > limit or cost.run(run) > most
 
-        cut = [run for family in families for run in runs(streams, units(streams, family, together), full)]
+        cut = [run for family in families for run in runs(streams, units(streams, family, whole_rollouts), full)]
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
         candidates.append((packing, cut))
     packing, cut = min(candidates, key=lambda candidate: candidate[0].step)

@@ -303,13 +303,13 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
     return list(members.values())
 
 
-def microbatches(streams: Sequence[Stream], budget: int, together: bool = False) -> list[list[Stream]]:
-    """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first.
-    `together`: all segments of a rollout in one list, however long."""
+def microbatches(streams: Sequence[Stream], microbatch_tokens: int, whole_rollouts: bool = False) -> list[list[Stream]]:
+    """Return streams in lists of at most `microbatch_tokens` tokens of the tree, or one stream, sorted by prefix within families,
+    longest families first. `whole_rollouts`: all segments of a rollout in one list, however long."""
     longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
-    order = [unit for family in longest_first for unit in units(streams, family, together)]
-    cut = runs(streams, order, lambda run: run.tokens > budget)
-    return [[streams[number] for number in run.numbers] for run in cut]
+    ordered_units = [unit for family in longest_first for unit in units(streams, family, whole_rollouts)]
+    tree_runs = runs(streams, ordered_units, lambda run: run.tokens > microbatch_tokens)
+    return [[streams[number] for number in run.numbers] for run in tree_runs]
 
 
 # The signature of no stream.
@@ -345,12 +345,14 @@ def runs(streams: Sequence[Stream], order: Sequence[Sequence[int]], full: Callab
     return [*complete, run] if run.numbers else []
 
 
-def units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
-    """Return the streams of a family in the order of its tree, one by one or, `together`, rollout by rollout."""
+def units(streams: Sequence[Stream], family: Sequence[int], whole_rollouts: bool) -> list[list[int]]:
+    """Return the streams of a family in the order of its tree, one by one or, with `whole_rollouts`, rollout by rollout."""
     order = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
     members: dict[int, list[int]] = {}
     for number in order:
-        members.setdefault(id(streams[number].whole or streams[number]) if together else number, []).append(number)
+        members.setdefault(id(streams[number].whole or streams[number]) if whole_rollouts else number, []).append(
+            number
+        )
     return list(members.values())
 
 

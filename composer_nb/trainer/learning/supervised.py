@@ -65,7 +65,7 @@ def supervise(
             continue
         beside = plan.beside.at(step) if plan.beside else None
         how: dict[str, Any] = {"lr": plan.lr(step), "balance": plan.balance, "clip": plan.clip, "beside": beside}
-        recent.append(train_step(model, share(rows, ranks), optimizer, ranks, **how))
+        recent.append(train_step(model, rows_of_rank(rows, ranks), optimizer, ranks, **how))
         if (step + 1) % every == 0 or step + 1 == plan.steps:
             point: dict[str, float | None] = {
                 name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
@@ -144,18 +144,18 @@ def _losses(
     return -logprob_S, batch.advantage_S, routings, batch.counts
 
 
-def share(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
+def rows_of_rank(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
-    rank, count = ranks.share
-    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[rank]
+    shard, shard_count = ranks.data_shard
+    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, shard_count)[shard]
     return [rows[number] for number in mine]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    rank, count = ranks.share
-    parts = list(within(budget, rows[rank::count]))
+    shard, shard_count = ranks.data_shard
+    parts = list(within(budget, rows[shard::shard_count]))
     if ranks.lockstep:
         parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
     total = {"loss": 0.0, "tokens": 0.0}
