@@ -88,35 +88,27 @@ class Learner:
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Learn one epoch over `streams` (the same list on every rank) in up to `minibatches` optimizer steps (fewer if there are
-        fewer families, none without streams). Streams of one family share a step.
+        fewer families, none without streams). Streams of one family share a step. The learning rate falls linearly from `lr` to
+        `final_lr_share` times it. Call `after` after each step. Return metrics, NaN if no token contributes; `lr` is the first
+        rate. Raises ValueError, before the first step, for routes that cannot be replayed; FloatingPointError, possibly after
+        some steps, for a gradient norm that is not finite.
 
         `denominator`: of the loss of all streams, divided evenly over the steps. `clip`: largest gradient norm.
-        `microbatch_tokens`: limit of tokens per micro-batch. The learning rate falls linearly from `lr` to `final_lr_share` times
-        it. Call `after` after each step. Return metrics, NaN if no token contributes; `lr` among them is the first rate. Raises
-        ValueError, before the first step, for routes that cannot be replayed; FloatingPointError, possibly after some steps, for
-        a gradient norm that is not finite."""
+        `microbatch_tokens`: most tokens of a micro-batch."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         shuffled_families = families(streams)
         rng.shuffle(shuffled_families)
         totals: Counter[str] = Counter()
         norms = []
-        families_by_step = [shuffled_families[step::minibatches] for step in range(minibatches)]
         # Without streams there is no step: momentum would move the weights even without a gradient.
-        cost, whole_rollouts = Cost.of(self.model.config), self.settings.together
-        dealt = [
-            _microbatches_of_rank(streams, step_families, ranks, microbatch_tokens, cost, whole_rollouts)
-            for step_families in families_by_step
-            if step_families
-        ]
+        step_count = min(minibatches, len(shuffled_families))
+        families_by_step = [shuffled_families[step::minibatches] for step in range(step_count)]
+        dealt = [self._deal(streams, step_families, ranks, microbatch_tokens) for step_families in families_by_step]
         rates = np.linspace(lr, lr * final_lr_share, len(dealt))
         steps = [
-            [
-                (microbatch, self._batch(microbatch, ranks))
-                for microbatch in microbatches
-                if microbatch or ranks.lockstep
-            ]
-            for microbatches, _ in dealt
+            [(microbatch, self._batch(microbatch, ranks)) for microbatch in rank_part if microbatch or ranks.lockstep]
+            for rank_part, _ in dealt
         ]
         for step_batches, rate in zip(steps, rates, strict=True):
             self.optimizer.zero_()
@@ -146,6 +138,21 @@ class Learner:
             results["replay_overlap"] = ratio(agreed, choices)
             results["replay_implausible"] = ratio(implausible, choices)
         return results
+
+    def _deal(
+        self, streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, microbatch_tokens: int
+    ) -> tuple[list[list[Stream]], dict[str, float]]:
+        """Return this rank's micro-batches of one step, equal in number on all ranks, and the imbalance of ranks here and with
+        `first_fit` (nothing for one shard). `families` are lists of indices of streams."""
+        cost, whole_rollouts = Cost.of(self.model.config), self.settings.together
+        shard, shard_count = ranks.data_shard
+        family_streams = [streams[number] for family in families for number in family]
+        if shard_count == 1:
+            return microbatches(family_streams, microbatch_tokens, whole_rollouts), {}
+        by_rank, packing = deal_out(streams, families, shard_count, microbatch_tokens, cost, whole_rollouts)
+        lengths = [len(stream.token_ids) - 1 for stream in family_streams]
+        baseline = first_fit(lengths, [cost.row(length) for length in lengths], shard_count, microbatch_tokens)
+        return by_rank[shard], {"imbalance": packing.imbalance, "imbalance_first_fit": baseline.imbalance}
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
         """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
@@ -177,27 +184,6 @@ class Learner:
         if not batch.counts:
             sums = dict.fromkeys(sums, 0.0)
         return loss, sums | (overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {})
-
-
-def _microbatches_of_rank(
-    streams: Sequence[Stream],
-    families: Sequence[Sequence[int]],
-    ranks: Ranks,
-    microbatch_tokens: int,
-    cost: Cost,
-    whole_rollouts: bool,
-) -> tuple[list[list[Stream]], dict[str, float]]:
-    """Return this rank's micro-batches of one step, equal in number on all ranks, and the imbalance of ranks here and with
-    `first_fit` (nothing for one shard). `families` are lists of indices of streams."""
-    shard, shard_count = ranks.data_shard
-    family_streams = [streams[number] for family in families for number in family]
-    if shard_count == 1:
-        return microbatches(family_streams, microbatch_tokens, whole_rollouts), {}
-    microbatches_by_rank, packing = deal_out(streams, families, shard_count, microbatch_tokens, cost, whole_rollouts)
-    lengths = [len(stream.token_ids) - 1 for stream in family_streams]
-    baseline = first_fit(lengths, [cost.row(length) for length in lengths], shard_count, microbatch_tokens)
-    imbalances = {"imbalance": packing.imbalance, "imbalance_first_fit": baseline.imbalance}
-    return microbatches_by_rank[shard], imbalances
 
 
 def ratio(part: float, whole: float) -> float:
