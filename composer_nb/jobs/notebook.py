@@ -220,6 +220,7 @@ class _Execution(PapermillNotebookClient):
         return failure
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Interrupt the cell that runs; raise KeyboardInterrupt if none runs, or at the end of the grace period."""
         if self.over:
             return
         if not self.stopped:

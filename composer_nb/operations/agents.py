@@ -128,6 +128,7 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
 
 
 def _evaluate_foreign(args: argparse.Namespace) -> int:
+    """Score a policy in a foreign environment. Raises TooManyLost, after the figures, if too many attempts were lost."""
     from composer_nb.production.bench import LOST, TooManyLost
     from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
     from composer_nb.trainer.settings import override

@@ -59,6 +59,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_schedules(args: argparse.Namespace) -> int:
+    """Simulate schedules on recorded durations, and compare their throughput, staleness and lost tokens."""
     from composer_nb.labs.planning import Durations, RunSpeed, SimulatedLoad, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
@@ -106,6 +107,7 @@ def _plan_schedules(args: argparse.Namespace) -> int:
 
 
 def _plan_mesh(args: argparse.Namespace) -> int:
+    """Estimate the memory and traffic of a rank of a mesh. Raises ValueError if a rank needs more than --memory."""
     from composer_nb.trainer.parallel.memory import RankLoad, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
     from composer_nb.trainer.settings import override

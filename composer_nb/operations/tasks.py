@@ -253,6 +253,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def _audit_foreign(args: argparse.Namespace) -> int:
+    """Audit the grader of a foreign environment."""
     from rich.console import Group
 
     from composer_nb.production.foreign import audit_openenv, audit_verifiers

@@ -79,6 +79,7 @@ def trackio(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 
 
 def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    """Open the run of this name in MLflow, or create it with its settings."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 

@@ -223,30 +223,32 @@ class DraftingEngine(Engine):
         self._tested: dict[int, int] = {}
 
     def step(self) -> list[Completion]:
+        """Forward pending tokens with a draft after each, draw after both if the draft comes true, and return the turns that
+        end."""
         active = self._placed()
         if not active:
             return []
         self._propose(active)
         logits_SV = self._forward([slot for _, slot in active])
         active = [pair for pair in active if not pair[1].pending]
-        tested = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
+        tested_rows = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
         first_SV, hidden_SD = logits_SV.clone(), self._hidden_UD[self._last_S]
-        if tested:
-            first_SV[tested] = self._logits(self._hidden_UD[self._last_S[tested] - 1])
-        for row in tested:
+        if tested_rows:
+            first_SV[tested_rows] = self._logits(self._hidden_UD[self._last_S[tested_rows] - 1])
+        for row in tested_rows:
             active[row][1].length -= 1
         completions = self._drawn(active, first_SV)
-        right = []
-        for row in tested:
+        accepted_rows = []
+        for row in tested_rows:
             rollout, slot = active[row]
             if slot.pending == [self._tested[rollout]] and not slot.waiting:
                 slot.length += 1
-                right.append(row)
-        if wrong := sorted({*tested} - {*right}):
-            hidden_SD[wrong] = self._hidden_UD[self._last_S[wrong] - 1]
-        if right:
-            completions += self._drawn([active[row] for row in right], logits_SV[right])
-        self.proposed, self.accepted = self.proposed + len(tested), self.accepted + len(right)
+                accepted_rows.append(row)
+        if rejected_rows := sorted({*tested_rows} - {*accepted_rows}):
+            hidden_SD[rejected_rows] = self._hidden_UD[self._last_S[rejected_rows] - 1]
+        if accepted_rows:
+            completions += self._drawn([active[row] for row in accepted_rows], logits_SV[accepted_rows])
+        self.proposed, self.accepted = self.proposed + len(tested_rows), self.accepted + len(accepted_rows)
         self._draft(active, hidden_SD)
         return sorted(completions, key=lambda completion: completion.rollout)
 

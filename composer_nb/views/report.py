@@ -152,9 +152,10 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rl_rows(report: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the facts about RL."""
     steps = report["settings"].get("rl", {}).get("steps", train["steps"])
-    ended = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
-    yield "RL", f"{train['steps']} steps{ended}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
+    cut_off = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
+    yield "RL", f"{train['steps']} steps{cut_off}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
     if "trend" in train:
         yield "reward", train["trend"]
     yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
@@ -162,8 +163,8 @@ def _rl_rows(report: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[tu
     if waits := train.get("engine_waits"):
         idle = ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items())
         yield "engine idle", f"{idle}, of the time"
-    bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
-    yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
+    bound, maximum, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
+    yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(maximum)} at most, bound {bound}"
 
 
 def fidelity_line(compared: Mapping[str, Any]) -> str:

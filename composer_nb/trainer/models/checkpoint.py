@@ -289,6 +289,8 @@ def _parts(name: str, format: Format | None, entries: Collection[str]) -> tuple[
 def _stored(
     parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, TensorLocation]
 ) -> WeightParts:
+    """Return the tensors that encode a weight of `shape`. Raises ValueError if one is of another dtype or shape than the format
+    has."""
     if format is not None and len(shape) != 2:
         raise ValueError(f"{parts[0]} is quantised, but is no matrix")
     try:

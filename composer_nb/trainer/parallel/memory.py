@@ -113,6 +113,7 @@ class _Shapes(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _shapes(c: ModelConfig) -> _Shapes:
+    """Return the numbers of weights of a model, from one without memory."""
     model = Model.planned(c)
     named = dict(model.named_parameters())
     stacks = [stack.numel() for name, weight in named.items() for stack in matrices(name, weight, c)]

@@ -507,18 +507,19 @@ class InProcess:
         save_batch(batch_file(self.stages.run.path, batch.step, self.ranks.rank), groups)
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
-        sampled = time.perf_counter()
+        """Learn from the streams of all ranks. Return metrics, with the seconds of sampling, waiting and training."""
+        sampled_s = time.perf_counter()
         streams = [stream for part in self.ranks.gather(streams) for stream in part]
-        waited = time.perf_counter()
+        waited_s = time.perf_counter()
         release_memory()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
         train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1
-        now = time.perf_counter()
-        clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
-        mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
-        return {**train_metrics, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
+        trained_s = time.perf_counter()
+        clock = {"sample_s": sampled_s - self._begin, "wait_s": waited_s - sampled_s, "train_s": trained_s - waited_s}
+        mean_times = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
+        return {**train_metrics, "version": self.version, "time": {"wall_s": trained_s - self._begin, **mean_times}}
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         tasks = self.stages.tasks("tune")

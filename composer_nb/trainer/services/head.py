@@ -244,6 +244,8 @@ def holder(lock: Path) -> int | None:
 
 
 def main(arguments: list[str]) -> None:
+    """Start Ray and keep it until its lease has run out unused, it is lost, or SIGTERM; `arguments` are the folder and the lease
+    in seconds."""
     folder, lease_s = Path(arguments[0]), float(arguments[1])
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well

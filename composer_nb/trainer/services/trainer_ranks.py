@@ -212,16 +212,18 @@ class TrainerGroup:
         self._calls.put(None)
 
     def _work(self, meshed: bool) -> None:
-        failed: Exception | None = None
+        """Execute the calls on all ranks, one after another, until `kill`. If the ranks cannot start, every call raises that
+        error."""
+        start_error: Exception | None = None
         try:
             self._everywhere("begin", self._members[0].call("meet").result() if meshed else "")
         except Exception as error:  # all calls raise it
-            failed = error
+            start_error = error
         while (call := self._calls.get()) is not None:
             method, values, reply = call
             try:
-                if failed is not None:
-                    raise failed
+                if start_error is not None:
+                    raise start_error
                 first, *others = self._everywhere(method, *values)
             except Exception as error:
                 reply.set_exception(error)

@@ -231,6 +231,7 @@ class Publisher:
             raise
 
     def _finish(self, plan: VersionPlan, parts: Sequence[WriterPart], files: SideFiles) -> Manifest:
+        """Write the manifest of a version or an anchor, and record it as published."""
         if plan.base is not None:  # the others are those of the base
             files = {"config.json": files["config.json"]}
         manifest = seal(plan.version, plan.base, parts, write_side(self._store, plan.where, parts, files))
