@@ -84,42 +84,43 @@ def snapshot(notebook: Path, folder: Path) -> Path:
 # Making records true
 
 
-def settle(path: Path, state: str, error: str) -> dict[str, Any]:
+def settle(attempt_folder: Path, state: str, error: str) -> dict[str, Any]:
     """Write the record of an attempt that could not do it itself, end what it left running here, and set the state of the cell
-    that ran."""
+    that ran in the notebook. Return the record, with `notebook_error` if the notebook cannot be read."""
     import nbformat  # takes a second, which a look at a run need not wait
 
-    reap(path)
-    for part in path.glob("*.part"):
-        part.unlink(missing_ok=True)
-    attempt = read_json(path / "attempt.json") or {}
-    record = {**attempt.get("about", {}), **(read_json(path / "run.json") or {})}
+    reap(attempt_folder)
+    for unfinished_file in attempt_folder.glob("*.part"):
+        unfinished_file.unlink(missing_ok=True)
+    attempt = read_json(attempt_folder / "attempt.json") or {}
+    record = {**attempt.get("about", {}), **(read_json(attempt_folder / "run.json") or {})}
     record |= {"state": state, "error": error, "ended": now()}
-    output = path / Path(attempt.get("output", "missing")).name
+    output = attempt_folder / Path(attempt.get("output", "missing")).name
     try:
-        book = nbformat.read(output, 4)
-    except Exception as fault:  # nbformat's reader raises what its many versions happen to raise
-        record["notebook_error"] = f"{output.name} cannot be read: {type(fault).__name__}"
+        notebook = nbformat.read(output, 4)
+    except Exception as read_error:  # nbformat's reader raises what its many versions happen to raise
+        record["notebook_error"] = f"{output.name} cannot be read: {type(read_error).__name__}"
     else:
-        for cell in book.cells:
+        for cell in notebook.cells:
             if cell.metadata.get("papermill", {}).get("status") == "running":
                 cell.metadata.papermill["status"] = state
         with suppress(OSError):  # the disk is full
-            write_atomic(output, nbformat.writes(book) + "\n")
+            write_atomic(output, nbformat.writes(notebook) + "\n")
         record |= {"output": output.name, "output_sha256": file_digest(output)}
     with suppress(OSError):
-        write_json(path / "run.json", record, sync=True)
+        write_json(attempt_folder / "run.json", record, sync=True)
     return record
 
 
-def settle_all(folder: Path) -> list[str]:
-    """Correct the records that a killed runner left, once its notebooks have ended; return a line for each. The caller holds the
+def settle_all(run_folder: Path) -> list[str]:
+    """Mark as lost each attempt that a killed runner left unfinished, after its notebook on this host ended or, after STOP_S, was
+    killed; remove a request to cancel, and end leftover resources. Return a line for each lost attempt. The caller holds the
     lock."""
-    (folder / "cancel").unlink(missing_ok=True)
+    (run_folder / "cancel").unlink(missing_ok=True)
     lines = []
-    for path in sorted((folder / "nodes").glob("*/*")):
-        record = read_json(path / "run.json") or {}
-        if not path.name.isdecimal() or record.get("state") in ENDED:
+    for attempt_folder in sorted((run_folder / "nodes").glob("*/*")):
+        record = read_json(attempt_folder / "run.json") or {}
+        if not attempt_folder.name.isdecimal() or record.get("state") in ENDED:
             continue
         with suppress(psutil.Error, KeyError):
             process = psutil.Process(record["pid"])
@@ -127,10 +128,10 @@ def settle_all(folder: Path) -> list[str]:
                 psutil.wait_procs([process], timeout=STOP_S)  # it ends by itself when its runner has gone
                 process.kill()
                 psutil.wait_procs([process])
-        if (read_json(path / "run.json") or {}).get("state") not in ENDED:
-            settle(path, "lost", "its runner was killed")
-            lines.append(f"{path.parent.name}: attempt {path.name} is lost")
-    reap(folder)
+        if (read_json(attempt_folder / "run.json") or {}).get("state") not in ENDED:
+            settle(attempt_folder, "lost", "its runner was killed")
+            lines.append(f"{attempt_folder.parent.name}: attempt {attempt_folder.name} is lost")
+    reap(run_folder)
     return lines
 
 

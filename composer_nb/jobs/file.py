@@ -172,8 +172,8 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
                     raise ValueError(f"{path}: {node.name}.after: no node {source!r}; {nearest(source, file.nodes)}")
     problems.raise_all()
     for node in nodes.values():
-        sources = {source for source, _ in references(node.parameters)} - {JOB, node.family} | {*node.spec.after}
-        node.needs = tuple(need.name for need in nodes.values() if need.family in sources)
+        families_read = {source for source, _ in references(node.parameters)} - {JOB, node.family} | {*node.spec.after}
+        node.needs = tuple(needed.name for needed in nodes.values() if needed.family in families_read)
     try:
         order = [*TopologicalSorter({name: node.needs for name, node in nodes.items()}).static_order()]
     except CycleError as error:
@@ -223,6 +223,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[e
 
 
 def _read(path: Path) -> JobFile:
+    """Read a job file. Raises FileNotFoundError without the file, and ValueError with a line for each problem."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such job file")
     if path.suffix == ".ipynb":
@@ -243,33 +244,35 @@ def _read(path: Path) -> JobFile:
     raise AssertionError("pydantic names what it refuses")
 
 
-def _node(path: Path, name: str, spec: NodeFile, common: Mapping[str, Any]) -> Node:
-    """Return a node with the job's parameters, then its own."""
+def _node(path: Path, name: str, spec: NodeFile, job_parameters: Mapping[str, Any]) -> Node:
+    """Return a node with those of the job's parameters that its notebook takes, then its own. Raises ValueError for a name,
+    output or parameter that it cannot have."""
     if not NAME.fullmatch(name) or name == JOB:
         raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
     notebook = path.parent / spec.notebook
     check_outputs(notebook, spec.outputs)
     if DIR in spec.outputs:
         raise ValueError(f"{path}: {name}: every node has an output `dir` already; choose another name")
-    if both := spec.grid.keys() & spec.parameters.keys():
-        raise ValueError(f"{path}: {name}: {min(both)} is a parameter and in the grid; keep one of them")
+    if repeated_names := spec.grid.keys() & spec.parameters.keys():
+        raise ValueError(f"{path}: {name}: {min(repeated_names)} is a parameter and in the grid; keep one of them")
     types = parameters_of(notebook)
-    common = {key: value for key, value in common.items() if key in types and key not in spec.grid}
-    about: dict[str, Any] = {"name": name, "family": name, "notebook": notebook.resolve(), "spec": spec}
-    return Node(**about, types=types, parameters={**common, **spec.parameters})
+    job_parameters = {key: value for key, value in job_parameters.items() if key in types and key not in spec.grid}
+    node_fields: dict[str, Any] = {"name": name, "family": name, "notebook": notebook.resolve(), "spec": spec}
+    return Node(**node_fields, types=types, parameters={**job_parameters, **spec.parameters})
 
 
 def _set(key: str, text: str, nodes: Mapping[str, Node]) -> None:
-    """Apply one `--set`. A parameter that has a value is not varied by a grid."""
+    """Apply one `--set`: `key` is a parameter, `node:parameter` or a dotted setting, and `text` its value. A parameter that has
+    a value is not varied by a grid. Raises ValueError for a node or parameter that does not exist."""
     node_name, colon, name = key.rpartition(":")
     if colon and node_name not in nodes:
         raise ValueError(f"--set {key}: no node {node_name!r}; {nearest(node_name, nodes)}")
-    chosen = [nodes[node_name]] if colon else [*nodes.values()]
-    takers = [node for node in chosen if ("overrides" if "." in name else name) in node.types]
-    if not takers:
-        types = {parameter: kind for node in chosen for parameter, kind in node.types.items()}
+    addressed_nodes = [nodes[node_name]] if colon else [*nodes.values()]
+    accepting_nodes = [node for node in addressed_nodes if ("overrides" if "." in name else name) in node.types]
+    if not accepting_nodes:
+        types = {parameter: kind for node in addressed_nodes for parameter, kind in node.types.items()}
         raise ValueError(f"--set {key}: no notebook has a parameter {name!r}; {nearest(name, types)}")
-    for node in takers:
+    for node in accepting_nodes:
         if "." in name:
             node.dotted[name] = _typed(text, object)
         else:
@@ -288,40 +291,44 @@ def _typed(text: str, kind: type) -> Any:
 
 
 def _expand(path: Path, node: Node) -> Iterator[Node]:
-    """Yield one node per point of the grid."""
-    choices = []
+    """Yield one node per point of the grid, with the settings of the command line. Raises ValueError for an empty axis, for a
+    label that no name can have, and for `overrides` that are no dictionary."""
+    axes = []
     for name, values in node.spec.grid.items():
         if name in node.parameters:
             continue
         if not values:
             raise ValueError(f"{path}: {node.name}: grid.{name} is empty")
         labels = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
-        points = zip(labels, values.values() if isinstance(values, dict) else values, strict=True)
-        choices.append([(name, label, value) for label, value in points])
-    for point in itertools.product(*choices):
-        full = "-".join([node.name, *(f"{axis}={label}" for axis, label, _ in point)])
-        if not NAME.fullmatch(full):
-            raise ValueError(f"{path}: {full!r} is no name for a node; label the grid's values: {{label: value}}")
+        labelled_values = zip(labels, values.values() if isinstance(values, dict) else values, strict=True)
+        axes.append([(name, label, value) for label, value in labelled_values])
+    for point in itertools.product(*axes):
+        node_name = "-".join([node.name, *(f"{axis}={label}" for axis, label, _ in point)])
+        if not NAME.fullmatch(node_name):
+            raise ValueError(f"{path}: {node_name!r} is no name for a node; label the grid's values: {{label: value}}")
         parameters = node.parameters | {axis: value for axis, _, value in point}
         if node.dotted:
             overrides = parameters.get("overrides", {})
             if not isinstance(overrides, Mapping):
-                raise ValueError(f"{path}: {full}.overrides={overrides!r} is no dictionary that --set could add to")
+                raise ValueError(
+                    f"{path}: {node_name}.overrides={overrides!r} is no dictionary that --set could add to"
+                )
             parameters["overrides"] = {**overrides, **node.dotted}
-        yield replace(node, name=full, parameters=parameters)
+        yield replace(node, name=node_name, parameters=parameters)
 
 
-def _check(path: Path, node: Node, name: str, value: Any, nodes: Mapping[str, NodeFile]) -> None:
-    """Check a parameter: its references, name and type. The type of a reference's value is checked when it is known."""
+def _check(path: Path, node: Node, name: str, value: Any, node_files: Mapping[str, NodeFile]) -> None:
+    """Check a parameter: its references, name and type. The type of a reference's value is checked when it is known. Raises
+    ValueError for an unfit one."""
     if "${" in REFERENCE.sub("", json.dumps(value, default=str)):
         raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
-    for source, output in references(value):
-        if source != JOB and source not in nodes:
-            raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, nodes)}")
-        is_own = source in (JOB, node.family)  # of itself a node knows only where it is
-        outputs = {DIR: "", **({} if is_own else nodes[source].outputs)}
+    for family, output in references(value):
+        if family != JOB and family not in node_files:
+            raise ValueError(f"{path}: {node.name}.{name}: no node {family!r}; {nearest(family, node_files)}")
+        is_own = family in (JOB, node.family)  # of itself a node knows only where it is
+        outputs = {DIR: "", **({} if is_own else node_files[family].outputs)}
         if output not in outputs:
-            raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
+            raise ValueError(f"{path}: {node.name}: {family} has no output {output!r}; {nearest(output, outputs)}")
     is_text = isinstance(value, str) and not REFERENCE.fullmatch(value)
     if name not in node.types or is_text or not any(references(value)):
         check_parameter(node.notebook.name, node.types, name, value)

@@ -93,44 +93,45 @@ def run_notebook(
     the notebook (`processes.py`). Raises ValueError for parameters that the notebook does not take, JobFailed, and
     KeyboardInterrupt on Ctrl-C or SIGTERM, always after output and run.json have been written. For the main thread.
     """
-    values = check_parameters(source, parameters or {})
+    checked_parameters = check_parameters(source, parameters or {})
     check_outputs(source, outputs or {})
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     record = {
         **(about or {}), "state": "running", "notebook": source.name,
-        "notebook_sha256": notebook_digest(source), "parameters": values,
+        "notebook_sha256": notebook_digest(source), "parameters": checked_parameters,
         "package_digest": package_digest(), "commit": commit(), "versions": _versions(),
         "host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time(),
         "started": now(),
     }  # fmt: skip
-    start, path, output_values = time.perf_counter(), output.with_name("run.json"), output.with_name("outputs.json")
+    start_s = time.perf_counter()
+    record_file, outputs_file = output.with_name("run.json"), output.with_name("outputs.json")
     with processes.terminate_as_interrupt():
-        write_json(path, record, sync=True)
-        output_values.unlink(missing_ok=True)
+        write_json(record_file, record, sync=True)
+        outputs_file.unlink(missing_ok=True)
         with owned_directory(output.parent, record) as (sockets, mark):
-            variables = {WRITER: with_mark(mark), processes.RUN: run_mark, OUTPUTS: str(output_values)}
-            book = load_notebook_node(str(source))
+            environment = {WRITER: with_mark(mark), processes.RUN: run_mark, OUTPUTS: str(outputs_file)}
+            notebook = load_notebook_node(str(source))
             logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the record says it
-            book = parameterize_notebook(book, values) if values else book
+            notebook = parameterize_notebook(notebook, checked_parameters) if checked_parameters else notebook
             if outputs:
-                values_of = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
-                keep = f"from composer_nb.jobs.directory import keep\n\nkeep({values_of})"
-                book.cells.append(new_code_cell(keep, metadata={"tags": ["outputs"]}))
-            manager = _Manager(book, str(output), progress_bar=False, autosave_cell_every=SAVE_S)
+                keyword_arguments = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
+                cell_source = f"from composer_nb.jobs.directory import keep\n\nkeep({keyword_arguments})"
+                notebook.cells.append(new_code_cell(cell_source, metadata={"tags": ["outputs"]}))
+            manager = _Manager(notebook, str(output), progress_bar=False, autosave_cell_every=SAVE_S)
             manager.outer = sys.exc_info()[1]
             # Kernels that start at once take each other's TCP ports and hang: sockets are files.
-            channels = {"transport": "ipc", "ip": f"{sockets}/k", "connection_file": f"{sockets}/kernel.json"}
-            limits = {"timeout": cell_timeout_s, "startup_timeout": int(patience(START_S))}
-            execution = _Execution(manager, **limits, config=Config({"KernelManager": channels}))
+            kernel_channels = {"transport": "ipc", "ip": f"{sockets}/k", "connection_file": f"{sockets}/kernel.json"}
+            timeouts = {"timeout": cell_timeout_s, "startup_timeout": int(patience(START_S))}
+            execution = _Execution(manager, **timeouts, config=Config({"KernelManager": kernel_channels}))
             execution.say, execution.timeout_s = say, timeout_s
-            failure = execution.run(record, env=os.environ | variables, cwd=str(folder or source.parent))
+            failure = execution.run(record, env=os.environ | environment, cwd=str(folder or source.parent))
         if outputs and failure is None:
-            record["outputs"] = json.loads(output_values.read_text(encoding="utf-8"))
+            record["outputs"] = json.loads(outputs_file.read_text(encoding="utf-8"))
         if output.is_file():
             record |= {"output": output.name, "output_sha256": file_digest(output)}
-        record |= {"ended": now(), "seconds": time.perf_counter() - start}
-        write_json(path, record, sync=True)
+        record |= {"ended": now(), "seconds": time.perf_counter() - start_s}
+        write_json(record_file, record, sync=True)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if record["state"] != "completed":
@@ -189,8 +190,8 @@ class _Execution(PapermillNotebookClient):
         Ctrl-C, SIGTERM and the time limit interrupt the cell that runs. A cell that does not end within the grace period, or a
         second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         failure: BaseException | None = None
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-        with processes.handling(dict.fromkeys(numbers, self._on_signal)):
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+        with processes.handling(dict.fromkeys(signals, self._on_signal)):
             signal.setitimer(signal.ITIMER_REAL, self.timeout_s or 0)
             try:
                 self.nb_man.notebook_start()
@@ -203,20 +204,23 @@ class _Execution(PapermillNotebookClient):
                     record["error"] = f"the notebook took longer than {self.timeout_s} s (timeout_s)"
                     failure = TimeoutError(record["error"])
             except Exception as error:  # kernels that do not start, or die between cells, are RuntimeErrors
-                text = str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {_first_line(error)}"
+                message = (
+                    str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {_first_line(error)}"
+                )
                 record["state"] = getattr(error, "state", "lost" if isinstance(error, RuntimeError) else "failed")
-                record["error"], failure = text, error
+                record["error"], failure = message, error
             finally:
                 self.over = True
                 signal.setitimer(signal.ITIMER_REAL, 0)
             with suppress(OSError):  # the disk is full: the record says so
                 self.nb_man.save()
-        states = Counter(cell.metadata.papermill["status"] for cell in self.nb.cells if cell.cell_type == "code")
-        run_count = states.total() - states["pending"] - states["running"]
-        record |= {"cells": states.total(), "cells_run": run_count, "cell_states": dict(states)}
+        state_counts = Counter(cell.metadata.papermill["status"] for cell in self.nb.cells if cell.cell_type == "code")
+        run_count = state_counts.total() - state_counts["pending"] - state_counts["running"]
+        record |= {"cells": state_counts.total(), "cells_run": run_count, "cell_states": dict(state_counts)}
         return failure
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Interrupt the cell that runs; raise KeyboardInterrupt if none runs, or at the end of the grace period."""
         if self.over:
             return
         if not self.stopped:
@@ -297,17 +301,17 @@ def _first_line(text: object) -> str:
 
 def main(path: Path, parent: int) -> None:
     """Run the attempt that `path` describes, while `parent` lives. Its run.json says how it ended."""
-    attempt = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
-    attempt |= {name: Path(attempt[name]) for name in ("source", "output", "folder")}
+    arguments = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
+    arguments |= {name: Path(arguments[name]) for name in ("source", "output", "folder")}
     try:
         with processes.terminate_as_interrupt():
             processes.end_with(parent)
-            run_notebook(**attempt, say=_print)
+            run_notebook(**arguments, say=_print)
     except KeyboardInterrupt:
         _print("interrupted")
     except Exception as error:  # of a bug of ours the log keeps the traceback
-        ours = not isinstance(error, JobFailed | ValueError | OSError)
-        _print(traceback.format_exc() if ours else str(error))
+        is_bug = not isinstance(error, JobFailed | ValueError | OSError)
+        _print(traceback.format_exc() if is_bug else str(error))
 
 
 def _print(line: str) -> None:

@@ -62,25 +62,25 @@ def run_job(
     thread.
     """
     newest = (runs / name_of(path)).resolve()
-    before = read_json(newest / "job.json") if resume else None
-    if resume and before is None and (newest / "job.json").exists():
+    previous_request = read_json(newest / "job.json") if resume else None
+    if resume and previous_request is None and (newest / "job.json").exists():
         raise ValueError(f"{newest / 'job.json'} cannot be read: this run is lost; start a new one, without --resume")
-    settings = {**(before["settings"] if before is not None else {}), **(settings or {})}
+    settings = {**(previous_request["settings"] if previous_request is not None else {}), **(settings or {})}
     job = load_job(path, settings)
     with ExitStack() as stack:
         address = None if ray is None else stack.enter_context(_cluster(ray))
-        folder = newest if before is not None else directory.create(runs, job.name)
+        folder = newest if previous_request is not None else directory.create(runs, job.name)
         stack.enter_context(directory.locked(folder))
         directory.settle_all(folder)
-        _, mark = stack.enter_context(owned_directory(folder, {}))
-        executor = Local(job.parallel) if address is None else OnRay(address, folder.name, job, mark)
-        nodes = {
+        _, run_mark = stack.enter_context(owned_directory(folder, {}))
+        executor = Local(job.parallel) if address is None else OnRay(address, folder.name, job, run_mark)
+        node_requests = {
             name: {"notebook": str(node.notebook), "parameters": dict(node.parameters), "needs": list(node.needs)}
             for name, node in job.nodes.items()
         }
         request = {"id": folder.name, "name": job.name, "file": str(job.path), "settings": settings, "ray": ray}
-        write_json(folder / "job.json", request | {"nodes": nodes}, sync=True)
-        return Runner(job, folder, executor, say, mark).run()
+        write_json(folder / "job.json", request | {"nodes": node_requests}, sync=True)
+        return Runner(job, folder, executor, say, run_mark).run()
 
 
 @contextmanager
@@ -103,8 +103,8 @@ class Local:
     def __init__(self, limit: int) -> None:
         self.limit, self.gone = limit, False
 
-    def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
-        return processes.spawn(attempt)
+    def start(self, attempt_file: Path, node: Node) -> subprocess.Popen[bytes]:
+        return processes.spawn(attempt_file)
 
     def poll(self, handle: subprocess.Popen[bytes]) -> str | None:
         status = handle.poll()
@@ -132,16 +132,16 @@ class OnRay:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for node in job.nodes.values():
             needs = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}
-            if not any(all(has.get(name, 0) >= count for name, count in needs.items()) for has in machines):
+            if not any(all(free.get(name, 0) >= amount for name, amount in needs.items()) for free in machines):
                 ray.shutdown()
                 raise ValueError(f"{node.name} wants {needs}; no machine of the cluster has that: change cpus or gpus")
         # What Ray retries would be an attempt that no record tells of.
         self.task = ray.remote(max_retries=0)(run_attempt)
 
-    def start(self, attempt: Path, node: Node) -> tuple[Any, Path]:
-        needs = {"num_cpus": node.spec.cpus, "num_gpus": node.spec.gpus}
-        options = self.task.options(name=f"{self.run}/{node.name}", scheduling_strategy="SPREAD", **needs)
-        return options.remote(str(attempt), package_digest()), attempt
+    def start(self, attempt_file: Path, node: Node) -> tuple[Any, Path]:
+        resources = {"num_cpus": node.spec.cpus, "num_gpus": node.spec.gpus}
+        options = self.task.options(name=f"{self.run}/{node.name}", scheduling_strategy="SPREAD", **resources)
+        return options.remote(str(attempt_file), package_digest()), attempt_file
 
     def poll(self, handle: tuple[Any, Path]) -> str | None:
         reference, _ = handle
@@ -158,9 +158,9 @@ class OnRay:
             return f"Ray lost it: {type(error).__name__}"
 
     def stop(self, handle: tuple[Any, Path], *, kill: bool) -> None:
-        reference, attempt = handle
-        attempt.with_name(KILL if kill else STOP).touch()
-        if kill or not attempt.with_name("run.json").exists():  # it may not have begun, nor ever begin
+        reference, attempt_file = handle
+        attempt_file.with_name(KILL if kill else STOP).touch()
+        if kill or not attempt_file.with_name("run.json").exists():  # it may not have begun, nor ever begin
             with suppress(self.ray.exceptions.RayError):
                 self.ray.cancel(reference, force=kill)
 
@@ -170,36 +170,40 @@ class OnRay:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
         sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_writers)
-        machines = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-        sweeps = [sweep.options(scheduling_strategy=OnNode(name, soft=False)).remote(self.mark) for name in machines]
+        node_ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+        sweeps = [
+            sweep.options(scheduling_strategy=OnNode(node_id, soft=False)).remote(self.mark) for node_id in node_ids
+        ]
         self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
         self.ray.shutdown()
 
 
-def run_attempt(path: str, digest: str) -> str:
-    """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none."""
-    attempt, host = Path(path), socket.gethostname()
-    if not attempt.is_file():
-        raise FileNotFoundError(f"{host} does not see {path}: keep --runs on a shared file system")
-    folder = Path(json.loads(attempt.read_text(encoding="utf-8"))["folder"])
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{host} does not see {folder}: keep the notebooks on a shared file system")
-    if package_digest() != digest:
+def run_attempt(attempt_path: str, expected_digest: str) -> str:
+    """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none. Raises
+    FileNotFoundError for a folder that this machine does not see, and RuntimeError for another composer_nb than the one of digest
+    `expected_digest`."""
+    attempt_file, host = Path(attempt_path), socket.gethostname()
+    if not attempt_file.is_file():
+        raise FileNotFoundError(f"{host} does not see {attempt_path}: keep --runs on a shared file system")
+    notebook_folder = Path(json.loads(attempt_file.read_text(encoding="utf-8"))["folder"])
+    if not notebook_folder.is_dir():
+        raise FileNotFoundError(f"{host} does not see {notebook_folder}: keep the notebooks on a shared file system")
+    if package_digest() != expected_digest:
         raise RuntimeError(f"{host} has another composer_nb than the one that was started")
-    process, stopped = processes.spawn(attempt), False
+    process, is_terminated = processes.spawn(attempt_file), False
     try:
-        while (status := process.poll()) is None:
-            if attempt.with_name(STOP).exists() and not stopped:
-                stopped = True
+        while (return_code := process.poll()) is None:
+            if attempt_file.with_name(STOP).exists() and not is_terminated:
+                is_terminated = True
                 process.terminate()
-            if attempt.with_name(KILL).exists():
+            if attempt_file.with_name(KILL).exists():
                 process.kill()
             time.sleep(TICK_S)
     except KeyboardInterrupt:  # Ray cancelled the task
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise
-    return f"its process on {host} ended by signal {-status}" if status < 0 else ""
+    return f"its process on {host} ended by signal {-return_code}" if return_code < 0 else ""
 
 
 class Runner:
@@ -226,6 +230,8 @@ class Runner:
         self.notebooks = {node.notebook: directory.snapshot(node.notebook, folder) for node in job.nodes.values()}
 
     def run(self) -> dict[str, Any]:
+        """Run until nothing is left to do or a signal ends the run; return the final run.json."""
+
         def on_signal(number: int, frame: object) -> None:
             """Stop the run; on a second Ctrl-C at once."""
             self.hurry = self.asked and number == signal.SIGINT
@@ -242,7 +248,7 @@ class Runner:
                 for handle in self.handles.values():
                     self.executor.stop(handle, kill=True)
                 self.executor.close()
-        summary = self._save(over=True)
+        summary = self._save(is_over=True)
         self.say(f"{self.job.name}: {summary['state']} ({summary['seconds']:.1f} s)")
         if failed := [name for name, node in self.nodes.items() if node["state"] == "failed"]:
             self.say(f"composer-nb jobs log {self.folder} {failed[0]} shows why; mend it, then run again with --resume")
@@ -250,7 +256,7 @@ class Runner:
 
     def _step(self) -> bool:
         """Take one turn; return whether there is more to do."""
-        before = [(node["state"], node["attempt"]) for node in self.nodes.values()]
+        states_before = [(node["state"], node["attempt"]) for node in self.nodes.values()]
         if not self.stopping and (self.asked or (self.folder / "cancel").exists()):
             self.stopping = time.monotonic()
             self.say(f"{'interrupted' if self.asked else 'cancelled'}: the notebooks are given {STOP_S:.0f} s to end")
@@ -261,7 +267,7 @@ class Runner:
         for name, node in self.job.nodes.items():
             if self._ready(name):
                 self._begin(node, self.nodes[name])
-        if before != [(node["state"], node["attempt"]) for node in self.nodes.values()]:
+        if states_before != [(node["state"], node["attempt"]) for node in self.nodes.values()]:
             self._save()
         return bool(self.handles) or any(map(self._ready, self.nodes))
 
@@ -272,85 +278,93 @@ class Runner:
         return room and all(self.nodes[need]["state"] == "completed" for need in self.job.nodes[name].needs)
 
     def _begin(self, node: Node, record: dict[str, Any]) -> None:
-        """Keep a finished attempt under the same key, or start a new one."""
-        source = self.notebooks[node.notebook]
+        """Keep a finished attempt under the same key, or start a new one; a wrong parameter, or an attempt that cannot be
+        started, fails the node."""
+        notebook_copy = self.notebooks[node.notebook]
         try:
-            parameters = check_parameters(source, resolve(dict(node.parameters), self._reference_values(node)))
+            parameters = check_parameters(notebook_copy, resolve(dict(node.parameters), self._reference_values(node)))
         except ValueError as error:  # the type of another node's output
             record |= {"state": "failed", "error": str(error)}
             self.say(f"{node.name}: failed: {error}")
             return
-        before = {need: [self.nodes[need].get(n) for n in ("key", "digest")] for need in sorted(node.needs)}
-        parts = [notebook_digest(source), parameters, node.spec.outputs, self.package, before]
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        dependency_keys = {need: [self.nodes[need].get(n) for n in ("key", "digest")] for need in sorted(node.needs)}
+        key_parts = [notebook_digest(notebook_copy), parameters, node.spec.outputs, self.package, dependency_keys]
+        key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()
         record |= {"key": key, "error": ""}
-        paths = directory.attempts(self.folder, node.name)
-        if any(self._keep(node, record, path) for path in reversed(paths)):
+        earlier_folders = directory.attempts(self.folder, node.name)
+        if any(self._keep(node, record, attempt_folder) for attempt_folder in reversed(earlier_folders)):
             return
-        number = int(paths[-1].name) + 1 if paths else 1
-        path = self.folder / "nodes" / node.name / str(number)
-        record |= {"attempt": number, "output": str(path / node.notebook.name)}
-        attempt = {
-            "source": str(source), "output": record["output"], "folder": str(node.notebook.parent),
+        attempt_number = int(earlier_folders[-1].name) + 1 if earlier_folders else 1
+        attempt_folder = self.folder / "nodes" / node.name / str(attempt_number)
+        record |= {"attempt": attempt_number, "output": str(attempt_folder / node.notebook.name)}
+        attempt_arguments = {
+            "source": str(notebook_copy), "output": record["output"], "folder": str(node.notebook.parent),
             "parameters": parameters, "outputs": node.spec.outputs, "timeout_s": node.spec.timeout_s,
             "cell_timeout_s": node.spec.cell_timeout_s, "run_mark": self.mark,
-            "about": {"run": self.folder.name, "node": node.name, "attempt": number, "key": key},
+            "about": {"run": self.folder.name, "node": node.name, "attempt": attempt_number, "key": key},
         }  # fmt: skip
         try:
-            path.mkdir(parents=True)
-            write_json(path / "attempt.json", attempt, sync=True)
-            self.handles[node.name] = self.executor.start(path / "attempt.json", node)
+            attempt_folder.mkdir(parents=True)
+            write_json(attempt_folder / "attempt.json", attempt_arguments, sync=True)
+            self.handles[node.name] = self.executor.start(attempt_folder / "attempt.json", node)
         except OSError as error:
             record |= {"state": "failed", "error": f"it could not be started: {error}"}
-        self.say(f"{node.name}: {record['error'] or f'attempt {number}'}")
+        self.say(f"{node.name}: {record['error'] or f'attempt {attempt_number}'}")
 
     def _reference_values(self, node: Node) -> dict[tuple[str, str], Any]:
         """Return the values of the node's references."""
-        home = self.folder / "nodes"
-        values: dict[tuple[str, str], Any] = {(JOB, DIR): str(self.folder), (node.family, DIR): str(home / node.name)}
-        for source, output in set(references(dict(node.parameters))) - values.keys():
-            members = [other.name for other in self.job.nodes.values() if other.family == source]
-            outputs = [str(home / n) if output == DIR else self.nodes[n]["outputs"][output] for n in members]
-            values[source, output] = outputs if self.job.nodes[members[0]].spec.grid else outputs[0]
+        folder = self.folder / "nodes"
+        values: dict[tuple[str, str], Any] = {(JOB, DIR): str(self.folder), (node.family, DIR): str(folder / node.name)}
+        for family, output in set(references(dict(node.parameters))) - values.keys():
+            member_names = [other.name for other in self.job.nodes.values() if other.family == family]
+            values_of_grid = [
+                str(folder / name) if output == DIR else self.nodes[name]["outputs"][output] for name in member_names
+            ]
+            values[family, output] = values_of_grid if self.job.nodes[member_names[0]].spec.grid else values_of_grid[0]
         return values
 
-    def _keep(self, node: Node, record: dict[str, Any], path: Path) -> bool:
-        """Return whether an earlier attempt is undamaged and has the node's key; what it says is then the node's."""
-        attempt = read_json(path / "run.json") or {}
+    def _keep(self, node: Node, record: dict[str, Any], attempt_folder: Path) -> bool:
+        """Take over an earlier attempt into `record` if it is completed, undamaged and has the node's key; mark a damaged one as
+        lost. Return whether it was taken over."""
+        attempt = read_json(attempt_folder / "run.json") or {}
         identity = (attempt.get("state"), attempt.get("key"), attempt.get("package_digest"))
         if identity != ("completed", record["key"], self.package):  # the package may be edited while the runner runs
             return False
-        output = path / attempt["output"]
+        output = attempt_folder / attempt["output"]
         if not output.is_file() or file_digest(output) != attempt["output_sha256"]:
-            self.say(f"{node.name}: attempt {path.name} is damaged: {output.name} is not what was written")
+            self.say(f"{node.name}: attempt {attempt_folder.name} is damaged: {output.name} is not what was written")
             error = f"{output.name} was damaged afterwards"
-            write_json(path / "run.json", {**attempt, "state": "lost", "error": error}, sync=True)
+            write_json(attempt_folder / "run.json", {**attempt, "state": "lost", "error": error}, sync=True)
             return False
-        record |= _end_of(attempt) | {"attempt": int(path.name), "kept": True, "output": str(output)}
-        self.say(f"{node.name}: kept, attempt {path.name}")
+        record |= _end_of(attempt) | {"attempt": int(attempt_folder.name), "kept": True, "output": str(output)}
+        self.say(f"{node.name}: kept, attempt {attempt_folder.name}")
         return True
 
     def _watch(self, node: Node, record: dict[str, Any]) -> None:
-        """Follow an attempt that was started."""
-        path, handle, at = Path(record["output"]).parent, self.handles[node.name], time.monotonic()
+        """Follow an attempt that was started: note when its notebook begins, kill it after its time limit, and take over its
+        record when it has ended. A lost attempt makes the node pending again, `retries` times."""
+        attempt_folder, handle, now_s = Path(record["output"]).parent, self.handles[node.name], time.monotonic()
         fault = self.executor.poll(handle)
-        if record["state"] == "pending" and (path / "run.json").exists():  # until then it waits, perhaps for its turn
-            record["state"], self.begun[node.name] = "running", at
-        elapsed = at - self.begun[node.name] if record["state"] == "running" else 0.0
-        limit = node.spec.timeout_s or float("inf")
+        # Until then it waits, perhaps for its turn.
+        if record["state"] == "pending" and (attempt_folder / "run.json").exists():
+            record["state"], self.begun[node.name] = "running", now_s
+        elapsed = now_s - self.begun[node.name] if record["state"] == "running" else 0.0
+        timeout_s = node.spec.timeout_s or float("inf")
         if fault is None:
-            if elapsed > limit + STOP_S or (self.stopping and (self.hurry or at - self.stopping > STOP_S)):
+            if elapsed > timeout_s + STOP_S or (self.stopping and (self.hurry or now_s - self.stopping > STOP_S)):
                 self.executor.stop(handle, kill=True)
             return
         del self.handles[node.name]
-        attempt = read_json(path / "run.json")
+        attempt = read_json(attempt_folder / "run.json")
         if attempt is None or attempt.get("state") not in ENDED or (fault and attempt["state"] == "interrupted"):
-            ending = "interrupted" if self.stopping else "timed_out" if elapsed > limit else "lost"
+            end_state = "interrupted" if self.stopping else "timed_out" if elapsed > timeout_s else "lost"
             if not fault and not self.stopping:  # it would end so again
-                ending = "failed"
-                what = "its process ended before the notebook began" if attempt is None else "it ended without a record"
-                fault = f"{what}: {last_words(path / 'log.txt', 0)}"
-            attempt = directory.settle(path, ending, fault or "it ended without a record")
+                end_state = "failed"
+                reason = (
+                    "its process ended before the notebook began" if attempt is None else "it ended without a record"
+                )
+                fault = f"{reason}: {last_words(attempt_folder / 'log.txt', 0)}"
+            attempt = directory.settle(attempt_folder, end_state, fault or "it ended without a record")
         record |= _end_of(attempt)
         error = record["error"]
         self.say(f"{node.name}: {record['state']} ({record['seconds']:.1f} s){': ' * bool(error)}{error}")
@@ -361,18 +375,18 @@ class Runner:
 
     # Records
 
-    def _save(self, *, over: bool = False) -> dict[str, Any]:
+    def _save(self, *, is_over: bool = False) -> dict[str, Any]:
         """Write run.json and return it."""
         states = {node["state"] for node in self.nodes.values()}
-        worst = ("failed", "timed_out", "lost", "interrupted")
-        state = next((name for name in worst if name in states), "completed") if over else "running"
-        if over and self.stopping and states != {"completed"}:
+        states_worst_first = ("failed", "timed_out", "lost", "interrupted")
+        state = next((name for name in states_worst_first if name in states), "completed") if is_over else "running"
+        if is_over and self.stopping and states != {"completed"}:
             state = "interrupted"
         nodes = {name: {k: v for k, v in node.items() if v or k == "attempt"} for name, node in self.nodes.items()}
         summary = {
             "id": self.folder.name, "name": self.job.name, "state": state, "started": self.started,
             "host": socket.gethostname(), "pid": os.getpid(), "seconds": time.monotonic() - self.clock,
-            "dir": str(self.folder), "nodes": nodes, **({"ended": now()} if over else {}),
+            "dir": str(self.folder), "nodes": nodes, **({"ended": now()} if is_over else {}),
         }  # fmt: skip
         with suppress(OSError):  # a full disk: the last summary is tried again
             write_json(self.folder / "run.json", summary, sync=True)
@@ -388,5 +402,5 @@ class Runner:
 def _end_of(attempt: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the record of an attempt says about its node."""
     state, digest = attempt["state"], attempt.get("output_sha256", "")
-    usual = {"error": "", "seconds": 0.0, "outputs": {}}
-    return {"state": state, "digest": digest, **{key: attempt.get(key, value) for key, value in usual.items()}}
+    defaults = {"error": "", "seconds": 0.0, "outputs": {}}
+    return {"state": state, "digest": digest, **{key: attempt.get(key, value) for key, value in defaults.items()}}

@@ -75,25 +75,26 @@ class NewTokens(NamedTuple):
 
 
 def decode(
-    weights: DecodeWeights, new: NewTokens, k_LSGTC: Floats, v_LSGTC: Floats, chosen: int, eps: float
+    weights: DecodeWeights, new: NewTokens, k_LSGTC: Floats, v_LSGTC: Floats, experts_per_token: int, eps: float
 ) -> tuple[Floats, NDArray[np.int64], Floats, Floats]:
-    """Hidden states [U, D] after the final norm, experts [U, L, K], gates [U, L, K] and margins [U, L]. Adds to the cache."""
+    """Forward tokens and add them to the cache. Return hidden states [U, D] after the final norm, experts and gates [U, L, K],
+    and margins [U, L]."""
     shape = (len(weights.layers), len(new.ids_U))
-    sparse = np.array([layer_weights.count > 0 for layer_weights in weights.layers])
+    is_moe = np.array([layer_weights.count > 0 for layer_weights in weights.layers])
     x_UD = weights.embed_VD[new.ids_U]
-    experts_LUK = np.empty((*shape, chosen), np.int64)
-    gates_LUK = np.empty((*shape, chosen), np.float32)
+    experts_LUK = np.empty((*shape, experts_per_token), np.int64)
+    gates_LUK = np.empty((*shape, experts_per_token), np.float32)
     margins_LU = np.empty(shape, np.float32)
     for layer, layer_weights in enumerate(weights.layers):
-        recorded = experts_LUK[layer], gates_LUK[layer], margins_LU[layer]
-        _layer(x_UD, layer_weights, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *recorded)
+        records = experts_LUK[layer], gates_LUK[layer], margins_LU[layer]
+        _layer(x_UD, layer_weights, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *records)
     hidden_UD = np.empty_like(x_UD)
     _norm_rows(x_UD, weights.final_norm_D, np.float32(eps), hidden_UD)
-    return hidden_UD, experts_LUK[sparse].swapaxes(0, 1), gates_LUK[sparse].swapaxes(0, 1), margins_LU[sparse].T
+    return hidden_UD, experts_LUK[is_moe].swapaxes(0, 1), gates_LUK[is_moe].swapaxes(0, 1), margins_LU[is_moe].T
 
 
 def project(hidden_SD: Floats, output: Matrix, vocabulary: int) -> Floats:
-    """Logits [S, V], row by row."""
+    """Return logits [S, V], row by row."""
     logits = np.empty((len(hidden_SD), len(output.panels) * WIDTH), np.float32)
     products(hidden_SD, output.panels, output.scale, logits)
     return logits[:, :vocabulary]
@@ -101,6 +102,7 @@ def project(hidden_SD: Floats, output: Matrix, vocabulary: int) -> Floats:
 
 @compiled
 def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore[no-untyped-def]
+    """Apply a layer to `x` [U, D] in place; add its keys and values to the cache, and fill in its routing."""
     tokens, width = x.shape
     keys, head_width = k.shape[1], k.shape[3]
     queries = w.o.panels.shape[1] // head_width
@@ -119,11 +121,11 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
             else:
                 _rope(heads[head], rope[new.position_U[n]])
     for n in range(len(new.row_N)):
-        row, at, source = new.row_N[n], new.position_N[n], new.source_N[n]
+        row, position, source = new.row_N[n], new.position_N[n], new.source_N[n]
         for group in range(keys):
             for c in range(head_width):
-                k[row, group, at, c] = joined[source, (queries + group) * head_width + c]
-                v[row, group, at, c] = joined[source, (queries + keys + group) * head_width + c]
+                k[row, group, position, c] = joined[source, (queries + group) * head_width + c]
+                v[row, group, position, c] = joined[source, (queries + keys + group) * head_width + c]
     score = np.empty((queries // keys, k.shape[2]), np.float32)
     attended = np.empty((tokens, queries, head_width), np.float32)
     scale = np.float32(math.log2(math.e) / math.sqrt(head_width))
@@ -173,19 +175,20 @@ def _swiglu_products(h, expert, w_in, w_out, between, y):  # type: ignore[no-unt
 def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     """Add the experts' outputs to `x`, for each token in the order of their numbers. A block of an expert's tokens stays in the
     cache from its gathering to its sum."""
-    tokens, chosen = experts.shape
+    tokens, choices = experts.shape
     end = np.zeros(len(w_in.panels) + 1, np.int64)
     for n in range(tokens):
-        for rank in range(chosen):
+        for rank in range(choices):
             end[experts[n, rank] + 1] += 1
     end = np.cumsum(end)
-    starts, pairs = end.copy(), np.empty((tokens * chosen, 2), np.int64)
+    starts, pairs = end.copy(), np.empty((tokens * choices, 2), np.int64)
     for n in range(tokens):
-        for rank in range(chosen):
-            at = starts[experts[n, rank]]
+        for rank in range(choices):
+            place = starts[experts[n, rank]]
             starts[experts[n, rank]] += 1
-            pairs[at, 0], pairs[at, 1] = n, rank
-    mine, y = np.empty((BLOCK, h.shape[1]), np.float32), np.empty((BLOCK, w_out.panels.shape[1] * WIDTH), np.float32)
+            pairs[place, 0], pairs[place, 1] = n, rank
+    gathered = np.empty((BLOCK, h.shape[1]), np.float32)
+    y = np.empty((BLOCK, w_out.panels.shape[1] * WIDTH), np.float32)
     between = np.empty((BLOCK, w_in.panels.shape[1] * WIDTH), np.float32)
     for expert in range(len(w_in.panels)):
         for first in range(end[expert], end[expert + 1], BLOCK):
@@ -193,8 +196,8 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
             for m in range(count):
                 n = pairs[first + m, 0]
                 for d in range(h.shape[1]):
-                    mine[m, d] = h[n, d]
-            _swiglu_products(mine[:count], expert, w_in, w_out, between[:count], y[:count])
+                    gathered[m, d] = h[n, d]
+            _swiglu_products(gathered[:count], expert, w_in, w_out, between[:count], y[:count])
             for m in range(count):
                 n, gate = pairs[first + m, 0], gates[pairs[first + m, 0], pairs[first + m, 1]]
                 for d in range(x.shape[1]):
@@ -203,7 +206,7 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
 
 @compiled
 def _rope(head, rope):  # type: ignore[no-untyped-def]
-    """Turns a head where it lies."""
+    """Turn a head in place."""
     half = len(head) // 2
     for c in range(half):
         a, b = head[c], head[half + c]
@@ -214,32 +217,32 @@ def _rope(head, rope):  # type: ignore[no-untyped-def]
 @compiled
 def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
     """Fill in the experts of the highest scores, highest first, and their gates; return the margin (`moe.Routing`)."""
-    chosen, count = len(experts), len(scores)
-    for rank in range(chosen):
+    choices, count = len(experts), len(scores)
+    for rank in range(choices):
         best = -1
         for e in range(count):
             is_chosen = False
-            for before in range(rank):
-                is_chosen |= experts[before] == e
+            for earlier in range(rank):
+                is_chosen |= experts[earlier] == e
             if not is_chosen and (best < 0 or scores[e] > scores[best]):
                 best = e
         experts[rank] = best
-    top, last = scores[experts[0]], scores[experts[chosen - 1]]
-    total, picked, following = np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    top, last = scores[experts[0]], scores[experts[choices - 1]]
+    total, chosen_sum, next_best = np.float32(0.0), np.float32(0.0), np.float32(0.0)
     for e in range(count):
         share = np.float32(math.exp(scores[e] - top))
         total += share
         is_chosen = False
-        for rank in range(chosen):
+        for rank in range(choices):
             is_chosen |= experts[rank] == e
         if not is_chosen:
-            following = max(following, share)
-    for rank in range(chosen):
+            next_best = max(next_best, share)
+    for rank in range(choices):
         gates[rank] = np.float32(math.exp(scores[experts[rank]] - top))
-        picked += gates[rank]
-    for rank in range(chosen):
-        gates[rank] /= picked
-    return (np.float32(math.exp(last - top)) - following) / total
+        chosen_sum += gates[rank]
+    for rank in range(choices):
+        gates[rank] /= chosen_sum
+    return (np.float32(math.exp(last - top)) - next_best) / total
 
 
 @compiled

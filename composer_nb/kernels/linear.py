@@ -30,19 +30,19 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear(x_NA: Tensor, w_BA: Tensor) -> Tensor:
-    """x · wᵀ, [N, B]."""
+    """Return x · wᵀ, [N, B]."""
     return F.linear(*widened(x_NA, w_BA)).to(x_NA.dtype)
 
 
 def matmul(x_NA: Tensor, w_AB: Tensor) -> Tensor:
-    """x · w, [N, B]."""
+    """Return x · w, [N, B]."""
     x, w = widened(x_NA, w_AB)
     return (x @ w).to(x_NA.dtype)
 
 
 def grouped_mm(x_MA: Tensor, w_EAB: Tensor, offsets_E: Tensor) -> Tensor:
-    """Rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. Where torch's kernel does not know
-    the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
+    """Multiply rows up to offsets_E[0] times w_EAB[0], the next ones times w_EAB[1], and so on: [M, B]. Where torch's kernel does
+    not know the dtype (float64) or the widths (rows of other than whole 16 bytes), expert by expert."""
     whole = all(width * x_MA.itemsize % 16 == 0 for width in w_EAB.shape[1:])
     if x_MA.dtype != torch.float64 and whole:
         x, w = widened(x_MA, w_EAB)

@@ -28,8 +28,8 @@ PIECE = 256
 
 
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part in
-    gradients. Both in float32, or float64 where the hidden states are."""
+    """Return log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part
+    in gradients. Both in float32, or float64 where the hidden states are."""
     if hidden_UD.dtype != torch.float64 and choose(hidden_UD.device)[0] == "triton":
         from composer_nb.kernels import logprob_triton
 
@@ -39,8 +39,8 @@ def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_
 
 
 def _normalise(logit_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> Tensor:
-    """The probabilities of each row, in the same memory where it can be; fills in the logarithm of its sum of exponentials, and
-    its entropy."""
+    """Return the probabilities of each row, in the same memory where it can be. Fill in the logarithm of its sum of exponentials,
+    and its entropy."""
     if compiles(logit_PV):
         _normalise_compiled(*(x.detach().numpy() for x in (logit_PV, total_P, entropy_P)))
         return logit_PV
@@ -104,7 +104,8 @@ class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in use."""
+        """Compute d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in
+        use."""
         hidden_UD, weight_VD, from_S, token_S, order_S, *saved_probs = ctx.saved_tensors
         g_S = gradients[0]
         g_U = g_S.new_zeros(len(hidden_UD)).index_add_(0, from_S, g_S)

@@ -20,14 +20,14 @@ from composer_nb.kernels.linear import compiles
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467)."""
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467)."""
     if compiles(x, weight_D):
         return _RmsNorm.apply(x, weight_D, eps)
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
 
 def norm_rope(x_NHC: Tensor, weight_HC: Tensor, rope_N: Tensor, eps: float) -> Tensor:
-    """Each head normalised, scaled by its row of `weight_HC`, and turned by its token's angles.
+    """Return each head normalised, scaled by its row of `weight_HC`, and turned by its token's angles.
 
     `rope_N` is [N, 2, C/2], cosines and sines; pairs are half-split (the layout of Hugging Face checkpoints).
     """

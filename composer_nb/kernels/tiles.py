@@ -177,6 +177,7 @@ def _tile(rows: int, turns: int) -> Any:
 
 
 def _dots(code: _Code, query: Any, keys: Any, first: Any, out: Any) -> None:
+    """Write the code of `dots`."""
     b = code.b
     width = b.extract_value(keys.shape, 1)
     rows = [code.at(keys.data, b.mul(b.add(first, _INT(t)), width)) for t in range(LANES)]

@@ -55,5 +55,5 @@ def learn_once(learner: Learner, streams: Sequence[Stream], rl: RlSettings, lr: 
         denominator=rl.denominator(LossSettings()),
         lr=lr,
         clip=rl.clip,
-        budget=rl.microbatch_tokens,
+        microbatch_tokens=rl.microbatch_tokens,
     )

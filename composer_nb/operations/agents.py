@@ -77,8 +77,8 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
     environment = None
     if args.suite:
-        with SandboxExecutor() as boxes:
-            tasks = make_suite(args.suite, CachedExecutor(boxes))
+        with SandboxExecutor() as executor:
+            tasks = make_suite(args.suite, CachedExecutor(executor))
     else:
         tasks, environment = load_environment(str(args.tasks))
     endpoint, tables = open_endpoint(args.judge.removeprefix("openai:"), 0.0) if args.judge else None, []
@@ -175,6 +175,7 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
 
 
 def _evaluate_foreign(args: argparse.Namespace) -> int:
+    """Score a policy in a foreign environment. Raises TooManyLost, after the figures, if too many attempts were lost."""
     from composer_nb.production.bench import LOST, TooManyLost
     from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
     from composer_nb.trainer.settings import override
@@ -196,12 +197,12 @@ def _evaluate_foreign(args: argparse.Namespace) -> int:
 def _price(text: str) -> tuple[float, float] | None:
     """Return two prices. Raises ValueError."""
     try:
-        read, written = map(float, text.split(",")) if text else (0.0, 0.0)
+        read_price, written_price = map(float, text.split(",")) if text else (0.0, 0.0)
     except ValueError:
-        read = written = -1.0
-    if not (read >= 0 and written >= 0):
+        read_price = written_price = -1.0
+    if not (read_price >= 0 and written_price >= 0):
         raise ValueError(f"--price {text}: give dollars per million tokens read and written, as 0.5,2.5")
-    return (read, written) if text else None
+    return (read_price, written_price) if text else None
 
 
 @command(
@@ -300,37 +301,37 @@ def serve(args: argparse.Namespace) -> int:
     if args.canary and not (0 < args.canary < 1 and args.verdicts >= LEAST and args.follow and args.record):
         needed = f"above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least {LEAST}"
         raise ValueError(f"--canary {args.canary:g}: {needed}")
-    address = {**pick(args, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
+    options_of_server = {**pick(args, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if args.policy:
         kind, _, name = args.policy.partition(":")
         if kind != "scripted" or not name.endswith(".json"):
             raise ValueError(f"--policy {args.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
-        return _listen(ScriptServer(read_script(Path(name)), args.port, **address))
+        return _listen(ScriptServer(read_script(Path(name)), args.port, **options_of_server))
     options = pick(args, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
-    opened: AbstractContextManager[OpenEngine[Any]]
+    engine_context: AbstractContextManager[OpenEngine[Any]]
     if args.canary:
-        trial = {"share": args.canary, "verdicts": args.verdicts, "run": args.record, "ray": args.ray}
-        opened = open_canary(args.model, args.replicas, **trial, **options)
+        canary_options = {"share": args.canary, "verdicts": args.verdicts, "run": args.record, "ray": args.ray}
+        engine_context = open_canary(args.model, args.replicas, **canary_options, **options)
     elif args.replicas > 1 or args.ray:
-        opened = open_replicas(args.model, args.replicas, ray=args.ray, **options)
+        engine_context = open_replicas(args.model, args.replicas, ray=args.ray, **options)
     else:
-        opened = open_engine(args.model, **options)
-    with opened as engine:
+        engine_context = open_engine(args.model, **options)
+    with engine_context as engine:
         service, judged = engine.shared, getattr(engine.shared, "judged", None)
         record = RolloutRecord(args.record, engine.tokenizer, judged) if args.record else None
-        answer = Conversations(service, engine.tokenizer, engine.format, engine.tokens, record, args.temperature)
-        address |= {
+        conversations = Conversations(service, engine.tokenizer, engine.format, engine.tokens, record, args.temperature)
+        options_of_server |= {
             "version": lambda: service.version,
-            "grade": answer.grade,
+            "grade": conversations.grade,
             "health": getattr(service, "health", dict),
         }
-        address |= {"trained": engine.training, "context": engine.tokens}
+        options_of_server |= {"trained": engine.training, "context": engine.tokens}
         try:
-            return _listen(ChatServer(answer, args.port, args.model.resolve().name, **address))
+            return _listen(ChatServer(conversations, args.port, args.model.resolve().name, **options_of_server))
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what was recorded is stored in any case
                 signal.signal(number, signal.SIG_IGN)
-            answer.close()
+            conversations.close()
 
 
 def _listen(server: ChatServer) -> int:

@@ -105,6 +105,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, summary: Mapping[str, Any]) -> int:
+    """Show the status of a run, node by node."""
     from rich.console import Group
     from rich.text import Text
 

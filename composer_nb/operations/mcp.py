@@ -51,19 +51,19 @@ def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = f
 def line(name: str, arguments: Sequence[Argument], args: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line, with options first, so that no value is taken for an option. Raises ValueError for an
     argument that the command does not have."""
-    options, places, left = list[str](), list[str](), dict(args)
+    options, positional, remaining = list[str](), list[str](), dict(args)
     for (argument, *_), _ in arguments:
-        if (value := left.pop(_key(argument), None)) is None or value is False:
+        if (value := remaining.pop(_key(argument), None)) is None or value is False:
             continue
         values = value if isinstance(value, list) else [value]
         if argument.startswith("-"):
             options += [argument] if value is True else [f"{argument}={item}" for item in values]
         else:
-            places += map(str, values)
-    if left:
-        raise ValueError(f"{name} has no argument {', '.join(map(repr, left))}")
+            positional += map(str, values)
+    if remaining:
+        raise ValueError(f"{name} has no argument {', '.join(map(repr, remaining))}")
     has_json = any(argument == "--json" for (argument, *_), _ in arguments)
-    return [*name.split(), *options, *["--json"] * has_json, *["--", *places] * bool(places)]
+    return [*name.split(), *options, *["--json"] * has_json, *["--", *positional] * bool(positional)]
 
 
 def require_inside(name: str, arguments: Sequence[Argument], values: Mapping[str, Any], root: Path) -> None:
@@ -156,10 +156,10 @@ def mcp(args: argparse.Namespace) -> int:
 
     names = {name.replace(" ", "_"): name for name in (*READS, *WRITES[: 2 * args.allow_writes])}
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
-    opened: AbstractContextManager[Any] = nullcontext(({}, None))
+    workspace: AbstractContextManager[Any] = nullcontext(({}, None))
     if args.workspace:
-        opened = open_workspace(args.workspace, args.backend)
-    with opened as (workspace_tools, call):
+        workspace = open_workspace(args.workspace, args.backend)
+    with workspace as (workspace_tools, call):
 
         async def listed(context: Any, params: Any) -> Any:
             tools = [

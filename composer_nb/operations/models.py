@@ -47,9 +47,9 @@ def draft(args: argparse.Namespace) -> int:
 
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1")
-    same, rows = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
-    line = f"{args.model}: of the model's most probable tokens the head names {same:.0%}, on {rows} rollouts held out"
-    return emit(args, {"same": same, "held_out": rows}, lambda: line)
+    share, rows = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
+    line = f"{args.model}: of the model's most probable tokens the head names {share:.0%}, on {rows} rollouts held out"
+    return emit(args, {"same": share, "held_out": rows}, lambda: line)
 
 
 @command(
@@ -95,9 +95,9 @@ def bases(args: argparse.Namespace) -> int:
     from composer_nb.views.midtraining import base_table
 
     measures = override(Measures(), overrides(args.set))
-    against = BaseCandidate.open(args.against, measures.seed) if args.against else None
-    opened = [BaseCandidate.open(name, measures.seed) for name in args.bases]
-    comparison = compare_bases(opened, read_corpus(args.code).validation, measures, against)
+    earlier_model = BaseCandidate.open(args.against, measures.seed) if args.against else None
+    candidates = [BaseCandidate.open(name, measures.seed) for name in args.bases]
+    comparison = compare_bases(candidates, read_corpus(args.code).validation, measures, earlier_model)
     return emit(args, comparison, lambda: base_table(comparison))
 
 
@@ -130,7 +130,7 @@ def improve(args: argparse.Namespace) -> int:
         else f"passed: {args.out}/weights",
     ]
     if gate["before"]:
-        old, new, (low, high) = gate["before"]["pass_at_1"], gate["after"]["pass_at_1"], gate["ci95"]
-        lines.insert(1, f"gate: pass@1 {old:.3f} → {new:.3f} ({gate['gain']:+.3f}, {low:+.3f} to {high:+.3f})")
+        before, after, (low, high) = gate["before"]["pass_at_1"], gate["after"]["pass_at_1"], gate["ci95"]
+        lines.insert(1, f"gate: pass@1 {before:.3f} → {after:.3f} ({gate['gain']:+.3f}, {low:+.3f} to {high:+.3f})")
     lines += [f"published as version {report['version']} of {args.store}"] if report["version"] is not None else []
     return emit(args, report, lambda: "\n".join(lines), int(bool(gate["stopped"])))

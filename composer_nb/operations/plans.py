@@ -59,34 +59,35 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_schedules(args: argparse.Namespace) -> int:
+    """Simulate schedules on recorded durations, and compare their throughput, staleness and lost tokens."""
     from composer_nb.labs.planning import Durations, RunSpeed, SimulatedLoad, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    base, schedules = Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
-    reached, results = 0.0, []
+    base_schedule, schedules = Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
+    measured_rate, results = 0.0, []
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:
         run = ReadOnly(args.run)
         recorded = RunSpeed.of_run(run)
-        load, reached = recorded.load, recorded.reached
-        base = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
+        load, measured_rate = recorded.load, recorded.reached
+        base_schedule = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
         if args.write:
             recorded.write(args.write)
-        schedules.append((base.order, base.ahead, base.bound))
+        schedules.append((base_schedule.order, base_schedule.ahead, base_schedule.bound))
     else:
-        file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no durations here; give --durations")
+        durations_file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
+        if not durations_file.is_file():
+            raise FileNotFoundError(f"{durations_file}: no durations here; give --durations")
         load = SimulatedLoad(
-            durations=Durations.read(file), **pick(args, "workers", "capacity", "train_s", "publish_s")
+            durations=Durations.read(durations_file), **pick(args, "workers", "capacity", "train_s", "publish_s")
         )
     for order, ahead, bound in schedules:
-        schedule = replace(base, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
+        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
         results.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
     if args.run:
-        results[-1]["measured_s"] = reached
+        results[-1]["measured_s"] = measured_rate
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for row in results:
         name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
@@ -99,12 +100,14 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         predicted = results[-1]["samples_s"]
         lines += [
             "",
-            f"The last row is the run's own schedule: {predicted / reached:.2f}× the {reached:.3f} samples/s that it reached.",
+            f"The last row is the run's own schedule: {predicted / measured_rate:.2f}× the {measured_rate:.3f} samples/s "
+            "that it reached.",
         ]
     return emit(args, results, lambda: "\n".join(lines))
 
 
 def _plan_mesh(args: argparse.Namespace) -> int:
+    """Estimate the memory and traffic of a rank of a mesh. Raises ValueError if a rank needs more than --memory."""
     from composer_nb.trainer.parallel.memory import RankLoad, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
     from composer_nb.trainer.settings import override
@@ -114,8 +117,8 @@ def _plan_mesh(args: argparse.Namespace) -> int:
     pairs = [part.partition("=") for part in args.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
     load = RankLoad(**pick(args, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=args.half)
-    limit = sys.maxsize if args.memory is None else int(args.memory * 2**30)
-    need = require_memory(_config(args.model), settings, args.ranks, load, limit)
+    max_bytes = sys.maxsize if args.memory is None else int(args.memory * 2**30)
+    need = require_memory(_config(args.model), settings, args.ranks, load, max_bytes)
     return emit(args, asdict(need), lambda: table(need))
 
 

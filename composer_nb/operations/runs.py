@@ -46,7 +46,7 @@ def tour(args: argparse.Namespace) -> int:
     resumed = _resumed(args) if args.resume else None
     settings = from_dict(resumed.settings()) if resumed else settings
     require_sandboxes(settings.env)  # now, not after minutes
-    plain = args.plain or settings.until != "rl" or settings.control_steps > 0  # the notebook shows RL
+    is_plain = args.plain or settings.until != "rl" or settings.control_steps > 0  # the notebook shows RL
     run = resumed or begin_run(settings, args.runs, "tour")
     print(run.path, flush=True)
     if args.detach:
@@ -60,13 +60,13 @@ def tour(args: argparse.Namespace) -> int:
         Tracking(run.path, trackers),
     ):
         print(f"watch it: {live_page.url}", flush=True)
-        if plain:
+        if is_plain:
             start_or_resume(run.path, say=log.info)
         else:
             from composer_nb.jobs.notebook import run_notebook
 
             run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
-    return _reported(run, args.runs / "tour", *([] if plain else [NOTEBOOK]))
+    return _reported(run, args.runs / "tour", *([] if is_plain else [NOTEBOOK]))
 
 
 @contextmanager
@@ -111,22 +111,22 @@ def rl(args: argparse.Namespace) -> int:
     from composer_nb.trainer.settings import Settings, override
 
     trackers = parse(args.track)
-    values: dict[str, Any] = {"model.start": str(args.model.resolve()), "env.tasks": args.tasks}
-    values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
-    values |= overrides(args.set)
-    if "env.renderer" not in values and args.model.is_dir():  # the recipe refuses any other
-        values["env.renderer"] = format_of(args.model)
-    own_tools = hasattr(EnvSettings(tasks=values["env.tasks"]).own, "tools")
-    if values.get("env.renderer", "compact") != "compact" and not own_tools:
-        values = {"env.tools": "cursor"} | values
-    chosen = override(Settings(), values)
-    of_product = chosen.env.tools == "cursor" or (own_tools and chosen.env.renderer != "compact")
-    if of_product and not any(name.startswith("limits.") for name in values):
-        most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
-        chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
-    require_sandboxes(chosen.env)  # now, not after minutes
+    changes: dict[str, Any] = {"model.start": str(args.model.resolve()), "env.tasks": args.tasks}
+    changes |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
+    changes |= overrides(args.set)
+    if "env.renderer" not in changes and args.model.is_dir():  # the recipe refuses any other
+        changes["env.renderer"] = format_of(args.model)
+    has_own_tools = hasattr(EnvSettings(tasks=changes["env.tasks"]).own, "tools")
+    if changes.get("env.renderer", "compact") != "compact" and not has_own_tools:
+        changes = {"env.tools": "cursor"} | changes
+    settings = override(Settings(), changes)
+    is_product = settings.env.tools == "cursor" or (has_own_tools and settings.env.renderer != "compact")
+    if is_product and not any(name.startswith("limits.") for name in changes):
+        max_tokens = min(LIMITS.tokens, settings.agent_model.max_position_embeddings)
+        settings = replace(settings, limits=replace(LIMITS, tokens=max_tokens))
+    require_sandboxes(settings.env)  # now, not after minutes
     with _interruptible(SAME_COMMAND):
-        run = begin_run(chosen, args.out.parent, args.out.name, resume=True, say=log.info)
+        run = begin_run(settings, args.out.parent, args.out.name, resume=True, say=log.info)
         with Tracking(run.path, trackers):
             start_or_resume(run.path, say=log.info)
     return _reported(run, args.out)
@@ -153,10 +153,10 @@ def fork(args: argparse.Namespace) -> int:
 
     source, changes = open_run(args.path.resolve()), overrides(args.set)
     step = (source.pointer("rl") or (0,))[0] if args.step is None else args.step
-    provenance = args.out.resolve() / "provenance.json"
-    origin = json_of(provenance.read_text()) if provenance.is_file() else {}
-    begun = origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
-    run = open_run(provenance.parent) if begun else None
+    provenance_file = args.out.resolve() / "provenance.json"
+    origin = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
+    is_begun = origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
+    run = open_run(provenance_file.parent) if is_begun else None
     if run is None or from_dict(run.settings()) != override(settings_after(source, step), changes):
         run = branch(source, step, changes, args.out.parent, args.out.name)
         change_list = ", ".join(f"{name}={value}" for name, value in changes.items()) or "the same settings"
@@ -171,11 +171,11 @@ def _resumed(args: argparse.Namespace) -> Any:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.settings import from_dict, override
 
-    chosen = overrides(args.set)
-    if chosen.keys() - {"rl.gate"}:
+    changes = overrides(args.set)
+    if changes.keys() - {"rl.gate"}:
         raise ValueError("--resume keeps the settings of the run but rl.gate; leave out --set, or start a new run")
     run = open_run(args.runs / "tour")
-    settle(run, override(from_dict(run.settings()), chosen))
+    settle(run, override(from_dict(run.settings()), changes))
     return run
 
 
@@ -231,12 +231,12 @@ def headroom(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--samples {args.samples}: at least 2, since one attempt at a task cannot tell what RL could find"
             )
-        listed, environment = load_environment(str(args.path))
-        tasks = {task.id: task for task in listed}
-        settings = bench_settings(args.policy, listed, bench_changes)
+        task_list, environment = load_environment(str(args.path))
+        tasks = {task.id: task for task in task_list}
+        settings = bench_settings(args.policy, task_list, bench_changes)
         options = {"samples": args.samples, "greedy": True, "tools": getattr(environment, "tools", None)}
         with TemporaryDirectory() as out:
-            require_attempts(evaluate(args.policy, listed, Path(out), settings=settings, **options))
+            require_attempts(evaluate(args.policy, task_list, Path(out), settings=settings, **options))
             sampled, greedy = (load_attempts(Path(out, "all", f"{n}.parquet"), tasks) for n in ("rollouts", "greedy"))
         report = room.headroom(sampled, greedy, rewards, getattr(environment, "reward", None))
     return emit(args, report, lambda: text_table([(name, str(value)) for name, value in report.items()], ("", "")))
@@ -303,9 +303,9 @@ def track(args: argparse.Namespace) -> int:
 
     path, names = read_status(args.path).path, parse(args.to)
     with ThreadPoolExecutor() as pool:
-        ends = {name: pool.submit(follow, path, name, lambda: read_status(path).state != "live") for name in names}
-    for name, end in ends.items():
-        end.result()
+        futures = {name: pool.submit(follow, path, name, lambda: read_status(path).state != "live") for name in names}
+    for name, future in futures.items():
+        future.result()
         print(f"{name} has all steps of {visible(path.name)}")
     return 0
 
@@ -362,14 +362,14 @@ def replay(args: argparse.Namespace) -> int:
     from composer_nb.trainer.settings import from_dict
 
     run = open_run(args.path.resolve())
-    last = args.step if args.step is not None else len(run.steps("rl"))
-    if last < 1:
-        raise ValueError(f"--step {last}: the first step is 1")
+    last_step = args.step if args.step is not None else len(run.steps("rl"))
+    if last_step < 1:
+        raise ValueError(f"--step {last_step}: the first step is 1")
     rows = []
-    for replayed in replay(run, from_dict(run.settings()), last):
+    for replayed in replay(run, from_dict(run.settings()), last_step):
         rows.append({name: getattr(replayed, name) for name in ("step", "version", "was", "now", "same")})
-        same = "same" if replayed.same else "DIFFERS"
-        log.info(f"step {replayed.step:>5}  version {replayed.version:>6}  {replayed.now[:16]}  {same}")
+        verdict = "same" if replayed.same else "DIFFERS"
+        log.info(f"step {replayed.step:>5}  version {replayed.version:>6}  {replayed.now[:16]}  {verdict}")
     different = sum(not row["same"] for row in rows)
     return emit(args, rows, lambda: f"{len(rows)} steps, {different} differ", int(different > 0))
 

@@ -63,9 +63,9 @@ def scaling(args: argparse.Namespace) -> int:
         (name, f"{law['intercept']:.3f}", f"{law['slope']:+.4f}", f"{law['error']:+.3f}") for name, law in laws.items()
     ]
     title = f"{args.loss}: {loss[0]:.3f} after {tokens[0]:,.0f} tokens, {loss[-1]:.3f} after {tokens[-1]:,.0f}"
-    head = ("law", "intercept", "slope", "error at the last")
-    plain = {"tokens": tokens, "loss": loss, "laws": laws}
-    return emit(args, plain, lambda: Group(title, text_table(rows, head, numbers=True)))
+    header = ("law", "intercept", "slope", "error at the last")
+    report = {"tokens": tokens, "loss": loss, "laws": laws}
+    return emit(args, report, lambda: Group(title, text_table(rows, header, numbers=True)))
 
 
 @command(

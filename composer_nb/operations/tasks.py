@@ -54,11 +54,11 @@ def make(args: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.make import make
     from composer_nb.harness.tasks.making.options import RunOptions
 
-    times = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
-    running = RunOptions(**pick(args, "pytest_args", "packages", "image"), **times)
+    time_limits = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
+    run_options = RunOptions(**pick(args, "pytest_args", "packages", "image"), **time_limits)
     with open_backend(args.backend) as backend, _progress() as report:
         options = pick(args, "limit", "seed", "require")
-        summary = make(args.path, args.out, backend, running=running, report=report, **options)
+        summary = make(args.path, args.out, backend, running=run_options, report=report, **options)
     return emit(args, summary, lambda: _made(summary), int(not summary["tasks"]))
 
 
@@ -94,10 +94,10 @@ def _made(summary: Mapping[str, Any]) -> Group:
     rows = []
     for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
         tried, tasks = kind["tried"], kind["kept"]
-        why = ", ".join(f"{count} {why}" for why, count in sorted(kind["verdicts"].items()) if why != "kept")
+        reasons = ", ".join(f"{n} {verdict}" for verdict, n in sorted(kind["verdicts"].items()) if verdict != "kept")
         cost = f"{kind['seconds'] / tasks:.1f}" if tasks else "-"
-        rows.append((kind["kind"], str(tried), str(tasks), f"{tasks / tried:.0%}", cost, why))
-    left_out = ", ".join(f"{count} {why}" for why, count in sorted(summary["left_out"].items())) or "none"
+        rows.append((kind["kind"], str(tried), str(tasks), f"{tasks / tried:.0%}", cost, reasons))
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(summary["left_out"].items())) or "none"
     lines = [
         f"{summary['repository']}: {summary['tasks']} tasks, of {sum(kind['kept'] for kind in summary['kinds'])} changes kept, "
         f"in {summary['wall_s']:.0f} s. {summary['tests']} tests count ({summary['coverage']:.0%} with a twin), "
@@ -108,7 +108,7 @@ def _made(summary: Mapping[str, Any]) -> Group:
     unused = {
         path: why for path, why in (summary["files_left_out"] | summary["no_bugs_in"]).items() if path[-3:] == ".py"
     }
-    lines += [f"{path}: {why}, so no task is made of it" for path, why in list(unused.items())[:10]]
+    lines += [f"{path}: {reason}, so no task is made of it" for path, reason in list(unused.items())[:10]]
     table = text_table(rows, ("kind", "tried", "kept", "yield", "s a task", "why not"))
     return Group(table, *(Text(visible_lines(line)) for line in lines))
 
@@ -142,11 +142,11 @@ def mine(args: argparse.Namespace) -> int:
 
     if args.requests and len(args.paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
-    behind = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
-    running = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
+    find_request = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
+    run_options = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, _progress() as report:
-        options = pick(args, "limit", "commits", "most_lines") | {"request_behind": behind}
-        summary = mine(args.paths, args.out, backend, running=running, report=report, **options)
+        options = pick(args, "limit", "commits", "most_lines") | {"request_behind": find_request}
+        summary = mine(args.paths, args.out, backend, running=run_options, report=report, **options)
     rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
     line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"
     line += f", {summary['from_logs']} with the request of a log" if args.requests else ""
@@ -172,11 +172,11 @@ def check(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.path}: holds no task")
     unfit = [(row["id"], row["problem"]) for row in checks if not row["ok"]]
     guards = Counter(row["guard"]["by"] for row in checks)
-    fit = len(checks) - len(unfit)
-    line = f"{fit} of {len(checks)} tasks are fit; {guards_line(guards)}"
+    fit_count = len(checks) - len(unfit)
+    line = f"{fit_count} of {len(checks)} tasks are fit; {guards_line(guards)}"
     return emit(
         args,
-        {"tasks": checks, "fit": fit, "unfit": len(unfit), "guards": guards},
+        {"tasks": checks, "fit": fit_count, "unfit": len(unfit), "guards": guards},
         lambda: Group(*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
         int(bool(unfit)),
     )
@@ -264,6 +264,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def _audit_foreign(args: argparse.Namespace) -> int:
+    """Audit the grader of a foreign environment."""
     from rich.console import Group
 
     from composer_nb.production.foreign import audit_openenv, audit_verifiers

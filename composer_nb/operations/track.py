@@ -79,6 +79,7 @@ def trackio(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 
 
 def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    """Open the run of this name in MLflow, or create it with its settings."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
@@ -90,8 +91,8 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     runs = client.search_runs([experiment_id], f"tags.mlflow.runName = {quote}{name}{quote}")
     key = (runs[0] if runs else client.create_run(experiment_id, run_name=name)).info.run_id
     params = [Param(setting, str(value)[:500]) for setting, value in settings.items()]
-    for at in () if runs else range(0, len(params), 100):  # the server refuses more
-        client.log_batch(key, params=params[at : at + 100])
+    for start in () if runs else range(0, len(params), 100):  # the server refuses more
+        client.log_batch(key, params=params[start : start + 100])
 
     def log(figures: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
@@ -127,32 +128,32 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     run = ReadOnly(path)
     sent_file = home_of(run) / "trackers" / f"{name}.json"
     sent_file.parent.mkdir(parents=True, exist_ok=True)
-    sent: dict[str, int] = json.loads(sent_file.read_text())["steps"] if sent_file.is_file() else {}
-    tracker, rest, ended = None, EVERY_S, False
+    sent_steps: dict[str, int] = json.loads(sent_file.read_text())["steps"] if sent_file.is_file() else {}
+    tracker, wait_s, is_last = None, EVERY_S, False
     try:
-        while not ended:
-            ended = until()
+        while not is_last:
+            is_last = until()
             try:
                 tracker = tracker or TRACKERS[name](run, _dotted(run.settings()))
                 for stage, points in logged_steps(run.path / "metrics.jsonl").items():
-                    for step in sorted(step for step in points if step > sent.get(stage, 0)):
+                    for step in sorted(step for step in points if step > sent_steps.get(stage, 0)):
                         numbers = {
                             key: x for key, x in points[step].items() if key != "step" and type(x) in (int, float)
                         }
                         figures = {f"{stage}/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)}
                         if figures:
                             tracker[0](figures, step)
-                        sent[stage] = step
-                rest = EVERY_S
+                        sent_steps[stage] = step
+                wait_s = EVERY_S
             except Exception as error:  # of any of the four libraries
-                if ended:
+                if is_last:
                     raise
-                if rest == EVERY_S:
+                if wait_s == EVERY_S:
                     log.warning("%s: %s; what is missing is sent later", name, error)
-                rest = min(2 * rest, LATEST_S)
-            write_json(sent_file, {"steps": sent})
-            wake = time.monotonic() + rest
-            while not ended and time.monotonic() < wake and not until():
+                wait_s = min(2 * wait_s, LATEST_S)
+            write_json(sent_file, {"steps": sent_steps})
+            wake_s = time.monotonic() + wait_s
+            while not is_last and time.monotonic() < wake_s and not until():
                 time.sleep(0.2)
     finally:
         if tracker is not None:

@@ -177,8 +177,8 @@ def learn(model: Model, groups: list[list[Scored]], settings: Settings, replay: 
         denominator=float(sum(map(len, groups)) * (1 if settings.loss.length_norm else rl.tokens_per_rollout)),
         lr=rl.lr,
         clip=rl.clip,
-        budget=rl.microbatch_tokens,
-        fall=FALL,
+        microbatch_tokens=rl.microbatch_tokens,
+        final_lr_share=FALL,
     )
 
 

@@ -76,13 +76,13 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, seed
         torch.manual_seed(seed)
         head = DraftHead(model.config.hidden_size).to(model.embed.device)
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
-    order = chain.from_iterable(rng.permutation(len(rows)).tolist() for _ in count())
-    budget = min(TOKENS, sum(map(len, rows)))
+    row_numbers = chain.from_iterable(rng.permutation(len(rows)).tolist() for _ in count())
+    step_tokens = min(TOKENS, sum(map(len, rows)))
     for step in range(steps):
-        batch, size = list[Sequence[int]](), 0
-        while size < budget:
-            batch.append(rows[next(order)])
-            size += len(batch[-1])
+        batch, token_count = list[Sequence[int]](), 0
+        while token_count < step_tokens:
+            batch.append(rows[next(row_numbers)])
+            token_count += len(batch[-1])
         loss, _ = divergence(model, head, batch)
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
@@ -169,11 +169,11 @@ def divergence(model: Model, head: DraftHead, rows: Sequence[Sequence[int]]) -> 
     packed = PackedRows.of_lengths([len(row) for row in rows], model.config, device)
     hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
     with torch.no_grad():
-        own_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
-    at_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is in the same row
-    guess_NV = head(model, hidden_ND[at_N], ids_N[at_N + 1]).log_softmax(-1)
-    same = (guess_NV.argmax(-1) == own_NV[at_N + 1].argmax(-1)).float().mean()
-    return F.kl_div(guess_NV, own_NV[at_N + 1], log_target=True, reduction="batchmean"), float(same)
+        model_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
+    place_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is in the same row
+    head_NV = head(model, hidden_ND[place_N], ids_N[place_N + 1]).log_softmax(-1)
+    agreement = (head_NV.argmax(-1) == model_NV[place_N + 1].argmax(-1)).float().mean()
+    return F.kl_div(head_NV, model_NV[place_N + 1], log_target=True, reduction="batchmean"), float(agreement)
 
 
 def rows_of(run: Path) -> list[list[int]]:
@@ -181,8 +181,8 @@ def rows_of(run: Path) -> list[list[int]]:
     rows = list[list[int]]()
     for file in sorted((run / "rollouts").glob("*.parquet")):
         for row in pq.read_table(file).to_pylist():
-            cuts = np.cumsum(row.get("segments") or [len(row["token_ids"])])
-            rows += [part.tolist() for part in np.split(np.array(row["token_ids"], np.int64), cuts[:-1])]
+            segment_ends = np.cumsum(row.get("segments") or [len(row["token_ids"])])
+            rows += [part.tolist() for part in np.split(np.array(row["token_ids"], np.int64), segment_ends[:-1])]
     if not any(rows):
         raise ValueError(
             f"--rollouts {run}: holds no rollouts with tokens; give a run, or what composer-nb serve --record wrote"
@@ -223,30 +223,32 @@ class DraftingEngine(Engine):
         self._tested: dict[int, int] = {}
 
     def step(self) -> list[Completion]:
+        """Forward pending tokens with a draft after each, draw after both if the draft comes true, and return the turns that
+        end."""
         active = self._placed()
         if not active:
             return []
         self._propose(active)
         logits_SV = self._forward([slot for _, slot in active])
         active = [pair for pair in active if not pair[1].pending]
-        tested = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
+        tested_rows = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
         first_SV, hidden_SD = logits_SV.clone(), self._hidden_UD[self._last_S]
-        if tested:
-            first_SV[tested] = self._logits(self._hidden_UD[self._last_S[tested] - 1])
-        for row in tested:
+        if tested_rows:
+            first_SV[tested_rows] = self._logits(self._hidden_UD[self._last_S[tested_rows] - 1])
+        for row in tested_rows:
             active[row][1].length -= 1
         completions = self._drawn(active, first_SV)
-        right = []
-        for row in tested:
+        accepted_rows = []
+        for row in tested_rows:
             rollout, slot = active[row]
             if slot.pending == [self._tested[rollout]] and not slot.waiting:
                 slot.length += 1
-                right.append(row)
-        if wrong := sorted({*tested} - {*right}):
-            hidden_SD[wrong] = self._hidden_UD[self._last_S[wrong] - 1]
-        if right:
-            completions += self._drawn([active[row] for row in right], logits_SV[right])
-        self.proposed, self.accepted = self.proposed + len(tested), self.accepted + len(right)
+                accepted_rows.append(row)
+        if rejected_rows := sorted({*tested_rows} - {*accepted_rows}):
+            hidden_SD[rejected_rows] = self._hidden_UD[self._last_S[rejected_rows] - 1]
+        if accepted_rows:
+            completions += self._drawn([active[row] for row in accepted_rows], logits_SV[accepted_rows])
+        self.proposed, self.accepted = self.proposed + len(tested_rows), self.accepted + len(accepted_rows)
         self._draft(active, hidden_SD)
         return sorted(completions, key=lambda completion: completion.rollout)
 

@@ -145,14 +145,16 @@ class Engine:
         return any(not slot.waiting for slot in self._live.values())
 
     def submit(self, request: Request) -> None:
-        """Begin a turn. A refused request changes nothing."""
+        """Begin a turn. A refused request changes nothing. Raises ValueError for a rollout that is in a turn, for sampling
+        settings out of range, and for a turn without a token or without room; RuntimeError if rollouts of its priority have all
+        slots."""
         slot = self._live.get(request.rollout)
         if slot is not None and not slot.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
-        rivals = sum(other.request.priority == request.priority for other in self._live.values())
-        if slot is None and rivals >= self.capacity:
+        same_priority_count = sum(other.request.priority == request.priority for other in self._live.values())
+        if slot is None and same_priority_count >= self.capacity:
             raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
-        pending = [*(slot.pending if slot else ()), *request.token_ids]
+        pending_tokens = [*(slot.pending if slot else ()), *request.token_ids]
         temperature = self.temperature if request.temperature is None else request.temperature
         sampling = temperature, request.top_p, request.top_k, request.min_p
         if min(temperature, request.top_k, request.min_p, 1 - request.min_p) < 0 or not 0 < request.top_p <= 1:
@@ -160,19 +162,19 @@ class Engine:
                 f"temperature={temperature}, top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}: "
                 "at least 0, above 0 up to 1, at least 0, from 0 to 1"
             )
-        if not pending or request.max_tokens < 1:
+        if not pending_tokens or request.max_tokens < 1:
             raise ValueError(
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
-                f"{len(pending)} tokens, max_tokens={request.max_tokens}"
+                f"{len(pending_tokens)} tokens, max_tokens={request.max_tokens}"
             )
-        needed = (slot.length if slot else 0) + len(pending) + request.max_tokens
-        if needed > self.max_length:
-            raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
+        needed_tokens = (slot.length if slot else 0) + len(pending_tokens) + request.max_tokens
+        if needed_tokens > self.max_length:
+            raise ValueError(f"the turn may reach {needed_tokens} tokens, past limits.tokens={self.max_length}")
         if slot is None:
-            key = [abs(self.seed), int(self.seed < 0), request.rollout % ATTEMPT_STRIDE]
-            uniform = np.random.default_rng(key).random(self.max_length + 1).tolist()
-            slot = self._live[request.rollout] = Slot(uniform, request)
-        slot.request, slot.sampling, slot.pending, slot.waiting = request, sampling, pending, False
+            seed_key = [abs(self.seed), int(self.seed < 0), request.rollout % ATTEMPT_STRIDE]
+            uniforms = np.random.default_rng(seed_key).random(self.max_length + 1).tolist()
+            slot = self._live[request.rollout] = Slot(uniforms, request)
+        slot.request, slot.sampling, slot.pending, slot.waiting = request, sampling, pending_tokens, False
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -189,17 +191,17 @@ class Engine:
 
     def _placed(self) -> list[tuple[int, Slot]]:
         """Return the turns of this step. Rollouts of lower priority, or without a request, make room for others."""
-        outside = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
-        for slot in sorted(outside, key=lambda slot: slot.request.priority):
+        unplaced = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
+        for slot in sorted(unplaced, key=lambda slot: slot.request.priority):
             if not self._free:
-                inside = [other for other in self._live.values() if other.index >= 0]
-                least = max(inside, key=lambda other: (other.waiting, other.request.priority))
-                if not least.waiting and least.request.priority <= slot.request.priority:
+                placed = [other for other in self._live.values() if other.index >= 0]
+                victim = max(placed, key=lambda other: (other.waiting, other.request.priority))
+                if not victim.waiting and victim.request.priority <= slot.request.priority:
                     break
-                parts = self._parts(least.index, least.length)
-                least.away = tuple(part.clone() if isinstance(part, Tensor) else part.copy() for part in parts)
-                self._free.append(least.index)
-                least.index = -1
+                parts = self._parts(victim.index, victim.length)
+                victim.away = tuple(part.clone() if isinstance(part, Tensor) else part.copy() for part in parts)
+                self._free.append(victim.index)
+                victim.index = -1
             slot.index = self._free.pop()
             for record in self._records:
                 record[slot.index] = 0  # tokens that are not forwarded have the same record on every replay
@@ -214,6 +216,7 @@ class Engine:
         yield from (cache[:, index, :, :length] for cache in (self._k, self._v))
 
     def step(self) -> list[Completion]:
+        """Forward pending tokens once, and return the turns that end with the tokens drawn from them."""
         active = self._placed()
         if not active:
             return []
@@ -255,17 +258,19 @@ class Engine:
         return [completions[request.rollout] for request in requests]
 
     def release(self, rollout: int) -> Trace:
+        """End a rollout, free its slot, and return the trace of its tokens; an empty one if its first request was refused."""
         slot = self._live.pop(rollout, None)
         if slot is None:  # its first request was refused
             return Trace()
-        total, parts = slot.length + len(slot.pending), slot.away or tuple(self._parts(slot.index, slot.length))
+        token_count = slot.length + len(slot.pending)
+        cached_parts = slot.away or tuple(self._parts(slot.index, slot.length))
         if slot.index >= 0:
             self._free.append(slot.index)
-        records = [np.zeros((total, *record.shape[2:]), record.dtype) for record in self._records]
-        for record, part in zip(records, parts if slot.length else (), strict=False):
+        records = [np.zeros((token_count, *record.shape[2:]), record.dtype) for record in self._records]
+        for record, part in zip(records, cached_parts if slot.length else (), strict=False):
             record[: slot.length] = part
-        names = "routes", "gates", "margins", "checks"
-        return Trace(**dict(zip(names, records, strict=True)), route_valid=np.arange(total) < slot.length)
+        record_names = "routes", "gates", "margins", "checks"
+        return Trace(**dict(zip(record_names, records, strict=True)), route_valid=np.arange(token_count) < slot.length)
 
     @torch.no_grad()
     def _forward(self, slots: list[Slot]) -> Tensor:
@@ -276,33 +281,33 @@ class Engine:
         row_N = np.repeat([slot.index for slot in slots], counts)
         position_N = np.concatenate([slot.length + np.arange(count) for slot, count in zip(slots, counts, strict=True)])
         starts = np.cumsum(sizes) - sizes
-        from_N = np.concatenate([np.arange(starts[lead], starts[lead] + sizes[lead]) for lead in leader_S])
+        source_N = np.concatenate([np.arange(starts[leader], starts[leader] + sizes[leader]) for leader in leader_S])
         ids_U = np.concatenate([slots[row].pending[:size] for row, size in zip(leaders, sizes, strict=True)])
-        own_U = np.repeat([slots[row].index for row in leaders], sizes)
-        at_U = np.empty(len(own_U), np.int64)
-        at_U[from_N] = position_N
-        new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
+        slot_U = np.repeat([slots[row].index for row in leaders], sizes)
+        position_U = np.empty(len(slot_U), np.int64)
+        position_U[source_N] = position_N
+        new = NewTokens(ids_U, position_U, slot_U, row_N, position_N, source_N)
         hidden_UD, routes_ULK, gates_ULK, margins_UL = self._hidden(new)
-        whole = sizes == [len(slots[row].pending) for row in leaders]
-        last_S = torch.from_numpy((starts + sizes - 1)[whole]).to(hidden_UD.device)
-        routes_NLK = routes_ULK[from_N].astype(self._routes.dtype)
+        is_done = sizes == [len(slots[row].pending) for row in leaders]
+        last_S = torch.from_numpy((starts + sizes - 1)[is_done]).to(hidden_UD.device)
+        routes_NLK = routes_ULK[source_N].astype(self._routes.dtype)
         self._routes[row_N, position_N] = routes_NLK
-        self._checks[row_N, position_N] = route_checks(position_N, ids_U[from_N], routes_NLK)
-        self._gates[row_N, position_N] = gates_ULK[from_N]
-        self._margins[row_N, position_N] = margins_UL[from_N]
+        self._checks[row_N, position_N] = route_checks(position_N, ids_U[source_N], routes_NLK)
+        self._gates[row_N, position_N] = gates_ULK[source_N]
+        self._margins[row_N, position_N] = margins_UL[source_N]
         for slot, count in zip(slots, counts.tolist(), strict=True):
             slot.length, slot.pending = slot.length + count, slot.pending[count:]
-        self.forwarded += len(own_U)
-        row_S = torch.from_numpy((np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]).to(hidden_UD.device)
+        self.forwarded += len(slot_U)
+        row_S = torch.from_numpy((np.cumsum(is_done) - 1)[leader_S[is_done[leader_S]]]).to(hidden_UD.device)
         self._hidden_UD, self._last_S = hidden_UD, last_S[row_S]
         return self._logits(hidden_UD[last_S]).index_select(0, row_S)
 
     def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
         """Return the number of pending tokens that each slot forwards: one, and more in order of priority up to the budget."""
-        sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
+        sizes, spare_tokens = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
         for row in sorted(range(len(slots)), key=lambda row: slots[row].request.priority):
-            more = min(len(slots[row].pending) - 1, left)
-            sizes[row], left = 1 + more, left - more
+            extra_tokens = min(len(slots[row].pending) - 1, spare_tokens)
+            sizes[row], spare_tokens = 1 + extra_tokens, spare_tokens - extra_tokens
         return sizes
 
     def _hidden(self, new: NewTokens) -> Forwarded:
@@ -339,9 +344,9 @@ class Engine:
             return cached_attention(q.to(dtype), self._k[layer], self._v[layer], slot_U, position_U, scale).to(q.dtype)
 
         hidden_UD, routings = self.model.trunk(ids_U, position_U, attend)
-        chosen = len(ids_U), self.model.config.num_experts_per_tok
-        experts = stacked([r.experts_NK for r in routings], *chosen)
-        gates = stacked([r.gates_NK for r in routings], *chosen).float()
+        shape = len(ids_U), self.model.config.num_experts_per_tok
+        experts = stacked([r.experts_NK for r in routings], *shape)
+        gates = stacked([r.gates_NK for r in routings], *shape).float()
         margins = stacked([r.margin_N for r in routings], len(ids_U)).float()
         return hidden_UD, experts, gates, margins
 
@@ -355,8 +360,8 @@ class Engine:
             leader_S[row] = leader_of_past.setdefault((slot.past, slot.length, *slot.pending), len(leaders))
             if leader_S[row] == len(leaders):
                 leaders.append(row)
-        for slot, lead in zip(slots, leader_S.tolist(), strict=True):
-            slot.past = self._pasts + 1 + lead
+        for slot, leader in zip(slots, leader_S.tolist(), strict=True):
+            slot.past = self._pasts + 1 + leader
         self._pasts += len(leaders)
         return leaders, leader_S
 
@@ -374,13 +379,13 @@ def _masked(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
 
 def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[list[int], list[float]]:
     """Return one token per slot, `ahead` of the next one, and log-probabilities. Slots that draw alike form one batch."""
-    kinds, uniform_S = {slot.sampling for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
-    if len(kinds) == 1:
-        return _draw(logits_SV, uniform_S, *kinds.pop())
+    samplings, uniform_S = {slot.sampling for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
+    if len(samplings) == 1:
+        return _draw(logits_SV, uniform_S, *samplings.pop())
     tokens, logprobs = [0] * len(slots), [0.0] * len(slots)
-    for kind in kinds:
-        rows = [row for row, slot in enumerate(slots) if slot.sampling == kind]
-        draws = _draw(logits_SV[rows], [uniform_S[row] for row in rows], *kind)
+    for sampling in samplings:
+        rows = [row for row, slot in enumerate(slots) if slot.sampling == sampling]
+        draws = _draw(logits_SV[rows], [uniform_S[row] for row in rows], *sampling)
         for row, token, logprob in zip(rows, *draws, strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
@@ -395,8 +400,8 @@ def _draw(logits_SV: Tensor, uniform_S: list[float], *sampling: Any) -> tuple[li
         below_SV = logprob_SV.double().exp().cumsum(-1)
         goal_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
         token_S = torch.searchsorted(below_SV, goal_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
-    chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
-    return token_S.tolist(), chosen_S.tolist()
+    logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
+    return token_S.tolist(), logprob_S.tolist()
 
 
 def _top(logits_V: Tensor, slot: Slot) -> list[tuple[int, float]]:
@@ -426,17 +431,22 @@ def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
     """Return log-probabilities over the fewest tokens that together have `top_p` (Holtzman et al. 2020, arXiv 1904.09751)."""
     order = logprob_SV.sort(stable=True, dim=-1, descending=True)
     above_SV = order.values.exp().cumsum(-1) - order.values.exp()
-    kept_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
-    return logprob_SV.masked_fill(~kept_SV, -torch.inf).log_softmax(-1)
+    nucleus_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
+    return logprob_SV.masked_fill(~nucleus_SV, -torch.inf).log_softmax(-1)
 
 
 def pack(model: Model) -> DecodeWeights | None:
     """Return the weights of a float32 model on a CPU, copied into the layout of `decode`; None if that cannot run it."""
     c = model.config
-    plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
-    covered = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
-    size = sum(4 * p.numel() for p in model.parameters())
-    if not (plain and covered and size <= PACKED_BYTES and model.router_dtype in (None, torch.float32)):
+    is_float32_on_cpu = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    is_supported = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
+    weight_bytes = sum(4 * p.numel() for p in model.parameters())
+    if not (
+        is_float32_on_cpu
+        and is_supported
+        and weight_bytes <= PACKED_BYTES
+        and model.router_dtype in (None, torch.float32)
+    ):
         return None
 
     def array(tensor: Tensor) -> NDArray[np.float32]:
@@ -473,7 +483,7 @@ def pack(model: Model) -> DecodeWeights | None:
             rope_P2C=array(model.rope_table(model.embed)),
         )
 
-    for bits in (8, 16) if size > CACHED_BYTES else ():
+    for bits in (8, 16) if weight_bytes > CACHED_BYTES else ():
         with suppress(ValueError):
             return weights(bits)
     return weights(32)

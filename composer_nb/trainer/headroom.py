@@ -45,6 +45,7 @@ def headroom(
 
 
 def _verdict(figures: dict[str, Any]) -> str:
+    """Return in one sentence what RL could find, from the figures of `headroom`."""
     if figures["live"] is None:
         return "one attempt at a task cannot tell what RL could find"
     if not figures["live"]:

@@ -194,21 +194,21 @@ def chosen(step: int, order: Order, tasks: Known, used: Sequence[str], tried: Se
     """Return the names of a step's tasks. `tasks` is in the order of prompts. A name `one+two` is a combined task. Raises
     ValueError if no task is left."""
     c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
-    begun = bool(tried) and step >= c.start * order.steps
+    is_begun = bool(tried) and step >= c.start * order.steps
     excluded, parts = set(used), {part for name in used if name not in tasks for part in name.split("+")}
     effort = effort_of(tried, tasks)
     names: list[str] = []
     for _ in range(order.prompts):
-        rest = [name for name in tasks if name not in excluded]
-        draw, name = rng.random() if begun else 1.0, None
+        unused = [name for name in tasks if name not in excluded]
+        draw, name = rng.random() if is_begun else 1.0, None
         if draw < c.made:
             name = _made(tried, tasks, parts, rng)
-        elif draw < c.made + c.harder and rest:
-            weights = [effort(tasks[candidate]) ** POWER or 1e-9 for candidate in rest]  # no effort at all: all alike
-            name = rng.choices(rest, weights)[0]
-        if name is None and not rest:
+        elif draw < c.made + c.harder and unused:
+            weights = [effort(tasks[candidate]) ** POWER or 1e-9 for candidate in unused]  # no effort at all: all alike
+            name = rng.choices(unused, weights)[0]
+        if name is None and not unused:
             raise ValueError(f"curriculum.*: all {len(tasks)} tasks are taken by step {step + 1}; raise data.rl_tasks")
-        names.append(name or rest[0])
+        names.append(name or unused[0])
         excluded.add(names[-1])
         parts |= {*names[-1].split("+")} if names[-1] not in tasks else set()
     return names
@@ -221,24 +221,24 @@ def effort_of(tried: Sequence[Tried], tasks: Known) -> Callable[[Task], float]:
     turns, thinking = sum(group.turns for group in tried) / count, sum(group.thinking for group in tried) / count
     sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
     for group in tried:
-        both = [value / mean for value, mean in ((group.turns, turns), (group.thinking, thinking)) if mean]
-        sums[kind_of(named(group.task, tasks))].append(sum(both) / max(1, len(both)))
+        ratios = [value / mean for value, mean in ((group.turns, turns), (group.thinking, thinking)) if mean]
+        sums[kind_of(named(group.task, tasks))].append(sum(ratios) / max(1, len(ratios)))
     means = {kind: sum(values) / len(values) for kind, values in sums.items()}
     return lambda task: means.get(kind_of(task), 1.0)
 
 
 def kind_of(task: Task) -> tuple[str, ...]:
     """Return the kind of a task: the recorded difficulty, the structure's family and bug, or the repository."""
-    marks = ("difficulty", "kind", "family", "bug", "repository")
-    return (*(task.metadata.get(name, "") for name in marks), str(len(task.source_scope)))
+    metadata_keys = ("difficulty", "kind", "family", "bug", "repository")
+    return (*(task.metadata.get(name, "") for name in metadata_keys), str(len(task.source_scope)))
 
 
 def _made(tried: Sequence[Tried], tasks: Known, parts: set[str], rng: Random) -> str | None:
     """Return the name of a task that combines two solved tasks that are not yet parts; None if no two fit."""
     solved = [group.task for group in tried if group.solved > 0.5 and group.task in tasks and group.task not in parts]
-    fit = [tasks[name] for name in solved if _combinable(tasks[name])]
-    rng.shuffle(fit)
-    pair = _pair(fit)
+    candidates = [tasks[name] for name in solved if _combinable(tasks[name])]
+    rng.shuffle(candidates)
+    pair = _pair(candidates)
     return None if pair is None else f"{pair[0].id}+{pair[1].id}"
 
 
@@ -270,10 +270,10 @@ def combined(a: Task, b: Task) -> Task:
     if _clash(a, b):
         raise ValueError(f"tasks {a.id} and {b.id} share files")
     requests = dict.fromkeys((a.instruction, b.instruction))
-    lowered = [name for name in LOWERED.values() if name in a.metadata and name in b.metadata]
-    limits = {name: str(int(a.metadata[name]) + int(b.metadata[name])) for name in lowered}
-    marks = [task.metadata.get("difficulty", "1") for task in (a, b)]
-    difficulty = str(sum(map(int, marks))) if all(map(str.isdecimal, marks)) else "+".join(marks)
+    limit_names = [name for name in LOWERED.values() if name in a.metadata and name in b.metadata]
+    limits = {name: str(int(a.metadata[name]) + int(b.metadata[name])) for name in limit_names}
+    difficulties = [task.metadata.get("difficulty", "1") for task in (a, b)]
+    difficulty = str(sum(map(int, difficulties))) if all(map(str.isdecimal, difficulties)) else "+".join(difficulties)
     return Task.model_validate(
         a.model_dump()
         | {

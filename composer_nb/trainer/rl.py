@@ -29,7 +29,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
-from composer_nb.trainer.learning.learner import share
+from composer_nb.trainer.learning.learner import ratio
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream, Whole
 from composer_nb.trainer.learning.ranks import Ranks
@@ -178,36 +178,37 @@ def score_groups(
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages, without attempts whose reward is unknown. `custom`: the reward function of
     an environment, which replaces the weighted terms."""
-    totals = [[(attempt, reward_of(attempt, rewards, custom)) for attempt in group] for group in groups]
-    graded = [[(attempt, rewarded) for attempt, rewarded in group if rewarded.total is not None] for group in totals]
+    scored = [[(attempt, reward_of(attempt, rewards, custom)) for attempt in group] for group in groups]
+    graded = [[(attempt, rewarded) for attempt, rewarded in group if rewarded.total is not None] for group in scored]
     return [_scored([attempt for attempt, _ in group], [rewarded for _, rewarded in group], loss) for group in graded]
 
 
 def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None) -> Reward:
-    """Return the reward of an attempt; without a total if its own reward blocks. Raises like `own_reward`."""
+    """Return the reward of an attempt: that of `custom`, or the weighted terms. It has no total if `custom` exceeds its time
+    limit. Raises like `own_reward`."""
     if custom is None:
         return reward(attempt.rollout, attempt.grade, rewards)
     try:
         total = own_reward(custom, attempt)
-    except CallTimeout as late:
-        log.warning("%s; the attempt is left out", late)
+    except CallTimeout as error:
+        log.warning("%s; the attempt is left out", error)
         return Reward(total=None)
     return Reward(total=total, terms={OWN: total})
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:
     """Return the groups with the rewards of the batch permuted at random: a control from which nothing can be learned."""
-    totals = [scored.reward for group in groups for scored in group]
-    rng.shuffle(totals)
-    rest = iter(totals)
-    return [_scored([s.attempt for s in group], [next(rest) for _ in group], loss) for group in groups]
+    rewards = [scored.reward for group in groups for scored in group]
+    rng.shuffle(rewards)
+    shuffled_rewards = iter(rewards)
+    return [_scored([s.attempt for s in group], [next(shuffled_rewards) for _ in group], loss) for group in groups]
 
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
-    values = torch.tensor([item.total for item in rewards], dtype=torch.float32)
-    advantage_list = advantages(values, loss.std_norm, loss.baseline).tolist()
+    reward_totals = torch.tensor([item.total for item in rewards], dtype=torch.float32)
+    advantage_list = advantages(reward_totals, loss.std_norm, loss.baseline).tolist()
     rows = zip(group, rewards, advantage_list, strict=True)
-    return [Scored(attempt=attempt, reward=total, advantage=advantage) for attempt, total, advantage in rows]
+    return [Scored(attempt=attempt, reward=rewarded, advantage=advantage) for attempt, rewarded, advantage in rows]
 
 
 def to_streams(scored: Scored) -> list[Stream]:
@@ -245,9 +246,12 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
     for scored in (scored for group in groups for scored in group):
         hints = hinter(scored.attempt.rollout) if hinter else []
         if trains(scored, loss) or any(hints):
-            segments = to_streams(scored)
-            hints = hints or [[]] * len(segments)
-            streams += [replace(part, hints=tuple(written)) for part, written in zip(segments, hints, strict=True)]
+            segment_streams = to_streams(scored)
+            hints = hints or [[]] * len(segment_streams)
+            streams += [
+                replace(stream, hints=tuple(segment_hints))
+                for stream, segment_hints in zip(segment_streams, hints, strict=True)
+            ]
     return streams
 
 
@@ -267,21 +271,21 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
 def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
     """Count this rank's rollouts and their tokens, with the counts of the monitors: flags, and shares that may drift."""
     attempts = [scored.attempt for group in groups for scored in group]
-    size = Counter[str](samples=len(attempts), sampled=sum(attempt.rollout.sampled for attempt in attempts))
-    return size + counts(attempts) + forms(attempts)
+    totals = Counter[str](samples=len(attempts), sampled=sum(attempt.rollout.sampled for attempt in attempts))
+    return totals + counts(attempts) + forms(attempts)
 
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:
     """Return the metrics of a batch over all ranks. Staleness: steps since the oldest token of a rollout was sampled."""
-    everyone = [scored for group in groups for scored in group]
-    attempts = [scored.attempt for scored in everyone]
+    all_scored = [scored for group in groups for scored in group]
+    attempts = [scored.attempt for scored in all_scored]
     rollouts, grades = [attempt.rollout for attempt in attempts], [attempt.grade for attempt in attempts]
     versions = [rollout.versions for rollout in rollouts if len(rollout.versions)]
     ages = [batch.step - int(token_versions.min()) // versions_a_step for token_versions in versions]
     # Sums over this rank's groups, to be added over ranks.
-    local = {
-        "samples": len(everyone),
-        "reward": sum(float(scored.reward.total or 0.0) for scored in everyone),
+    local_sums = {
+        "samples": len(all_scored),
+        "reward": sum(float(scored.reward.total or 0.0) for scored in all_scored),
         "solved": sum(grade.passed for grade in grades),
         "any_solved": sum(any(scored.attempt.grade.passed for scored in group) for group in groups),
         "live_groups": sum(any(abs(scored.advantage) > 1e-6 for scored in group) for group in groups),
@@ -299,16 +303,16 @@ def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: 
         "ages": sum(ages),
         "mixed": sum(len(np.unique(token_versions)) > 1 for token_versions in versions),
     }
-    sums = ranks.sums({name: float(value) for name, value in local.items()})
+    sums = ranks.sums({name: float(value) for name, value in local_sums.items()})
     return {
         **{name: sums[name] / sums["samples"] for name in ("reward", "solved", "turns", "finished")},
         "best_of_group": sums["any_solved"] / sums["groups"],
         "live_groups": sums["live_groups"] / sums["groups"],
         **{name: sums[name] for name in ("samples", "tokens", "sampled", "flagged", "timeouts", *FAILED)},
-        "invalid_call_rate": share(sums["invalid"], sums["turns"]),
-        "staleness": share(sums["ages"], sums["drawn"]),
+        "invalid_call_rate": ratio(sums["invalid"], sums["turns"]),
+        "staleness": ratio(sums["ages"], sums["drawn"]),
         "staleness_max": max(ranks.gather(max(ages, default=0))),
-        "mixed_versions": share(sums["mixed"], sums["drawn"]),
+        "mixed_versions": ratio(sums["mixed"], sums["drawn"]),
         "infra_errors": sums["lost"],
         **batch.more,
     }

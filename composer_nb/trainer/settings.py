@@ -425,17 +425,18 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
 
 
 def _validated(kind: type[Tree], tree: Mapping[str, Any], problems: Iterable[str] = ()) -> Tree:
+    """Return settings of type `kind` from a tree. Raises ValueError, which lists `problems` and all that validation finds."""
     problems = [*problems]
     try:
         settings = _model_of(cast(Hashable, kind)).model_validate({"tree": tree})
     except ValidationError as error:
         for problem in error.errors():
-            name, what = ".".join(map(str, problem["loc"][1:])), problem["msg"].replace("Input should", "must")
+            name, text = ".".join(map(str, problem["loc"][1:])), problem["msg"].replace("Input should", "must")
             if problem["type"] == "unexpected_keyword_argument":
                 problems.append(f"unknown setting {name!r}")
             else:  # the checks of the dataclasses name the setting themselves
-                message = what.removeprefix("Value error, ")
-                problems.append(message if message != what else f"{name}={problem['input']!r}: {what}")
+                message = text.removeprefix("Value error, ")
+                problems.append(message if message != text else f"{name}={problem['input']!r}: {text}")
     if problems:
         raise ValueError(". ".join(problems))
     return cast(Tree, settings.tree)  # type: ignore[attr-defined]

@@ -43,27 +43,27 @@ def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dic
 
 def scores(comparison: Mapping[str, Any]) -> Picture:
     """Draw pass@1 of every policy that both runs scored, and the differences."""
-    both = {name: part for name, part in comparison["eval"].items() if "difference" in part}
-    if not both:
+    shared = {name: part for name, part in comparison["eval"].items() if "difference" in part}
+    if not shared:
         return style.empty("there is no policy yet that both runs have scored")
     picture = Picture(9.5, 3.2)
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
-    scored = zip(*(part["scores"] for part in both.values()), strict=True)
+    scored = zip(*(part["scores"] for part in shared.values()), strict=True)
     sides = [
         style.BarSeries(label, color, [s["pass_at_1"] for s in policies], [s["ci95"] for s in policies])
         for color, label, policies in zip(COLORS, labels(comparison), scored, strict=True)
     ]
-    style.grouped(bars, list(both), sides)
-    as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))
+    style.grouped(bars, list(shared), sides)
+    as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in shared.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
     key(bars, loc="upper left", ncols=2)
-    for row, part in enumerate(both.values()):
+    for row, part in enumerate(shared.values()):
         gap = part["difference"]
         gaps.plot(gap["ci95"], [row, row], color=style.INK, linewidth=1.4)
         gaps.plot(gap["pass_at_1"], row, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
     gaps.axvline(0, color=style.GREY, linestyle=":")
-    style.rows(gaps, list(both)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-    paired = all(part["difference"]["paired"] for part in both.values())
+    style.rows(gaps, list(shared)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    paired = all(part["difference"]["paired"] for part in shared.values())
     title(gaps, f"second − first, {'paired by task' if paired else 'not paired'}", "pass@1")
     return picture
 
@@ -86,10 +86,10 @@ def times(comparison: Mapping[str, Any]) -> Picture:
     names = [name for name in comparison["wall_s"] if name != "total"] + ["total"]
     picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
     for side, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
-        spent = [comparison["wall_s"].get(name, (0, 0))[side] or 0.0 for name in names]
-        at = [number + (side - 0.5) * 0.4 for number in range(len(names))]
-        ax.barh(at, spent, 0.37, color=color, label=label)
-        for y, seconds in zip(at, spent, strict=True):
+        seconds_by_part = [comparison["wall_s"].get(name, (0, 0))[side] or 0.0 for name in names]
+        positions = [number + (side - 0.5) * 0.4 for number in range(len(names))]
+        ax.barh(positions, seconds_by_part, 0.37, color=color, label=label)
+        for y, seconds in zip(positions, seconds_by_part, strict=True):
             style.note(ax, seconds, y, f" {seconds:.0f}")
     title(style.rows(ax, names), "seconds by part of the recipe", "seconds")
     key(ax, loc="best")
@@ -143,10 +143,10 @@ def _notes(comparison: Mapping[str, Any]) -> Iterator[str]:
         if not run["complete"]:
             yield f"{run['run']} is not complete."
     for arm, row in comparison.get("arms", {}).items():
-        for which, names in zip(("first", "second"), row["left_out"], strict=True):
+        for side, names in zip(("first", "second"), row["left_out"], strict=True):
             if names:
                 more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-                yield f"{arm}: left out, without a grade in the other: of the {which} {visible(', '.join(names[:20]))}{more}"
+                yield f"{arm}: left out, without a grade in the other: of the {side} {visible(', '.join(names[:20]))}{more}"
 
 
 def _sections(comparison: Mapping[str, Any]) -> Iterator[Section]:
@@ -192,9 +192,9 @@ def other_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of other figures, each first → second."""
     yield ("policy", "in 12 calls", "recovery", "greedy", "best of k")
     for name, part in comparison["eval"].items():
-        both = [score or {} for score in part["scores"]]
-        values = [[(score.get("pass_within") or {}).get("12") for score in both]]
-        values += [[score.get(key) for score in both] for key in ("recovery", "pass_greedy", "best_of_k")]
+        scores = [score or {} for score in part["scores"]]
+        values = [[(score.get("pass_within") or {}).get("12") for score in scores]]
+        values += [[score.get(key) for score in scores] for key in ("recovery", "pass_greedy", "best_of_k")]
         yield (name, *(" → ".join(shown(value, ".3f") for value in pair) for pair in values))
 
 

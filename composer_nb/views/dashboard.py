@@ -76,7 +76,7 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
     if share := utilisation(status):
         yield "trainer busy", f"{share:.0%} of the time of RL steps"
     if tokens := sum(status.ledger.values()):
-        yield "ledger, tokens", ", ".join(f"{why} {n:,} ({n / tokens:.0%})" for why, n in _ranked(status.ledger))
+        yield "ledger, tokens", ", ".join(f"{use} {n:,} ({n / tokens:.0%})" for use, n in _ranked(status.ledger))
     if status.served is not None:
         served = f"the slowest engine serves those of batch {status.served} of {status.trained}"
         yield "weight versions", f"{status.versions} made; {served}"
@@ -86,10 +86,10 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     if status.steps:
         yield "reward", reward_trend(status.steps)
-    since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
+    notes = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
     for change in status.changes:
         applied = f"from step {(change.step or 0) + 1} on"
-        yield f"{change.name} = {json.dumps(change.value)}", since.get(change.step, applied)
+        yield f"{change.name} = {json.dumps(change.value)}", notes.get(change.step, applied)
 
 
 def utilisation(status: Status) -> float | None:
@@ -108,7 +108,7 @@ def _in_flight(status: Status) -> str:
 
 
 def _ranked(ledger: Any) -> list[tuple[str, int]]:
-    return sorted(((why, n) for why, n in ledger.items() if n), key=lambda pair: -pair[1])
+    return sorted(((use, n) for use, n in ledger.items() if n), key=lambda pair: -pair[1])
 
 
 def _spoken(seconds: float) -> str:
@@ -164,14 +164,14 @@ def _work(ax: Axes, status: Status) -> None:
         "sampled now" if status.state == "live" else "to sample again": ([s.running for s in status.slots], style.SKY),
         "not dispatched": ([s.size - s.done - s.running for s in status.slots], style.PALE),
     }
-    below = np.zeros(len(names))
+    bottoms = np.zeros(len(names))
     for label, (counts, color) in parts.items():
-        ax.bar(names, counts, bottom=below, color=color, label=label)
-        below += counts
+        ax.bar(names, counts, bottom=bottoms, color=color, label=label)
+        bottoms += counts
     ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
     title(ax, "rollouts in flight, by prompt", "", "")
     if status.slots:
-        ax.set_ylim(0, max(below) * 1.6)
+        ax.set_ylim(0, max(bottoms) * 1.6)
         key(ax, loc="upper left")
     else:
         style.absent(ax, "none")
@@ -182,13 +182,13 @@ def _work(ax: Axes, status: Status) -> None:
 
 def head(status: Status) -> Html:
     """Return headline, progress bar and facts."""
-    share = 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
+    progress = 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
     color = _STATE[status.state]
     rows = "".join(f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(t)}</td></tr>' for name, t in facts(status))
     return box(
         f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(status))}</div>',
         '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',
-        f'<div style="background:{color};height:6px;width:{share:.1%}"></div></div><table>{rows}</table>',
+        f'<div style="background:{color};height:6px;width:{progress:.1%}"></div></div><table>{rows}</table>',
     )
 
 
@@ -263,18 +263,18 @@ class Dashboard:
     def _keep_up(self) -> None:
         """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run
         ends a rest and leads to a last update."""
-        rest = self.every_s
+        rest_s = self.every_s
         try:
             while self.seen.state == "live":
-                until = time.perf_counter() + rest
-                while time.perf_counter() < until and holder(self.seen.path / LOCK) is not None:
+                deadline = time.perf_counter() + rest_s
+                while time.perf_counter() < deadline and holder(self.seen.path / LOCK) is not None:
                     if self._closed.wait(min(self.every_s, EVERY_S)):
                         break
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 self._show(read_status(self.seen.path))
                 if self._closed.is_set():
                     break
-                rest = max(self.every_s, (time.perf_counter() - begin) / SHARE)
+                rest_s = max(self.every_s, (time.perf_counter() - start) / SHARE)
         except Exception:  # there is nobody above a thread: what went wrong stands in the board's place
             self._head.value = box(f"<pre>{html.escape(traceback.format_exc())}</pre>").text
         finally:

@@ -42,18 +42,18 @@ def timeline(agent: Watched) -> Picture:
     """Draw the calls of a rollout one after another, without thinking time, and the sandbox's memory and CPU use."""
     picture = Picture(9.5, 0.34 * len(agent.stats) + 1.6)
     calls, memory, cpu = picture.panels(1, 3, width_ratios=(5, 1.6, 1.6), sharey=True)
-    total, begin, message, spent = 1e3 * sum(turn.seconds for turn in agent.turns), 0.0, 0, 0.0
+    total_ms, start_ms, message, message_ms = 1e3 * sum(turn.seconds for turn in agent.turns), 0.0, 0, 0.0
     labels = set(HUES)
     for turn, following in zip_longest(agent.turns, agent.turns[1:]):
-        kind, ms = json.loads(turn.call)["name"], 1e3 * turn.seconds
-        message, spent = (message, spent + ms) if turn.beside else (message + 1, ms)
-        width = max(ms, 0.004 * total)  # the shortest still show
-        calls.barh(message, width, left=begin, height=0.6, color=HUES[kind], label=kind if kind in labels else "")
-        labels.discard(kind)
-        begin += ms
+        tool, call_ms = json.loads(turn.call)["name"], 1e3 * turn.seconds
+        message, message_ms = (message, message_ms + call_ms) if turn.beside else (message + 1, call_ms)
+        bar_ms = max(call_ms, 0.004 * total_ms)  # the shortest still show
+        calls.barh(message, bar_ms, left=start_ms, height=0.6, color=HUES[tool], label=tool if tool in labels else "")
+        labels.discard(tool)
+        start_ms += call_ms
         if following is None or not following.beside:
-            style.note(calls, begin, message, f"  {spent:.0f} ms")
-    calls.set(xlim=(0, begin * 1.12), yticks=range(1, len(agent.stats) + 1))
+            style.note(calls, start_ms, message, f"  {message_ms:.0f} ms")
+    calls.set(xlim=(0, start_ms * 1.12), yticks=range(1, len(agent.stats) + 1))
     calls.invert_yaxis()
     title(calls, "calls, one after another", "ms in the sandbox", "turn")
     key(calls, loc="upper right")
@@ -92,9 +92,9 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
         passed, hidden = sum(future.grade.tests.values()), len(future.grade.tests)
         fill = style.BLUE if future.grade.passed else style.VERMILION
         _node(ax, columns["hidden tests"], y, f"{passed} of {hidden} pass", fill, "white")
-        which = digests.index(future.digest)
-        hue = (style.GREEN, style.PURPLE, style.ORANGE, style.SKY)[which % 4]
-        ax.plot(fork + 4.5, y, "os^v"[which % 4], color=hue, markersize=10, zorder=3)
+        number = digests.index(future.digest)
+        hue = (style.GREEN, style.PURPLE, style.ORANGE, style.SKY)[number % 4]
+        ax.plot(fork + 4.5, y, "os^v"[number % 4], color=hue, markersize=10, zorder=3)
         ax.text(fork + 4.65, y, future.digest[:8], va="center", fontsize=9, family="monospace", color=style.INK)
     ax.set(xlim=(-0.4, fork + 5.4), ylim=(len(futures) - 0.5, -1.1))
     return picture
@@ -227,9 +227,9 @@ class Watched:
         return self._noted("exec", " ".join(command), lambda: self.sandbox.exec(command, **options), _last_line)
 
     def _noted(self, kind: Kind, target: str, call: Callable[[], T], observe: Callable[[T], str]) -> T:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         result = call()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
         text = json.dumps({"name": kind, "arguments": {"target": target}})
         message, self._said = self._said, ""
         turn = Turn(call=text, observation=observe(result), said=message, beside=not message, seconds=seconds)
@@ -298,19 +298,19 @@ def descendants(pid: int) -> dict[int, int | None]:
     return {child.pid: started(child.pid) for child in psutil.Process(pid).children(recursive=True)}
 
 
-def census(folder: Path, below: Mapping[int, int | None]) -> dict[str, int]:
+def census(folder: Path, start_by_pid: Mapping[int, int | None]) -> dict[str, int]:
     """Count what is left of a run: its processes (pid -> start time), and the resources that the journals in `folder` name."""
-    named = Counter[tuple[str, str, str]]()
+    balance = Counter[tuple[str, str, str]]()
     for file in folder.glob("*.jsonl"):
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            named[entry["kind"], entry["name"], entry["mark"]] += 1 if entry["event"] == "made" else -1
-    resources = [resource for resource, count in named.items() if count > 0]
-    there = Counter(kind for kind, name, mark in resources if mark_of(kind, name) == mark)  # type: ignore[arg-type]
+            balance[entry["kind"], entry["name"], entry["mark"]] += 1 if entry["event"] == "made" else -1
+    resources = [resource for resource, count in balance.items() if count > 0]
+    live_counts = Counter(kind for kind, name, mark in resources if mark_of(kind, name) == mark)  # type: ignore[arg-type]
     return {
-        "processes": sum(started(pid) == tick is not None for pid, tick in below.items()),
-        "cgroups": there["cgroup"],
-        "containers": there["container"],
-        "folders": there["directory"],
+        "processes": sum(started(pid) == tick is not None for pid, tick in start_by_pid.items()),
+        "cgroups": live_counts["cgroup"],
+        "containers": live_counts["container"],
+        "folders": live_counts["directory"],
         "notes in the journal": len(resources),
     }

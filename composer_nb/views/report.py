@@ -32,21 +32,21 @@ SCORES = (
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that the run has data for."""
     report, status = build_report(run), read_status(run.path)
-    stale = "mixed_versions" in (train := report.get("train", {}))
-    age = "By how many batches the oldest token of a rollout was behind when it was trained."
-    bars = "Bars: share of held-out tasks solved; lines: 95 % over tasks."
+    has_versions = "mixed_versions" in (train := report.get("train", {}))
+    staleness_caption = "By how many batches the oldest token of a rollout was behind when it was trained."
+    bars_caption = "Bars: share of held-out tasks solved; lines: 95 % over tasks."
     drawings: dict[str, tuple[Any, Callable[..., Picture], tuple[Any, ...], str]] = {
-        "policies": ("eval" in report, scores.policies, (report,), bars),
+        "policies": ("eval" in report, scores.policies, (report,), bars_caption),
         "families": ("eval" in report, scores.families, (report,), "The same by family of program."),
         "behaviour": ("eval" in report, scores.behaviour, (report,), "What the policies do, in sampled attempts."),
         "losses": ("midtrain" in report, curves.supervised, (status,), "Cross-entropy of the supervised stages."),
         "rl": (train, curves.reinforcement, (status,), f"RL. Bold: mean of the last {curves.WINDOW} steps."),
-        "staleness": (stale, curves.staleness, (status, train), age),
+        "staleness": (has_versions, curves.staleness, (status, train), staleness_caption),
         "experts": (train, rollout.experts, (run,), "Which experts the tokens of the last RL step took."),
         "mismatch": ("replay" in report, scores.mismatch, (report,), "How far engine and trainer are apart."),
         "time": (status.stages, curves.time_split, (status,), "Where the time went."),
     }
-    return {name: (caption, draw(*tables).png()) for name, (there, draw, tables, caption) in drawings.items() if there}
+    return {name: (caption, draw(*args).png()) for name, (shown, draw, args, caption) in drawings.items() if shown}
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:
@@ -152,9 +152,10 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rl_rows(report: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the facts about RL."""
     steps = report["settings"].get("rl", {}).get("steps", train["steps"])
-    ended = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
-    yield "RL", f"{train['steps']} steps{ended}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
+    cut_off = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
+    yield "RL", f"{train['steps']} steps{cut_off}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
     if "trend" in train:
         yield "reward", train["trend"]
     yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
@@ -162,8 +163,8 @@ def _rl_rows(report: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[tu
     if waits := train.get("engine_waits"):
         idle = ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items())
         yield "engine idle", f"{idle}, of the time"
-    bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
-    yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
+    bound, maximum, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
+    yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(maximum)} at most, bound {bound}"
 
 
 def fidelity_line(compared: Mapping[str, Any]) -> str:

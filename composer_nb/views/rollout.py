@@ -98,15 +98,15 @@ def served(run: RunDir) -> list[StoredRollout]:
 def before_and_after(run: RunDir) -> tuple[StoredRollout, StoredRollout]:
     """Return greedy attempts before and after RL at one held-out task: the first that only the second solves, else one where they
     differ, else the first task."""
-    old, new = held_out(run, "start"), held_out(run, "final")
+    before, after = held_out(run, "start"), held_out(run, "final")
 
     def telling(task: str) -> int:
-        gained = new[task].attempt.grade.passed and not old[task].attempt.grade.passed
-        differ = old[task].attempt.rollout.turns != new[task].attempt.rollout.turns
+        gained = after[task].attempt.grade.passed and not before[task].attempt.grade.passed
+        differ = before[task].attempt.rollout.turns != after[task].attempt.rollout.turns
         return 2 * gained + differ
 
-    best = max(old, key=telling)
-    return old[best], new[best]
+    best = max(before, key=telling)
+    return before[best], after[best]
 
 
 def with_trainer(stored: StoredRollout, model: Model) -> StoredRollout:
@@ -117,21 +117,21 @@ def with_trainer(stored: StoredRollout, model: Model) -> StoredRollout:
 def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False) -> Html:
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
-    parts, key, segments = list[str](), dict[str, Tint](), stored.attempt.rollout.segments
+    blocks, legend, segments = list[str](), dict[str, Tint](), stored.attempt.rollout.segments
     for number, segment in enumerate(segments):
-        link = replace(stored, number=number)
-        tints, meanings = colouring(segment, color, stored.advantage, link.trainer)
-        key |= {text: tint for tint, text in meanings}
+        at_segment = replace(stored, number=number)
+        tints, meanings = colouring(segment, color, stored.advantage, at_segment.trainer)
+        legend |= {text: tint for tint, text in meanings}
         if len(segments) > 1:
             origin = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
-            parts.append(f'<div class="head">segment {number + 1}: {len(segment.token_ids)} tokens, {origin}</div>')
-        parts += _folding(link, tints, unfold)
-    chip = '<span class="chip" style="background:{}">{}</span>'
-    chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
+            blocks.append(f'<div class="head">segment {number + 1}: {len(segment.token_ids)} tokens, {origin}</div>')
+        blocks += _folding(at_segment, tints, unfold)
+    chip_html = '<span class="chip" style="background:{}">{}</span>'
+    chips = " ".join(chip_html.format(tint.over_page, html.escape(text)) for text, tint in legend.items())
     return box(
         f'<div class="head">{as_html(stored.heading)}</div>',
         f'<div class="quiet">grey: read; on colour: written ({chips}); hover a token for its numbers</div>',
-        *parts,
+        *blocks,
     )
 
 
@@ -150,10 +150,10 @@ def _folding(stored: StoredRollout, tints: Sequence[Tint | None], unfold: bool) 
 def _span(text: str, note: str, tint: Tint | None) -> str:
     """Return a token as HTML: a class for tokens that the agent read, a colour for those that it wrote."""
     classes = " ".join(["read"] * (tint is None) + ["mark"] * _is_special(text))
-    named = f' class="{classes}"' if classes else ""
-    look = f' style="background:{tint.over_page}"' if tint else ""
-    hover, shown = as_html(note).replace("\n", "&#10;"), text.replace("\n", "⏎\n")
-    return f'<span{named}{look} title="{hover}">{as_html(shown)}</span>'
+    class_attribute = f' class="{classes}"' if classes else ""
+    style_attribute = f' style="background:{tint.over_page}"' if tint else ""
+    hover, text_shown = as_html(note).replace("\n", "&#10;"), text.replace("\n", "⏎\n")
+    return f'<span{class_attribute}{style_attribute} title="{hover}">{as_html(text_shown)}</span>'
 
 
 def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
@@ -193,7 +193,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     use_LE = expert_use(files)
     if not len(use_LE):
         return style.empty("the model has no experts")
-    chosen = use_LE.sum(1).round().astype(int)[0]
+    experts_per_token = use_LE.sum(1).round().astype(int)[0]
     picture = Picture(7.0, 0.9 + 0.42 * len(use_LE))
     ax = picture.add_subplot()
     image = ax.imshow(use_LE, cmap="cividis", vmin=0, aspect="auto")
@@ -203,8 +203,8 @@ def experts(run: RunDir, step: int = -1) -> Picture:
             ax.text(expert, layer, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink)
     ax.set_xticks(range(use_LE.shape[1]), [str(n) for n in range(use_LE.shape[1])], fontsize=8.5)
     ax.set_yticks(range(len(use_LE)), [f"layer {n + 1}" for n in range(len(use_LE))], fontsize=8.5)
-    even = chosen / use_LE.shape[1]
-    title(ax, f"share of tokens by expert, RL step {number + 1} (even use: {even:.0%})", "expert")
+    even_share = experts_per_token / use_LE.shape[1]
+    title(ax, f"share of tokens by expert, RL step {number + 1} (even use: {even_share:.0%})", "expert")
     picture.colorbar(image, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
     return picture
 
@@ -288,20 +288,20 @@ def colouring(
     if by == "ratio" and trainer is None:
         raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
     values: NDArray[Any] = np.ones(len(segment.acted))
-    key: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
+    legend: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
     if advantage is not None and by == "advantage":
-        values, key = (
+        values, legend = (
             advantage * values,
             ((low, "worse than expected, made less likely"), (high, "better, made likelier")),
         )
     elif trainer is not None and by == "ratio":
         values = log_ratio(segment, trainer) / DRIFT
-        key = ((low, "the trainer finds it less likely"), (high, "likelier"))
+        legend = ((low, "the trainer finds it less likely"), (high, "likelier"))
     elif by == "logprob":
-        values, key = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
+        values, legend = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
     hues = [style.SKY if value > 0 else style.ORANGE for value in values]
     tints = [Tint(hue, min(1.0, abs(value))) for hue, value in zip(hues, values.tolist(), strict=True)]
-    return [tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], key
+    return [tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], legend
 
 
 def log_ratio(segment: Segment, trainer: Recomputed) -> NDArray[np.float32]:

@@ -24,21 +24,21 @@ def policies(report: Mapping[str, Any]) -> Picture:
     if not scores:
         return style.empty(_NOT_YET)
     picture, ax = style.one_panel(11.5, 3.4)
-    new = any("structures" in score for score in scores.values())
+    two_sets = any("structures" in score for score in scores.values())
     sides = []
     for name, score in scores.items():
-        parts = [score, score.get("structures", {})] if new else [score]
+        parts = [score, score.get("structures", {})] if two_sets else [score]
         values = [score.get(figure) for figure in ("pass_at_1", "pass_greedy", "best_of_k")]
         values += [part.get("pass_within", {}).get("12") for part in parts]
-        spans = [score.get("ci95"), score.get("ci95_greedy"), None, *(None for _ in parts)]
-        sides.append(style.BarSeries(name, POLICY.get(name, style.PURPLE), values, spans))
+        intervals = [score.get("ci95"), score.get("ci95_greedy"), None, *(None for _ in parts)]
+        sides.append(style.BarSeries(name, POLICY.get(name, style.PURPLE), values, intervals))
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
-    groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *(["new structures,\nin 12 calls"] if new else [])]
-    for at, part in zip(range(3, len(groups)), ("heldout", "structures"), strict=False):
+    names = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *["new structures,\nin 12 calls"] * two_sets]
+    for n, part in zip(range(3, len(names)), ("heldout", "structures"), strict=False):
         if gain := report.get("gain", {}).get("within_12", {}).get(part):
             low, high = gain["ci95"]
-            groups[at] += f"\nfinal − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-    style.grouped(ax, groups, sides, ".2f")
+            names[n] += f"\nfinal − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    style.grouped(ax, names, sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
     fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
     title(ax, f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else ""), "", "share of tasks")

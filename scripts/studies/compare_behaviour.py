@@ -247,7 +247,7 @@ def trained(
                 "lr": 3e-4 * min(1.0, (step + 1) / 3),
                 "clip": 1.0,
             }
-            learner.learn(streams, Ranks(), Random(step), budget=4096, **each)
+            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **each)
     return model, kept
 
 
@@ -432,7 +432,7 @@ def learnt(
                 "lr": 5e-4 * min(1.0, (step + 1) / 6),
                 "clip": 1.0,
             }
-            learner.learn(streams, Ranks(), Random(step), budget=4096, **given)
+            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **given)
     return model, {name: float(np.mean([each[name] for each in late])) for name in late[0]}
 
 

@@ -161,7 +161,13 @@ def reinforced(start: Model, kind: Compaction, seed: int, size: Size, sandboxes:
             print(f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}", flush=True)
         if streams := streams_of(score_groups(groups, RewardSettings(), loss), loss):
             lr = 2e-4 * min(1.0, (step + 1) / 4)
-            how: dict[str, Any] = {"minibatches": 1, "denominator": each * 128.0, "lr": lr, "clip": 1.0, "budget": 4096}
+            how: dict[str, Any] = {
+                "minibatches": 1,
+                "denominator": each * 128.0,
+                "lr": lr,
+                "clip": 1.0,
+                "microbatch_tokens": 4096,
+            }
             learner.learn(streams, Ranks(), Random(step), **how)
     return model
 

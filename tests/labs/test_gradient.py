@@ -43,7 +43,7 @@ def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     batch = streams(attempts, SIGNS)
     tokens = float(sum(stream.acted[1:].sum() for stream in batch))
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replay)
-    learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, budget=64)
+    learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, microbatch_tokens=64)
     gradient = bench(make_model(3), [batch[:2], batch[2:]], OURS_ALONE, replay=replay).gradient(OURS)
     assert torch.allclose(gradient, learner.optimizer.gradients, atol=1e-6) and gradient.abs().max() > 1e-4
     assert cosine(gradient, -gradient) == pytest.approx(-1.0) and np.isnan(cosine(gradient, 0 * gradient))

@@ -110,7 +110,7 @@ class PackageLearner:
             denominator=float(t.prompts * t.group * t.tokens_per_rollout),
             lr=lr,
             clip=t.clip,
-            budget=ONE_CHUNK,
+            microbatch_tokens=ONE_CHUNK,
         )
         self.norms.append(metrics["grad_norm"])
 

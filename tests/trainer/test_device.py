@@ -45,7 +45,7 @@ def policy(device: str, dtype: torch.dtype = torch.float32) -> Model:
 def learnt(model: Model, streams: list[Stream]) -> tuple[FlatOptimizer, dict[str, float]]:
     optimizer = FlatOptimizer(model, S.optimizer)
     learner = Learner(model, optimizer, S.loss, None, FULL)
-    how = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "budget": 4096}
+    how = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "microbatch_tokens": 4096}
     return optimizer, learner.learn(streams, Ranks(), Random(0), **how)
 
 

@@ -36,7 +36,7 @@ from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards
 from tests.harness.conftest import Boxes
 
 NEVER = frozenset[int]()
-LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "budget": 64}
+LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "microbatch_tokens": 64}
 
 
 class Part(Ranks):
@@ -108,7 +108,7 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
     wanted = torch.cat([slope.flatten() for slope in slopes_by_hand(model, streams)])
     assert wanted.norm() > 1e-3
     for budget in (1, 64, 10_000):
-        found, metrics = gradient(model, streams, budget=budget)
+        found, metrics = gradient(model, streams, microbatch_tokens=budget)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
         assert metrics["masked"] == metrics["ratio_off_20"] == 0 and abs(metrics["k3"]) < 1e-8, "on policy"
     alone = [gradient(model, [stream])[1]["grad_norm"] for stream in streams]
@@ -126,7 +126,10 @@ def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.02)
-    found = [gradient(model, streams, settings=LossSettings(**changes), budget=budget)[0] for budget in (1, 10_000)]
+    found = [
+        gradient(model, streams, settings=LossSettings(**changes), microbatch_tokens=budget)[0]
+        for budget in (1, 10_000)
+    ]
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
 
 
@@ -164,7 +167,7 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
 
     monkeypatch.setattr(learning, "flatten", flattened)
     monkeypatch.setattr(model, "trunk", forward)
-    gradient(model, streams, replay=FULL, budget=budget, minibatches=2)
+    gradient(model, streams, replay=FULL, microbatch_tokens=budget, minibatches=2)
     assert sorted(map(id, used)) == sorted(map(id, streams))
     recorded = [
         (int(token), place, tuple(row.flatten().tolist()))
@@ -179,7 +182,7 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
     chunks = learning.microbatches
     monkeypatch.setattr(learning, "microbatches", lambda *args: chunks(*args)[1:])
     with pytest.raises(AssertionError, match="each row of routes is used exactly once"):
-        gradient(model, sampled(model), replay=FULL, budget=1)
+        gradient(model, sampled(model), replay=FULL, microbatch_tokens=1)
 
 
 # Attempts in groups
@@ -297,7 +300,15 @@ def test_tasks_in_the_same_words_are_learnt_in_several_steps_at_a_falling_rate(
     scored = [Scored(attempt=replace(done, task=task), reward=Reward(total=0.0), advantage=1.0) for task in tasks]
     streams = [stream for each in scored for stream in to_streams(each)]
     Learner(model, FlatOptimizer(model), LossSettings(), None, FULL).learn(
-        streams, Ranks(), Random(0), minibatches=minibatches, denominator=50.0, lr=0.4, fall=fall, clip=1.0, budget=64
+        streams,
+        Ranks(),
+        Random(0),
+        minibatches=minibatches,
+        denominator=50.0,
+        lr=0.4,
+        final_lr_share=fall,
+        clip=1.0,
+        microbatch_tokens=64,
     )
     assert rates == pytest.approx(wanted)
 
@@ -326,7 +337,7 @@ def test_without_a_learning_rate_nothing_moves(make_model, converse, replay, lr:
     assert 0 < (first - recorded).abs().max() < 1e-4, "the engine's compiled kernel rounds otherwise"
     for _ in range(3):
         metrics = learner.learn(
-            streams, Ranks(), Random(0), minibatches=1, denominator=50.0, lr=lr, clip=1.0, budget=100
+            streams, Ranks(), Random(0), minibatches=1, denominator=50.0, lr=lr, clip=1.0, microbatch_tokens=100
         )
         assert metrics["grad_norm"] > 0 and (lr > 0 or metrics["k3"] < 1e-8)
     assert torch.equal(optimizer.weights, before) == torch.equal(scores(), first) == (lr == 0)

@@ -62,7 +62,7 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
             assert (stream.advantage == np.where(segment.acted, advantage, 0)).all() and not stream.route_fault()
         learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
         figures = learner.learn(
-            streams, Ranks(), Random(0), minibatches=2, denominator=50.0, lr=1e-2, clip=1.0, budget=256
+            streams, Ranks(), Random(0), minibatches=2, denominator=50.0, lr=1e-2, clip=1.0, microbatch_tokens=256
         )
         assert figures["replay_overlap"] > 0.99 and figures["grad_norm"] > 0 and figures["k3"] < 1e-6
         return torch.cat([weight.flatten() for weight in model.parameters()])
@@ -113,7 +113,9 @@ def test_a_rollout_in_three_segments_is_learnt_as_the_same_tokens_in_one(
     def gradient(streams: list[Stream]) -> torch.Tensor:
         optimizer = FlatOptimizer(model)
         learner = Learner(model, optimizer, settings, copy.deepcopy(model) if settings.beta else None)
-        learner.learn(streams, Ranks(), Random(0), minibatches=1, denominator=2.0, lr=0.0, clip=1e9, budget=budget)
+        learner.learn(
+            streams, Ranks(), Random(0), minibatches=1, denominator=2.0, lr=0.0, clip=1e9, microbatch_tokens=budget
+        )
         return optimizer.gradients.clone()
 
     one, three = gradient(whole), gradient(parts)

@@ -22,9 +22,9 @@ from composer_nb.kernels.triton_runtime import choose
 def cached_attention(
     q_NQC: Tensor, k_SGTC: Tensor, v_SGTC: Tensor, slot_N: Tensor, position_N: Tensor, scale: float | None = None
 ) -> Tensor:
-    """[N, Q, width of values]: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among them.
-    All are of one dtype: float32, float64, or bfloat16 in Triton, which sums in float32. `scale` is that of the scores, C^-½ if
-    not given."""
+    """Return [N, Q, width of values]: token n attends to positions 0..position_N[n] of cache row slot_N[n], its own key among
+    them. All are of one dtype: float32, float64, or bfloat16 in Triton, which sums in float32. `scale` is that of the scores,
+    C^-½ if not given."""
     where = q_NQC.device
     if where.type != "cpu" and q_NQC.dtype != torch.float64 and choose(where)[0] == "triton":
         from composer_nb.kernels.attention.cached_triton import attend

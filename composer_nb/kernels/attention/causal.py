@@ -38,10 +38,10 @@ HIDDEN = np.finfo(np.float32).min
 
 
 def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """[N, Q, V]: each token attends to those of its row up to itself. Rows of `lengths` lie one after another; `scale` is that
-    of the scores. On a CPU in float32 rows of which one has `LONG` tokens go through the blocks of this file, where a token
-    with a score that is not finite comes out as NaN, and values of 1e38 / T and more may overflow; all others through torch's
-    attention, padded to one length."""
+    """Return attention [N, Q, V]: each token attends to those of its row up to itself. Rows of `lengths` lie one after another;
+    `scale` is that of the scores. On a CPU in float32 rows of which one has `LONG` tokens go through the blocks of this file,
+    where a token with a score that is not finite comes out as NaN, and values of 1e38 / T and more may overflow; all others
+    through torch's attention, padded to one length."""
     if sum(lengths) != len(q_NQC) or not lengths:
         raise ValueError(f"rows of {list(lengths)} tokens, and {len(q_NQC)} tokens")
     dtype = q_NQC.dtype
@@ -59,7 +59,7 @@ def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Seque
 
 
 def padded(x_NQC: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[rows, Q, longest, C], zeros behind the shorter ones."""
+    """Return [rows, Q, longest, C], zeros behind the shorter ones."""
     if min(lengths) == max(lengths):
         return x_NQC.unflatten(0, (len(lengths), -1)).transpose(1, 2)
     return pad_sequence(x_NQC.split(list(lengths)), batch_first=True).transpose(1, 2)
@@ -131,7 +131,7 @@ def _scores(room: Tensor, heads: int, queries: slice, keys: slice) -> Tensor:
 
 
 def _by_head(x_NQC: Tensor, heads: int) -> Tensor:
-    """[heads, N · r, C], the r heads of a token beside one another."""
+    """Return [heads, N · r, C], the r heads of a token beside one another."""
     return x_NQC.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).contiguous()
 
 

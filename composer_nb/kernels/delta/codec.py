@@ -51,7 +51,7 @@ class Codec(Protocol):
     """One way to write the bits of a tensor, given the base's. Lossless; stateless, so that threads may share it."""
 
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
-        """The payload, or None where this codec does not apply. `dtype` is torch's name of it ("bfloat16")."""
+        """Return the payload, or None where this codec does not apply. `dtype` is torch's name of it ("bfloat16")."""
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
         """Return the target's bits, in the form of `base`. Raises ValueError for a payload that cannot belong to this base."""
@@ -86,9 +86,9 @@ class Conditioned:
         layout = LAYOUTS[dtype]
         if len(base) != len(target):
             raise ValueError(f"a base of {len(base)} numbers and a target of {len(target)}")
-        a, b = (_elements(bits, layout) for bits in (base, target))
-        pieces = (slice(begin, begin + BLOCK) for begin in range(0, len(a), BLOCK))
-        blocks = [_encode_block(a[piece], b[piece], layout) for piece in pieces]
+        old, new = (_elements(bits, layout) for bits in (base, target))
+        pieces = (slice(begin, begin + BLOCK) for begin in range(0, len(old), BLOCK))
+        blocks = [_encode_block(old[piece], new[piece], layout) for piece in pieces]
         return b"".join([struct.pack(f"<{len(blocks[1:])}I", *map(len, blocks[:-1])), *blocks])
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
@@ -113,7 +113,7 @@ class Conditioned:
 
 
 def _elements(bits: Bits, layout: ElementLayout) -> Bits:
-    """One unsigned integer an element. Shares memory where elements are not packed."""
+    """Return one unsigned integer an element, in shared memory where elements are not packed."""
     if layout.width >= 8:
         if bits.itemsize * 8 != layout.width:
             raise ValueError(f"elements of {8 * bits.itemsize} bits are not the dtype's, which has {layout.width} bits")
@@ -137,12 +137,12 @@ def _encode_block(base: Bits, target: Bits, layout: ElementLayout) -> bytes:
 
 def _decode_block(block: Bits, body: bytes, layout: ElementLayout) -> None:
     """Apply a body to a block of the base, in place. Raises ValueError, after which the block is useless."""
-    first, count, codes, ends, word_ends, states, begin = _read_header(body, len(block), layout.mask)
+    first, count, codes, ends, word_ends, states, words_start = _read_header(body, len(block), layout.mask)
     rates = np.zeros(layout.mask + 1, np.uint8)
     rates[first : first + len(codes)], rates[:first] = codes, codes[0]
     slow = [int(coder.NORMAL)] * len(states)
     quarters = np.array([states, [0, *word_ends[:-1]], word_ends, slow, [0, *ends[:-1]], ends], np.uint64).T.copy()
-    words = np.frombuffer(body[begin:] + bytes(4), np.uint32)
+    words = np.frombuffer(body[words_start:] + bytes(4), np.uint32)
     numbers = (np.uint64(number) for number in (first, len(codes) - 1, count))
     if fault := coder.decode(block, words, quarters, rates, *numbers, *layout.numbers):
         raise ValueError(coder.FAULTS[fault])
@@ -167,8 +167,8 @@ def _write_header(
         return bytes([value & 127 | 128]) + number(value >> 7) if value >= 128 else bytes([value])
 
     digits = list(divmod(codes[0], 16))
-    for before, code in pairwise(codes):
-        step = before + 2 - code
+    for previous, code in pairwise(codes):
+        step = previous + 2 - code
         digits += [step] if 0 <= step < 15 else [15, *divmod(code, 16)]
     digits += [0] * (len(digits) % 2)
     header = bytes([first, len(codes) - 1, *(16 * a + b for a, b in zip(digits[::2], digits[1::2], strict=True))])
@@ -179,9 +179,9 @@ def _write_header(
         for more in (end - begin - before_elements, of_words - before_words):
             header += number(2 * more if more >= 0 else -2 * more - 1)
         before_elements, before_words = end - begin, of_words
-    in_bytes = [state.to_bytes((state.bit_length() + 7) // 8, "little") for state in states[:quarters]]
-    sizes = sum(len(state) << 4 * q for q, state in enumerate(in_bytes))
-    return header + sizes.to_bytes((quarters + 1) // 2, "little") + b"".join(in_bytes)
+    state_bytes = [state.to_bytes((state.bit_length() + 7) // 8, "little") for state in states[:quarters]]
+    sizes = sum(len(state) << 4 * q for q, state in enumerate(state_bytes))
+    return header + sizes.to_bytes((quarters + 1) // 2, "little") + b"".join(state_bytes)
 
 
 def _read_header(
@@ -232,8 +232,8 @@ def _read_header(
         raise ValueError("has more changes than elements, or a quarter beyond its end")
     widths = [sizes >> 4 * q & 15 for q in range(quarters)]
     states = [take(min(width, 9)) for width in widths] + [int(coder.NONE)] * (QUARTERS - quarters)
-    words, odd = divmod(len(body) - at, 4)
-    if odd or max(widths) > 8 or word_ends != sorted(word_ends) or word_ends[-1] > words:
+    words, remainder = divmod(len(body) - at, 4)
+    if remainder or max(widths) > 8 or word_ends != sorted(word_ends) or word_ends[-1] > words:
         raise ValueError(cut)
     empty = QUARTERS - quarters + 1
     return first, count, codes, ends[1:] + [elements] * empty, word_ends[1:] + [words] * empty, states, at
@@ -297,7 +297,7 @@ def encode(base: Bits, target: Bits, dtype: str) -> tuple[str, bytes]:
 
 
 def bits(tensor: Tensor) -> Bits:
-    """A CPU tensor's bits; shares its memory where that is contiguous."""
+    """Return a CPU tensor's bits, in its own memory where that is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     integers: Bits = flat.view(torch.uint8).numpy().view(f"u{flat.element_size()}")
     return integers

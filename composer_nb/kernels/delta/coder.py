@@ -223,24 +223,24 @@ def encode(base, target, elements, shift, mask, width):  # type: ignore[no-untyp
     first, last, codes = rate_codes(histogram(base, changed, shift, mask), changed)
     rates = RATES[codes]
     table, models = by_bits(rates, width, shift), new_models(rates, first, last - first)
-    count, parts = U(len(elements)), QUARTERS if len(elements) >= TOGETHER else U(1)
-    cuts, ends = np.full(QUARTERS + U(1), count), np.full(QUARTERS, U(len(base)))
-    cuts[0] = U(0)
-    for q in range(U(1), parts):
-        cuts[q] = cuts[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
-        ends[q - U(1)] = U(elements[cuts[q]])
+    count, quarter_count = U(len(elements)), QUARTERS if len(elements) >= TOGETHER else U(1)
+    change_ends, ends = np.full(QUARTERS + U(1), count), np.full(QUARTERS, U(len(base)))
+    change_ends[0] = U(0)
+    for q in range(U(1), quarter_count):
+        change_ends[q] = change_ends[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
+        ends[q - U(1)] = U(elements[change_ends[q]])
     places, waits = np.empty(count, np.uint64), np.empty(count, np.uint32)
     for q in range(QUARTERS):
-        place_symbols(base, elements, cuts[q], cuts[q + 1], table, shift, places, waits)
-    steps = step_symbols(base, target, elements, cuts, models, shift, mask, width, first)
-    rests, rest_cuts = rest_symbols(base, target, elements, cuts, models, shift, mask, width, first)
+        place_symbols(base, elements, change_ends[q], change_ends[q + 1], table, shift, places, waits)
+    steps = step_symbols(base, target, elements, change_ends, models, shift, mask, width, first)
+    rests, rest_cuts = rest_symbols(base, target, elements, change_ends, models, shift, mask, width, first)
     words = np.empty(np.int64(waits.sum()) + 2 * len(elements) + len(rests), np.uint32)
     begin, states, word_counts = U(len(words)), np.full(QUARTERS, NONE), np.zeros(QUARTERS, np.uint64)
     for q in range(QUARTERS - U(1), U(0) - U(1), U(0) - U(1)):
         state, end = NONE, begin
         for k in range(rest_cuts[q + U(1)], rest_cuts[q], -1):
             state, begin = coded(state, words, begin, rests[k - 1])
-        for k in range(cuts[q + U(1)], cuts[q], -1):
+        for k in range(change_ends[q + U(1)], change_ends[q], -1):
             state, begin = coded(state, words, begin, steps[k - 1])
             state, begin = coded(state, words, begin, places[k - 1])
             for _ in range(waits[k - 1]):
@@ -262,9 +262,9 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
         sizes[(U(base[i]) >> shift) & mask] += 1
     if one_in > U(1):
         sizes *= np.int64(one_in)
-        few, limit = changed.sum(), U(0)
-        while limit < mask and sizes[limit] <= few:
-            few -= sizes[limit]
+        small_changes, limit = changed.sum(), U(0)
+        while limit < mask and sizes[limit] <= small_changes:
+            small_changes -= sizes[limit]
             limit += U(1)
         sizes[: np.int64(limit)] = 0
         for i in range(n - n % U(32)):
@@ -277,44 +277,45 @@ def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
 
 
 @coder
-def entropy(there, changed):  # type: ignore[no-untyped-def]
+def entropy(count, changed):  # type: ignore[no-untyped-def]
     """Bits that it takes to say which of so many changed, N · H(c / N)."""
     bits = 0.0
-    if 0 < changed < there:
-        bits = changed * math.log2(there / changed) + (there - changed) * math.log2(there / (there - changed))
+    if 0 < changed < count:
+        bits = changed * math.log2(count / changed) + (count - changed) * math.log2(count / (count - changed))
     return bits
 
 
 @coder
-def bits_at(code, there, changed):  # type: ignore[no-untyped-def]
+def bits_at(code, count, changed):  # type: ignore[no-untyped-def]
     """Return the bits that they take at the rate of a byte."""
     hazard = RATES[code] / NAT
-    return ((there - changed) * hazard - changed * math.log(-math.expm1(-hazard))) / math.log(2.0)
+    return ((count - changed) * hazard - changed * math.log(-math.expm1(-hazard))) / math.log(2.0)
 
 
 @coder
-def rate_codes(there, changed):  # type: ignore[no-untyped-def]
+def rate_codes(counts, changed):  # type: ignore[no-untyped-def]
     """Return the class up to which all share one rate, the last class with a change, and for each class the byte whose hazard is
     nearest to −ln(1 − changed/there), 0 where nothing changed. Classes of small numbers have few elements each, so a rate for
     each saves less than it costs. Something must have changed, and in no class more than there is."""
-    codes, last = np.zeros(len(there), np.uint8), len(changed) - 1
+    codes, last = np.zeros(len(counts), np.uint8), len(changed) - 1
     while not changed[last]:
         last -= 1
-    together, moved, apart, most, first = 0, 0, 0.0, -math.inf, 0
+    total, total_changed, bits, most_saved, first = 0, 0, 0.0, -math.inf, 0
     n, k = 0, 0
     for c in range(last + 1):
-        together, moved, apart = together + there[c], moved + changed[c], apart + entropy(there[c], changed[c])
+        total, total_changed = total + counts[c], total_changed + changed[c]
+        bits += entropy(counts[c], changed[c])
         if c > last - CLASSES:
-            saved = 4.0 * c + apart - entropy(together, moved)
-            if saved > most:
-                most, first, n, k = saved, c, together, moved
+            saved = 4.0 * c + bits - entropy(total, total_changed)
+            if saved > most_saved:
+                most_saved, first, n, k = saved, c, total, total_changed
     for c in range(first, last + 1):
         if c > first:
-            n, k = there[c], changed[c]
+            n, k = counts[c], changed[c]
         if k:
             best: Any = 1 + np.searchsorted(BETWEEN, -math.log(max(1 - k / n, 2.0**-7)) * NAT)
-            before = np.int64(codes[c - 1])
-            near = min(max(best, before - 12, 1), before + 2) if c > first else best
+            previous = np.int64(codes[c - 1])
+            near = min(max(best, previous - 12, 1), previous + 2) if c > first else best
             gain = bits_at(near, n, k) - bits_at(best, n, k) if 0 < near != best else 8.0
             codes[c] = near if gain < 8 else best
     codes[:first] = codes[first]
@@ -367,17 +368,17 @@ def step_symbols(base, target, elements, cuts, models, shift, mask, width, first
         while turn < QUARTERS and cuts[turn] + U(j) < cuts[turn + U(1)]:
             k = cuts[turn] + U(j)
             away, rest = step_of(base, target, elements[k], width)
-            which = models_of(U(base[elements[k]]), shift, mask, first)
-            split, longer = share(U(models[which + U(1)])) << U(SCALE - 16), rest > U(0)
+            index = models_of(U(base[elements[k]]), shift, mask, first)
+            split, longer = share(U(models[index + U(1)])) << U(SCALE - 16), rest > U(0)
             start, whole = (U(0), split) if longer else (split, WHOLE - split)
-            part = (whole * share(U(models[which]))) >> U(16)
+            part = (whole * share(U(models[index]))) >> U(16)
             symbols[k] = symbol(start, part) if away else symbol(start + part, whole - part)
             turn += U(1)
         for q in range(turn):
             k = cuts[q] + U(j)
             away, rest = step_of(base, target, elements[k], width)
-            which = models_of(U(base[elements[k]]), shift, mask, first)
-            learn_step(models, which, U(away) << U(1) | U(rest > U(0)))
+            index = models_of(U(base[elements[k]]), shift, mask, first)
+            learn_step(models, index, U(away) << U(1) | U(rest > U(0)))
     return symbols
 
 
@@ -391,37 +392,37 @@ def rest_symbols(base, target, elements, cuts, models, shift, mask, width, first
             if rest:
                 if count + U(64) > U(len(symbols)):
                     symbols = np.concatenate((symbols, symbols))
-                which = models_of(U(base[elements[k]]), shift, mask, first)
-                count = put_rest(symbols, count, models, which, rest, width)
+                index = models_of(U(base[elements[k]]), shift, mask, first)
+                count = put_rest(symbols, count, models, index, rest, width)
         ends[q + 1] = count
     return symbols[: np.int64(count)], ends
 
 
 @coder
-def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
+def put_bit(symbols, count, models, index, bit):  # type: ignore[no-untyped-def]
     """Append a decision and let its model learn. Return the new number of symbols."""
-    one_share = probability(U(models[which]))
-    models[which] = learn(U(models[which]), bit)
+    one_share = probability(U(models[index]))
+    models[index] = learn(U(models[index]), bit)
     symbols[count] = symbol(U(0), one_share) if bit else symbol(one_share, WHOLE - one_share)
     return count + U(1)
 
 
 @coder
-def put_rest(symbols, count, models, which, rest, width):  # type: ignore[no-untyped-def]
+def put_rest(symbols, count, models, index, rest, width):  # type: ignore[no-untyped-def]
     """Append a number above 0: its length in bits (a one for each after the first, then a zero), its second digit, and the
     others as they are."""
-    length, more = U(1), True
-    while more and length < width:
-        more = rest >> length != U(0)
-        count = put_bit(symbols, count, models, which + U(1) + length, more)
-        length += U(more)
+    length, has_more = U(1), True
+    while has_more and length < width:
+        has_more = rest >> length != U(0)
+        count = put_bit(symbols, count, models, index + U(1) + length, has_more)
+        length += U(has_more)
     if length > U(1):
-        left = length - U(2)
-        count = put_bit(symbols, count, models, which + U(1 + LONGEST) + left, (rest >> left) & U(1) != U(0))
-        while left:
-            digits = min(left, U(16))
-            left -= digits
-            value = (rest >> left) & ((U(1) << digits) - U(1))
+        bits_left = length - U(2)
+        count = put_bit(symbols, count, models, index + U(1 + LONGEST) + bits_left, (rest >> bits_left) & U(1) != U(0))
+        while bits_left:
+            digits = min(bits_left, U(16))
+            bits_left -= digits
+            value = (rest >> bits_left) & ((U(1) << digits) - U(1))
             symbols[count] = symbol(value << (U(SCALE) - digits), U(1) << (U(SCALE) - digits))
             count += U(1)
     return count
@@ -493,9 +494,9 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
     """Fill in the element of each change, the quarters taking turns, and its step: 2 if it leads away from zero, plus 1 if
     there are more. Return whether all lie within their quarters. Hazard is counted from the change before."""
     count = U(len(elements))
-    parts = QUARTERS if count >= TOGETHER else U(1)
-    for k in range(U(0), count, parts):
-        turn = min(parts, count - k)
+    quarter_count = QUARTERS if count >= TOGETHER else U(1)
+    for k in range(U(0), count, quarter_count):
+        turn = min(quarter_count, count - k)
         for q in range(turn):
             state, word, last_word = quarters[q, STATE], quarters[q, WORD], quarters[q, LAST_WORD]
             slow, since = quarters[q, SLOW], U(0)
@@ -524,15 +525,15 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
             start = cumulative(before, speed)
             frequency = cumulative(hazard + element_hazard - since, speed) - start
             state, word = take(state, U(words[word]), word, last_word, start, frequency)
-            which = models_of(U(block[i]), shift, mask, first)
-            step, start, frequency = step_at(state & MASK, U(models[which]), U(models[which + U(1)]))
+            index = models_of(U(block[i]), shift, mask, first)
+            step, start, frequency = step_at(state & MASK, U(models[index]), U(models[index + U(1)]))
             state, word = take(state, U(words[word]), word, last_word, start, frequency)
             elements[k + q], steps[k + q] = i, step
             quarters[q, STATE], quarters[q, WORD] = state, word
             quarters[q, SLOW], quarters[q, ELEMENT] = after_change(slow, before, element_hazard), i + U(1)
         for j in range(k, k + turn):
-            which = models_of(U(block[elements[j]]), shift, mask, first)
-            learn_step(models, which, U(steps[j]))
+            index = models_of(U(block[elements[j]]), shift, mask, first)
+            learn_step(models, index, U(steps[j]))
     return True
 
 
@@ -553,26 +554,26 @@ def apply_changes(block, words, quarters, models, shift, mask, width, first, ele
     """Change the elements, quarter by quarter; the steps beyond the first are read as `encoder.put_rest` wrote them. Return
     whether each leads to a number."""
     count, half = len(elements), np.int64(1) << np.int64(width - U(1))
-    parts = QUARTERS if count >= TOGETHER else U(1)
-    for q in range(parts):
+    quarter_count = QUARTERS if count >= TOGETHER else U(1)
+    for q in range(quarter_count):
         state, word, last_word = quarters[q, STATE], quarters[q, WORD], quarters[q, LAST_WORD]
-        for k in range(np.int64(q), count, np.int64(parts)):
+        for k in range(np.int64(q), count, np.int64(quarter_count)):
             i, rest = elements[k], U(0)
             if steps[k] & 1:
-                which, length, more = models_of(U(block[i]), shift, mask, first), U(1), True
-                while more and length < width:
-                    at = which + U(1) + length
-                    state, word, more, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
-                    length += U(more)
+                index, length, has_more = models_of(U(block[i]), shift, mask, first), U(1), True
+                while has_more and length < width:
+                    at = index + U(1) + length
+                    state, word, has_more, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
+                    length += U(has_more)
                 rest = U(1)
                 if length > U(1):
-                    left = length - U(2)
-                    at = which + U(1 + LONGEST) + left
+                    bits_left = length - U(2)
+                    at = index + U(1 + LONGEST) + bits_left
                     state, word, digit, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
                     rest = U(2) + U(digit)
-                    while left:
-                        digits = min(left, U(16))
-                        left -= digits
+                    while bits_left:
+                        digits = min(bits_left, U(16))
+                        bits_left -= digits
                         value = (state & MASK) >> (U(SCALE) - digits)
                         rest = (rest << digits) | value
                         start, frequency = value << (U(SCALE) - digits), U(1) << (U(SCALE) - digits)

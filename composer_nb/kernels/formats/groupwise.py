@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def quantize(weight: Tensor, *, bits: int = 4, group: int = 32, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Codes (int8, shape of `weight`) and scales (bfloat16, `weight`'s shape with G in place of I at `dim`).
+    """Return codes (int8, shape of `weight`) and scales (bfloat16, `weight`'s shape with G in place of I at `dim`).
 
     scale = bf16(max |w| / (2^(bits−1) − 1)) over a group, code = round half to even (w / scale), so the largest weight of a
     group is met and none is clipped by more than the rounding of its scale. `group` is cut to I where I is smaller. Raises
@@ -48,8 +48,8 @@ def dequantize(code: Tensor, scale: Tensor, *, dim: int = -1) -> Tensor:
 
 
 def unpack(word: Tensor, columns: int, *, bits: int = 4) -> Tensor:
-    """Codes int8 [..., columns] of int32 words, as compressed-tensors' `pack-quantized` has them: a word's first code lies in
-    its lowest bits, all are raised by 2^(bits−1), and the last word may have bits to spare. Raises ValueError unless bits is 4
+    """Return codes int8 [..., columns] of int32 words, as compressed-tensors' `pack-quantized` has them: a word's first code lies
+    in its lowest bits, all are raised by 2^(bits−1), and the last word may have bits to spare. Raises ValueError unless bits is 4
     or 8."""
     if bits not in (4, 8):
         raise ValueError(f"bits={bits} must be 4 or 8")

@@ -57,7 +57,7 @@ class MXTensor:
     rows: int = 1
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., R, K]. Exact in float32 wherever the result is not beyond its range: four bits times a power of two."""
+        """Return [..., R, K]. Exact in float32 wherever the result is not beyond its range: four bits times a power of two."""
         scale = e8m0_to_float(self.scale)
         if self.rows > 1:
             scale = scale.repeat_interleave(self.rows, -2)[..., : self.qdata.shape[-2], :]
@@ -81,7 +81,7 @@ class NVFP4Tensor:
     share: Share = "token"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., K]. code · scale is exact; times the float32 scale it is rounded, once in float32."""
+        """Return [..., K]. code · scale is exact; times the float32 scale it is rounded, once in float32."""
         value = e2m1_to_float(unpack_e2m1(self.qdata)).unflatten(-1, (-1, NVFP4_BLOCK)) * self.scale.float()[..., None]
         return (value.flatten(-2) * self.global_scale).to(dtype)
 
@@ -94,8 +94,8 @@ def e8m0_to_float(byte: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """uint8 codes, a byte each, of float32: the nearest of ±`E2M1_VALUES`, in the middle the one whose code is even; beyond 6
-    it is 6. The sign of zero is kept. NaN, which the format has not, becomes a zero."""
+    """Return uint8 codes, a byte each, of float32: the nearest of ±`E2M1_VALUES`, in the middle the one whose code is even;
+    beyond 6 it is 6. The sign of zero is kept. NaN, which the format has not, becomes a zero."""
     a = x.abs()
     # Middles, and to which side they fall.
     code = (a > 0.25).byte() + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
@@ -103,18 +103,18 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 
 def e2m1_to_float(code: Tensor) -> Tensor:
-    """float32 of codes, a byte each."""
-    both = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=code.device)
-    return both[code.int()]
+    """Return float32 of codes, a byte each."""
+    signed_values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=code.device)
+    return signed_values[code.int()]
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """[..., K] of packed codes [..., K / 2]."""
+    """Return the codes [..., K] of packed codes [..., K / 2]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Rule = "rceil") -> MXTensor:
-    """MXFP8 of x [..., R, K] (float32, bfloat16 or float16), with a scale for `rows` × `block` elements.
+    """Quantise x [..., R, K] (float32, bfloat16 or float16) to MXFP8, with a scale for `rows` × `block` elements.
 
     Values are divided by the scale, which is exact, brought into ±448, and rounded to nearest, ties to even. Scales are at
     least 2^-127. A block of zeros has scale byte 0 and keeps the signs. A block with an infinity or a NaN has scale byte 255, and
@@ -141,7 +141,7 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
 
 
 def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tensor:
-    """NVFP4 of x [..., K] (float32, bfloat16 or float16; K a multiple of 16).
+    """Quantise x [..., K] (float32, bfloat16 or float16; K a multiple of 16) to NVFP4.
 
     With A the largest magnitude of a token (or of the tensor) and a that of a block: g = max(A / 2688, 2^-126),
     s = e4m3(min((a / 6) / g, 448)), code = e2m1(x / (s · g)), all in float32, every division and product rounded as IEEE 754
@@ -152,19 +152,20 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     blocks = x.detach().float().unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
     a_B = blocks.abs().amax(-1)
     global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax())
-    bad = global_scale.isnan()
+    is_nan = global_scale.isnan()
     exact_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
     scale_B = exact_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     step_B = scale_B.float() * global_scale
     step_B = torch.where(step_B > 0, step_B, math.inf)
-    code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(bad, 0)
-    scale_B = scale_B.view(torch.uint8).masked_fill(bad, E4M3_NAN).view(torch.float8_e4m3fn)
+    code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(is_nan, 0)
+    scale_B = scale_B.view(torch.uint8).masked_fill(is_nan, E4M3_NAN).view(torch.float8_e4m3fn)
     qdata = code[..., ::2] | (code[..., 1::2] << 4)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
 
 
 def mx_quantize(x: Tensor, *, block: int = 32, rows: int = 1, backend: str | None = None) -> MXTensor:
-    """MXFP8 of x [..., R, K] by whatever back end is there; see `mx_quantize_reference`. `backend` as `choose` takes it."""
+    """Quantise x [..., R, K] to MXFP8 by the back end that is there; see `mx_quantize_reference`. `backend` as `choose` takes
+    it."""
     check_mx(x, block, rows)
     if choose(x.device, backend)[0] == "torch":
         return mx_quantize_reference(x, block=block, rows=rows)
@@ -174,7 +175,8 @@ def mx_quantize(x: Tensor, *, block: int = 32, rows: int = 1, backend: str | Non
 
 
 def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:
-    """NVFP4 of x [..., K] by whatever back end is there; see `nvfp4_quantize_reference`. `backend` as `choose` takes it."""
+    """Quantise x [..., K] to NVFP4 by the back end that is there; see `nvfp4_quantize_reference`. `backend` as `choose` takes
+    it."""
     check_nvfp4(x, share)
     if choose(x.device, backend)[0] == "torch":
         return nvfp4_quantize_reference(x, share=share)
@@ -184,7 +186,7 @@ def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = N
 
 
 def nvfp4_global_scale(largest: Tensor) -> Tensor:
-    """float32 scales for largest magnitudes: NaN where those are not finite."""
+    """Return float32 scales for largest magnitudes: NaN where those are not finite."""
     # A tensor: by a number torch multiplies with its inverse on a GPU.
     divisor = torch.full_like(largest, E4M3_MAX * E2M1_MAX)
     return (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
@@ -197,7 +199,7 @@ def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:
 
 
 def check_mx(x: Tensor, block: int, rows: int) -> None:
-    """ValueError unless `mx_quantize` can take these."""
+    """Raise ValueError unless `mx_quantize` can take these."""
     _check_dtype(x)
     if block not in MX_BLOCKS:
         raise ValueError(f"block={block} must be 32 or 128")
@@ -208,7 +210,7 @@ def check_mx(x: Tensor, block: int, rows: int) -> None:
 
 
 def check_nvfp4(x: Tensor, share: str) -> None:
-    """ValueError unless `nvfp4_quantize` can take these."""
+    """Raise ValueError unless `nvfp4_quantize` can take these."""
     _check_dtype(x)
     if share not in get_args(Share):
         raise ValueError(f"share={share!r} must be token or tensor")

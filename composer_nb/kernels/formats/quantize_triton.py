@@ -198,6 +198,7 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
 
 
 def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
+    """Quantise x [..., K] to NVFP4 in Triton kernels; see `nvfp4_quantize_reference`."""
     x = x.detach()
     x_RK = x.reshape(-1, x.shape[-1])
     x_RK = x_RK if x_RK.stride(-1) == 1 else x_RK.contiguous()

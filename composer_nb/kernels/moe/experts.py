@@ -36,19 +36,19 @@ def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF
     A token's K results are summed in the order of its experts, so that only their recorded order, and no other token, affects the
     sum. Padding rows (`ALIGN`) contain some token with gate 0: their results and gradients are zero.
     """
-    chosen = experts_NK.shape[1]
+    choices = experts_NK.shape[1]
     experts_M = experts_NK.reshape(-1)
     order_M = torch.argsort(experts_M, stable=True)
     counts_E = torch.bincount(experts_M, minlength=w_in_EDF.shape[0])
     align = ALIGN if x_ND.dtype == torch.bfloat16 and x_ND.device.type == "cpu" and not HALF_IS_SLOW else 1
-    room_E = -(-counts_E // align) * align
-    offsets_E = room_E.cumsum(0)
-    shift_E = (offsets_E - room_E) - (counts_E.cumsum(0) - counts_E)
-    at_M = torch.arange(len(order_M), device=order_M.device) + shift_E[experts_M[order_M]]
-    place_NK = torch.empty_like(order_M).scatter_(0, order_M, at_M).view(-1, chosen)
-    rows = int(offsets_E[-1]) if align > 1 else len(order_M)
-    token_P = order_M.new_zeros(rows).scatter_(0, at_M, order_M // chosen)
-    gate_P = x_ND.new_zeros(rows).scatter(0, at_M, gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
+    padded_E = -(-counts_E // align) * align
+    offsets_E = padded_E.cumsum(0)
+    shift_E = (offsets_E - padded_E) - (counts_E.cumsum(0) - counts_E)
+    row_M = torch.arange(len(order_M), device=order_M.device) + shift_E[experts_M[order_M]]
+    place_NK = torch.empty_like(order_M).scatter_(0, order_M, row_M).view(-1, choices)
+    row_count = int(offsets_E[-1]) if align > 1 else len(order_M)
+    token_P = order_M.new_zeros(row_count).scatter_(0, row_M, order_M // choices)
+    gate_P = x_ND.new_zeros(row_count).scatter(0, row_M, gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
     ends_E = offsets_E.to(torch.int32)
     hidden_PF = grouped_mm(_ScatterRows.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E)
     act_PH = swiglu(hidden_PF, gate_P)

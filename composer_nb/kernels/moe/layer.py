@@ -48,14 +48,14 @@ def moe(
     Raises ValueError, which names the argument, for shapes, dtypes or devices that do not fit, widths that a format's blocks do
     not divide, an unknown recipe or back end, and an unsupported GPU.
     """
-    chosen = as_recipe(recipe)
-    name = _backend(x, backend)
+    formats = as_recipe(recipe)
+    backend_name = _backend(x, backend)
     _check(x, router_logits, w_gate_up, w_down, k)
     x_ND, logits_NE = x.flatten(0, -2), router_logits.flatten(0, -2)
-    experts_NK = _steps(name, x.device).choose(logits_NE.detach(), k)
-    wide_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
-    gates_NK = wide_NE.gather(1, experts_NK).softmax(-1)
-    out_ND = experts(x_ND, experts_NK, gates_NK, w_gate_up, w_down, recipe=chosen, backend=name)
+    experts_NK = _steps(backend_name, x.device).choose(logits_NE.detach(), k)
+    float_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+    gates_NK = float_NE.gather(1, experts_NK).softmax(-1)
+    out_ND = experts(x_ND, experts_NK, gates_NK, w_gate_up, w_down, recipe=formats, backend=backend_name)
     return out_ND.view(x.shape)
 
 
@@ -70,15 +70,15 @@ def experts(
     backend: str | None = None,
 ) -> Tensor:
     """Return [N, D] in the dtype of `x_ND`, for given experts [N, K] (int64) and gates [N, K]. Raises ValueError as `moe`."""
-    chosen = as_recipe(recipe)
-    name = _backend(x_ND, backend)
-    _check_widths(w_up_EFD, w_down_EDI, chosen)
-    if name == "torch" and chosen.forward is None and chosen.dgrad is None:
+    formats = as_recipe(recipe)
+    backend_name = _backend(x_ND, backend)
+    _check_widths(w_up_EFD, w_down_EDI, formats)
+    if backend_name == "torch" and formats.forward is None and formats.dgrad is None:
         return grouped_experts(x_ND, experts_NK, gates_NK, w_up_EFD.transpose(1, 2), w_down_EDI.transpose(1, 2))
     if not len(x_ND):  # a rank without tokens: no kernel runs, and all gradients are zeros
         return x_ND + 0 * (gates_NK.sum() + w_up_EFD.sum() + w_down_EDI.sum())
-    steps = _steps(name, x_ND.device)
-    return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, chosen, steps)
+    steps = _steps(backend_name, x_ND.device)
+    return _Experts.apply(x_ND.contiguous(), gates_NK, w_up_EFD, w_down_EDI, experts_NK, formats, steps)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -> Tensor:
@@ -88,19 +88,19 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
     have gradients. This is torch's `grouped_mm` for every back end and all widths. Raises ValueError, which names the argument
     that does not fit. The values of offs are checked on a CPU only, to avoid a wait for the GPU.
     """
-    fits = a.dim() == 2 and b.dim() == 3 and a.shape[1] == b.shape[1]
-    _require(fits, f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
-    alike = a.dtype in DTYPES and b.dtype == a.dtype
-    _require(alike, f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
+    shapes_fit = a.dim() == 2 and b.dim() == 3 and a.shape[1] == b.shape[1]
+    _require(shapes_fit, f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
+    dtypes_fit = a.dtype in DTYPES and b.dtype == a.dtype
+    _require(dtypes_fit, f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
     ends_fit = offs.shape == b.shape[:1] and offs.dtype == torch.int32 and len(offs) > 0
     _require(ends_fit, f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
     ends = [0, *offs.tolist()] if offs.device.type == "cpu" else [0, len(a)]
-    rising = ends == sorted(ends) and ends[-1] == len(a)
-    _require(rising, f"offs {ends[1:]}: must not fall, and end at M = {len(a)}")
+    is_rising = ends == sorted(ends) and ends[-1] == len(a)
+    _require(is_rising, f"offs {ends[1:]}: must not fall, and end at M = {len(a)}")
     devices = a.device, b.device, offs.device
     _require(len(set(devices)) == 1, "a is on {}, b on {}, offs on {}: must be on one device".format(*devices))
-    name = _backend(a, backend)
-    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device))
+    backend_name = _backend(a, backend)
+    return _GroupedMm.apply(a.contiguous(), b, offs, _steps(backend_name, a.device))
 
 
 class _GroupedMm(torch.autograd.Function):

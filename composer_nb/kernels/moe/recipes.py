@@ -129,20 +129,20 @@ def explain(
     there is one, else the CPU.
 
     Raises ValueError, as `moe` does, for an unknown recipe or a back end that cannot run, and for a missing device."""
-    chosen = as_recipe(recipe)
+    formats = as_recipe(recipe)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    (name, why), arch = choose(where, backend), architecture(where)
-    device_name = f"{torch.cuda.get_device_name(where)} (sm_{arch})" if arch else str(where)
-    rows = {"recipe": chosen.name, "back end": f"{name} on {device_name}: {why}"}
-    products = {"forward": chosen.forward, "gradients of inputs": chosen.dgrad, "gradients of weights": None}
+    (backend_name, reason), arch = choose(target, backend), architecture(target)
+    device_name = f"{torch.cuda.get_device_name(target)} (sm_{arch})" if arch else str(target)
+    rows = {"recipe": formats.name, "back end": f"{backend_name} on {device_name}: {reason}"}
+    products = {"forward": formats.forward, "gradients of inputs": formats.dgrad, "gradients of weights": None}
     for product, format in products.items():
-        rows[product] = f"{format or 'operands in their own dtype'}: {_instruction(name, format, arch)}"
+        rows[product] = f"{format or 'operands in their own dtype'}: {_instruction(backend_name, format, arch)}"
     return "\n".join(f"{row + ':':<22}{text}" for row, text in rows.items())
 
 

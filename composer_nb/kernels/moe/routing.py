@@ -113,8 +113,8 @@ def route(
     if replay is not None:
         experts_NK, implausible_NK = _replayed(replay, own_NK, score_NE.detach(), choice_NE.detach())
     if rule.sigmoid and rule.normalised:
-        chosen_NK = score_NE.gather(1, experts_NK)
-        gates_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20)
+        chosen_score_NK = score_NE.gather(1, experts_NK)
+        gates_NK = chosen_score_NK / (chosen_score_NK.sum(-1, keepdim=True) + 1e-20)
     elif rule.normalised:
         # A softmax over the chosen logits equals dividing their probabilities by their sum, but stays finite if the
         # probabilities of replayed experts vanish.
@@ -133,9 +133,9 @@ def _choose(choice_NE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     if rule.groups > rule.kept_groups:
         grouped_NGE = choice_NE.unflatten(1, (rule.groups, -1))
         best_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[2]), -1).values.sum(-1)
-        kept_NG = torch.zeros_like(best_NG, dtype=torch.bool)
-        kept_NG.scatter_(1, best_NG.topk(rule.kept_groups, -1).indices, True)
-        choice_NE = grouped_NGE.masked_fill(~kept_NG[:, :, None], -math.inf).flatten(1)
+        is_kept_NG = torch.zeros_like(best_NG, dtype=torch.bool)
+        is_kept_NG.scatter_(1, best_NG.topk(rule.kept_groups, -1).indices, True)
+        choice_NE = grouped_NGE.masked_fill(~is_kept_NG[:, :, None], -math.inf).flatten(1)
     top_NK = _best(choice_NE, min(k + 1, experts))
     score_NK = choice_NE.gather(1, top_NK)
     last_N = score_NK[:, k - 1]
@@ -194,14 +194,14 @@ def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tenso
         experts_NK = torch.where(replay.valid_N[:, None], experts_NK, own_NK)
     implausible_NK = None
     if replay.plausible > 0:
-        least_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
-        implausible_NK = score_NE.gather(1, experts_NK) < least_N[:, None]
+        threshold_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
+        implausible_NK = score_NE.gather(1, experts_NK) < threshold_N[:, None]
         # Place by place, the router's own unused experts replace them, best first.
         kept_NK = experts_NK.masked_fill(implausible_NK, -1)
-        used_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
-        spare_NK = own_NK.gather(1, used_NK.to(torch.uint8).argsort(stable=True, dim=-1))
-        which_NK = (implausible_NK.cumsum(-1) - 1).clamp_min(0)
-        experts_NK = torch.where(implausible_NK, spare_NK.gather(1, which_NK), experts_NK)
+        is_used_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
+        spare_NK = own_NK.gather(1, is_used_NK.to(torch.uint8).argsort(stable=True, dim=-1))
+        spare_index_NK = (implausible_NK.cumsum(-1) - 1).clamp_min(0)
+        experts_NK = torch.where(implausible_NK, spare_NK.gather(1, spare_index_NK), experts_NK)
     if replay.level == "ids":
         order_NK = choice_NE.gather(1, experts_NK).argsort(stable=True, dim=-1, descending=True)
         experts_NK = experts_NK.gather(1, order_NK)

@@ -77,16 +77,18 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     filter, with the dropped and the remaining files. Raises ValueError if fewer than two files are left, or without a library."""
     if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
         raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
-    read = list(read_files(root, settings.suffixes, settings.bytes))
-    files, secret = [file for file, _ in read], secrets(tasks, settings.run)
+    readings = list(read_files(root, settings.suffixes, settings.bytes))
+    files, secret = [file for file, _ in readings], secrets(tasks, settings.run)
     yields, dropped = [_row("found", files, [])], list[tuple[str, str, str, str]]()
-    readable: Filter = lambda _: dict(enumerate(why for _, why in read))  # noqa: E731
+    readable: Filter = lambda _: dict(enumerate(why for _, why in readings))  # noqa: E731
     for name, reasons in [("readable", readable), *_filters_of(settings, secret)]:
-        wrong = {index: why for index, why in sorted(reasons(files).items()) if why}
-        gone = [files[index] for index in wrong]
-        dropped += [(file.repository, file.path, name, why) for file, why in zip(gone, wrong.values(), strict=True)]
-        files = [file for index, file in enumerate(files) if index not in wrong]
-        yields.append(_row(name, files, gone))
+        reason_of = {index: why for index, why in sorted(reasons(files).items()) if why}
+        unfit = [files[index] for index in reason_of]
+        dropped += [
+            (file.repository, file.path, name, why) for file, why in zip(unfit, reason_of.values(), strict=True)
+        ]
+        files = [file for index, file in enumerate(files) if index not in reason_of]
+        yields.append(_row(name, files, unfit))
     if len(files) < 2:
         raise ValueError(
             f"{root}: {len(files)} files are left, and two are needed; dropped.csv of a laxer run says why"
@@ -95,7 +97,7 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     heldout = _heldout(files, settings)
     rows = list(_documents(files, heldout, settings.document))
     write_rows(rows, out)
-    with replacing(out / DROPPED) as part, part.open("w", newline="", encoding="utf-8") as table:
+    with replacing(out / DROPPED) as new_file, new_file.open("w", newline="", encoding="utf-8") as table:
         csv.writer(table).writerows([("repository", "path", "filter", "why"), *dropped])
     report = {
         "settings": dataclasses.asdict(settings),
@@ -195,37 +197,37 @@ def _row(name: str, files: Sequence[SourceFile], gone: Sequence[SourceFile]) -> 
 def _heldout(files: Sequence[SourceFile], s: CorpusSettings) -> list[bool]:
     """Return whether each file is held out: whole repositories, or paths if there is one repository, in an order drawn from the
     seed, as many as have at most the share of all characters, but at least the smallest."""
-    several = files[0].repository != files[-1].repository
-    units = [file.repository if several else file.path for file in files]
+    has_several = files[0].repository != files[-1].repository
+    units = [file.repository if has_several else file.path for file in files]
     sizes = Counter[str]()
     for unit, file in zip(units, files, strict=True):
         sizes[unit] += len(file.text)
     room = s.heldout * sizes.total()
-    chosen: set[str] = set()
+    heldout_units: set[str] = set()
     for unit in sorted(sizes, key=lambda unit: hashlib.sha256(f"{s.seed} {unit}".encode()).digest()):
         if sizes[unit] <= room:
-            chosen.add(unit)
+            heldout_units.add(unit)
             room -= sizes[unit]
-    chosen = chosen or {min(sizes, key=lambda unit: (sizes[unit], unit))}
-    return [unit in chosen for unit in units]
+    heldout_units = heldout_units or {min(sizes, key=lambda unit: (sizes[unit], unit))}
+    return [unit in heldout_units for unit in units]
 
 
-def _documents(files: Sequence[SourceFile], heldout: Sequence[bool], most: int) -> Iterator[dict[str, Any]]:
+def _documents(files: Sequence[SourceFile], heldout: Sequence[bool], max_characters: int) -> Iterator[dict[str, Any]]:
     """Yield a row per file, by repository, with held-out files apart, in import order, and cut into documents."""
     sides_of: dict[str, tuple[dict[str, SourceFile], dict[str, SourceFile]]] = {}
     for file, side in zip(files, heldout, strict=True):
         sides_of.setdefault(file.repository, ({}, {}))[side][file.path] = file
-    number = -1
+    document = -1
     for sides in sides_of.values():
         for is_heldout, by_path in zip((False, True), sides, strict=True):
-            size = most + 1
+            characters = max_characters + 1
             for path in import_order({path: file.text for path, file in by_path.items()}):
                 file = by_path[path]
-                size += len(file.text)
-                if size > most:
-                    number, size = number + 1, len(file.text)
+                characters += len(file.text)
+                if characters > max_characters:
+                    document, characters = document + 1, len(file.text)
                 row = dataclasses.asdict(file) | {"licence": of_file(file.text) or file.licence}
-                yield row | {"heldout": is_heldout, "document": number}
+                yield row | {"heldout": is_heldout, "document": document}
 
 
 # Near duplicates: texts whose sets of five-token shingles overlap, found by MinHash (Broder 1997) in the library `datasketch`.
@@ -253,8 +255,8 @@ def shingles(text: str) -> NDArray[np.uint32]:
 
 def jaccard(first: NDArray[np.uint32], other: NDArray[np.uint32]) -> float:
     """Return the Jaccard similarity of two sets, given as sorted arrays without repeats."""
-    both = len(np.intersect1d(first, other, assume_unique=True))
-    return both / (len(first) + len(other) - both)
+    common = len(np.intersect1d(first, other, assume_unique=True))
+    return common / (len(first) + len(other) - common)
 
 
 def near_duplicates(texts: Sequence[str], similar: float, seed: int) -> dict[int, int]:
@@ -268,13 +270,13 @@ def near_duplicates(texts: Sequence[str], similar: float, seed: int) -> dict[int
     retained: dict[int, NDArray[np.uint32]] = {}
     dropped: dict[int, int] = {}
     for position, text in enumerate(texts):
-        mine, sketch = shingles(text), empty.copy()
-        sketch.update_batch(mine)
-        near = (other for other in sorted(index.query(sketch)) if jaccard(mine, retained[other]) >= similar)
-        if (duplicate := next(near, None)) is not None:
+        own_shingles, sketch = shingles(text), empty.copy()
+        sketch.update_batch(own_shingles)
+        matches = (other for other in sorted(index.query(sketch)) if jaccard(own_shingles, retained[other]) >= similar)
+        if (duplicate := next(matches, None)) is not None:
             dropped[position] = duplicate
         else:
-            retained[position] = mine
+            retained[position] = own_shingles
             index.insert(position, sketch)
     return dropped
 
@@ -302,17 +304,17 @@ def secrets(tasks: Iterable[Task], n: int) -> dict[Run, str]:
 def contaminated(texts: Sequence[tuple[str, str]], secret: Mapping[Run, str], n: int, common: int) -> dict[int, str]:
     """Return the places of those (repository, text) that share a run of `n` tokens with a task, and the task's id. Runs in more
     than `common` repositories are idioms and do not count."""
-    users: dict[Run, set[str]] = defaultdict(set)
-    shared: dict[int, set[Run]] = {}
+    repositories_of: dict[Run, set[str]] = defaultdict(set)
+    hits_by_index: dict[int, set[Run]] = {}
     for index, (repository, text) in enumerate(texts if secret else ()):
         if hits := {run for run in runs(tokens(text), n) if run in secret}:
-            shared[index] = hits
+            hits_by_index[index] = hits
             for run in hits:
-                users[run].add(repository)
+                repositories_of[run].add(repository)
     return {
         index: min(secret[run] for run in specific)
-        for index, hits in shared.items()
-        if (specific := [run for run in hits if len(users[run]) <= common])
+        for index, hits in hits_by_index.items()
+        if (specific := [run for run in hits if len(repositories_of[run]) <= common])
     }
 
 
@@ -360,15 +362,15 @@ def _imports(path: str, texts: Mapping[str, str], names: Mapping[str, str]) -> I
     package = _module(path, texts).split(".")
     if not path.endswith("__init__.py"):
         package = package[:-1]
-    todo: list[ast.AST] = [tree] if tree else []
-    while todo:
-        node = todo.pop()
+    pending: list[ast.AST] = [tree] if tree else []
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
             modules = (f"{source}.{alias.name}" for alias in node.names)
             yield from (imported for name in modules if (imported := name if name in names else source) in names)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            todo += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)

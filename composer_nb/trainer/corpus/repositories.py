@@ -81,6 +81,8 @@ def _decoded(path: str, data: bytes) -> str:
 
 
 def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
+    """Yield (name, folder, paths of files, licence) of each repository in `root`, which may be one itself or a site-packages
+    folder. Raises ValueError if there is none."""
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; give a folder of repositories")
     if any((root / name).exists() for name in (".git", "pyproject.toml", "setup.py")):

@@ -81,15 +81,15 @@ def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -
     items, it is within a factor of 4/3 − 1/(3R) of the optimum (Graham). Raises ValueError without items, limit or ranks."""
     if not tokens or min(tokens) < 1 or limit < 1 or ranks < 1:
         raise ValueError("packing needs items, each of a token at least, a limit of at least 1, and a rank")
-    size = np.minimum(np.array(tokens), limit)
+    sizes = np.minimum(np.array(tokens), limit)
     costs = np.array(cost, float)
-    least = math.ceil(int(size.sum()) / (limit * ranks))
+    fewest = math.ceil(int(sizes.sum()) / (limit * ranks))
     packings = [first_fit(tokens, cost, ranks, limit)]
-    for count in range(least, 2 * least + 2):
-        bins = _long_beside_long(size, costs, ranks, count, limit)
+    for microbatch_count in range(fewest, 2 * fewest + 2):
+        bins = _long_beside_long(sizes, costs, ranks, microbatch_count, limit)
         packings += [] if bins is None else [_packing(bins, costs, ranks)]
-    best = min(packing.step for packing in packings)
-    return min(packings, key=lambda packing: (packing.step > best * (1 + SPARE), len(packing.items), packing.step))
+    least = min(packing.step for packing in packings)
+    return min(packings, key=lambda packing: (packing.step > least * (1 + SPARE), len(packing.items), packing.step))
 
 
 def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
@@ -110,29 +110,29 @@ def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: i
 def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
     load = np.array([cost_I[items].sum() for items in bins])
     rows = [[sorted(part) for part in bins[at : at + ranks]] for at in range(0, len(bins), ranks)]
-    worked = [number for number, row in enumerate(rows) if any(row)]
-    return Packing([rows[number] for number in worked], load.reshape(-1, ranks)[worked])
+    used = [number for number, row in enumerate(rows) if any(row)]
+    return Packing([rows[number] for number in used], load.reshape(-1, ranks)[used])
 
 
 def _long_beside_long(size_I: Sizes, cost_I: Floats, ranks: int, count: int, limit: int) -> Bins | None:
     """While an item exceeds an even share of what is left, make a micro-batch of its cost: fill every rank up to that cost with
     the most expensive items that fit. Pack the rest longest first. None if `count` micro-batches cannot hold the items."""
-    left = np.argsort(-cost_I, kind="stable").tolist()
+    remaining = np.argsort(-cost_I, kind="stable").tolist()
     bins: list[list[int]] = []
     for number in range(count - 1):
-        if not left or cost_I[left[0]] * ranks * (count - number) <= cost_I[left].sum():
+        if not remaining or cost_I[remaining[0]] * ranks * (count - number) <= cost_I[remaining].sum():
             break
-        level = cost_I[left[0]] * (1 + 1e-9)
+        cost_limit = cost_I[remaining[0]] * (1 + 1e-9)
         for _ in range(ranks):
-            chosen, load, room = set(), 0.0, limit
-            for item in left:
-                if load + cost_I[item] <= level and size_I[item] <= room:
-                    chosen.add(item)
+            bin_items, load, room = set(), 0.0, limit
+            for item in remaining:
+                if load + cost_I[item] <= cost_limit and size_I[item] <= room:
+                    bin_items.add(item)
                     load, room = load + cost_I[item], room - size_I[item]
-            bins.append(sorted(chosen))
-            left = [item for item in left if item not in chosen]
-    rest = _longest_first(left, size_I, cost_I, ranks * count - len(bins), limit)
-    return None if rest is None else bins + rest
+            bins.append(sorted(bin_items))
+            remaining = [item for item in remaining if item not in bin_items]
+    rest_bins = _longest_first(remaining, size_I, cost_I, ranks * count - len(bins), limit)
+    return None if rest_bins is None else bins + rest_bins
 
 
 def _longest_first(order: Sequence[int], size_I: Sizes, cost_I: Floats, count: int, limit: int) -> Bins | None:
@@ -156,25 +156,25 @@ def deal_out(
     ranks: int,
     limit: int,
     cost: Cost,
-    together: bool = False,
+    whole_rollouts: bool = False,
 ) -> tuple[list[list[list[Stream]]], Packing]:
     """Return [R][M] micro-batches of streams, some possibly empty, and their packing. `families` are indices of streams from
     `packing.families`; `limit` counts tokens of the tree. Streams of a family stay together to share prefixes, unless ranks would
-    wait for them: then they are cut into smaller runs, which share less. `together`: as for `microbatches`."""
+    wait for them: then they are cut into smaller runs, which share less. `whole_rollouts`: as for `microbatches`."""
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
-    even = sum(map(cost.row, lengths)) / ranks
+    even_cost = sum(map(cost.row, lengths)) / ranks
     candidates = []
-    for most in (math.inf, even / 2, even / 8, 0.0):
+    for max_cost in (math.inf, even_cost / 2, even_cost / 8, 0.0):
 
-        def full(run: Run, most: float = most) -> bool:
+        def full(run: Run, most: float = max_cost) -> bool:
             return run.tokens > limit or cost.run(run) > most
 
-        cut = [run for family in families for run in runs(streams, units(streams, family, together), full)]
-        packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
-        candidates.append((packing, cut))
-    packing, cut = min(candidates, key=lambda candidate: candidate[0].step)
-    parts = [
-        [[streams[number] for item in row[rank] for number in cut[item].numbers] for row in packing.items]
+        tree_runs = [run for family in families for run in runs(streams, units(streams, family, whole_rollouts), full)]
+        packing = pack([run.tokens for run in tree_runs], [cost.run(run) for run in tree_runs], ranks, limit)
+        candidates.append((packing, tree_runs))
+    packing, tree_runs = min(candidates, key=lambda candidate: candidate[0].step)
+    by_rank = [
+        [[streams[number] for item in row[rank] for number in tree_runs[item].numbers] for row in packing.items]
         for rank in range(ranks)
     ]
-    return parts, packing
+    return by_rank, packing

@@ -67,10 +67,10 @@ def read_corpus(code: str) -> Corpus:
         raise ValueError(f"data.code={code!r}: neither 'stdlib' nor a folder")
     if (root / FILES).is_file():
         rows = read_rows(root)
-        parts = list(documents(rows))
+        split_documents = list(documents(rows))
         return Corpus(
-            train=[text for text, heldout in parts if not heldout],
-            validation=[text for text, heldout in parts if heldout],
+            train=[text for text, heldout in split_documents if not heldout],
+            validation=[text for text, heldout in split_documents if heldout],
             names=[f"{row['repository']}/{row['path']}" for row in rows],
             digest=digest_of(rows),
         )
@@ -88,11 +88,11 @@ def read_corpus(code: str) -> Corpus:
         texts[name] = text
     if len(texts) < 20:
         raise ValueError(f"data.code={code!r}: only {len(texts)} usable Python files; at least 20 are needed")
-    bucket = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
-    bound = max(13, min(bucket.values()) + 1)  # 5 %; in a small folder at least the file with the lowest hash
+    hashes = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
+    train_from = max(13, min(hashes.values()) + 1)  # 5 %; in a small folder at least the file with the lowest hash
     return Corpus(
-        train=[text for name, text in texts.items() if bucket[name] >= bound],
-        validation=[text for name, text in texts.items() if bucket[name] < bound],
+        train=[text for name, text in texts.items() if hashes[name] >= train_from],
+        validation=[text for name, text in texts.items() if hashes[name] < train_from],
         names=list(texts),
         digest=digest.hexdigest(),
     )
@@ -104,18 +104,18 @@ def code_rows(
     """Concatenate texts and cut them into at most `limit` rows of `length` tokens, which begin with `<|bos|>` if the tokenizer
     has it."""
     bos = tokenizer.token_to_id("<|bos|>")
-    head = [] if bos is None else [bos]
-    content = length - len(head)
+    prefix = [] if bos is None else [bos]
+    content_length = length - len(prefix)
     rows: list[TokenRow] = []
-    stream: list[int] = []
+    pending_ids: list[int] = []
     for text in texts:
         if limit is not None and len(rows) >= limit:
             break
-        stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
-        while len(stream) >= content:
-            ids = np.array([*head, *stream[:content]], np.int32)
+        pending_ids += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
+        while len(pending_ids) >= content_length:
+            ids = np.array([*prefix, *pending_ids[:content_length]], np.int32)
             rows.append(TokenRow(ids, np.full(length, weight, np.float32)))
-            del stream[:content]
+            del pending_ids[:content_length]
     return rows[:limit]
 
 
@@ -127,24 +127,25 @@ def demonstration_rows(rollout: Rollout, context_weight: float) -> list[TokenRow
     ]
 
 
-def deal(rows: Sequence[TokenRow], budget: int, rng: Random) -> Iterator[list[int]]:
-    """Yield endless batches of row indices, of at most `budget` tokens or one row. Every row comes once before any comes again.
+def deal(rows: Sequence[TokenRow], max_tokens: int, rng: Random) -> Iterator[list[int]]:
+    """Yield endless batches of row indices, of at most `max_tokens` tokens or one row. Every row comes once before any comes
+    again.
 
     Raises ValueError if there are no rows."""
     if not rows:
         raise ValueError("there are no rows to train on; data.code or data.demonstrations gives too little")
     batch: list[int] = []
-    room = budget
+    room = max_tokens
     while True:
-        order = list(range(len(rows)))
-        rng.shuffle(order)
-        for number in order:
-            size = len(rows[number].token_ids)
-            if batch and size > room:
+        indices = list(range(len(rows)))
+        rng.shuffle(indices)
+        for index in indices:
+            row_tokens = len(rows[index].token_ids)
+            if batch and row_tokens > room:
                 yield batch
-                batch, room = [], budget
-            batch.append(number)
-            room -= size
+                batch, room = [], max_tokens
+            batch.append(index)
+            room -= row_tokens
 
 
 def mixture(
@@ -160,28 +161,28 @@ def mixture(
     """Yield the batches of mid-training, of about `tokens` each. The first share `code_first` of the `steps` has code alone. The
     others have demonstrations with a share `code_share` of code, whose rows are of one length and taken in order, after as many
     rows as the first part took. Rows repeat once all were used. Raises ValueError if there are no rows of a needed kind."""
-    first = round(code_first * steps)
-    only_code = deal(code, tokens, Random(f"rows {seed}"))
-    mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
-    used, debt = 0, 0.0
+    code_steps = round(code_first * steps)
+    code_batches = deal(code, tokens, Random(f"rows {seed}"))
+    demonstration_batches = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
+    used_rows, owed_tokens = 0, 0.0
     for step in range(steps):
-        if step < first:
-            numbers = next(only_code)
-            used += len(numbers)
+        if step < code_steps:
+            numbers = next(code_batches)
+            used_rows += len(numbers)
             yield [code[number] for number in numbers]
             continue
-        rows = [demonstrations[number] for number in next(mixed)]
-        debt += tokens * code_share
-        while debt >= (length := len(code[0].token_ids)):
-            rows.append(code[used % len(code)])
-            used, debt = used + 1, debt - length
+        rows = [demonstrations[number] for number in next(demonstration_batches)]
+        owed_tokens += tokens * code_share
+        while owed_tokens >= (length := len(code[0].token_ids)):
+            rows.append(code[used_rows % len(code)])
+            used_rows, owed_tokens = used_rows + 1, owed_tokens - length
         yield rows
 
 
 def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, length: int = CODE_ROW) -> int:
     """Return the number of rows of code that `mixture` takes, with a small margin."""
-    first = round(code_first * steps)
-    return int(tokens * (first + code_share * (steps - first)) / length) + 8
+    code_steps = round(code_first * steps)
+    return int(tokens * (code_steps + code_share * (steps - code_steps)) / length) + 8
 
 
 class HasTokens(Protocol):
@@ -194,11 +195,11 @@ class HasTokens(Protocol):
 T = TypeVar("T", bound=HasTokens)
 
 
-def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the rows in order, in lists of at most `budget` tokens; a longer row is alone in its list."""
+def within(max_tokens: int, rows: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the rows in order, in lists of at most `max_tokens` tokens; a longer row is alone in its list."""
     part: list[T] = []
     for row in rows:
-        if part and sum(len(item.token_ids) for item in part) + len(row.token_ids) > budget:
+        if part and sum(len(item.token_ids) for item in part) + len(row.token_ids) > max_tokens:
             yield part
             part = []
         part.append(row)
@@ -223,9 +224,9 @@ def load_rows(path: Path) -> list[TokenRow]:
         with np.load(path) as archive:
             if any(part.compress_type for part in archive.zip.infolist()):  # a small file might fill the memory
                 raise ValueError("it is compressed")
-            cuts = np.cumsum(archive["lengths"])[:-1]
-            parts = (np.split(archive[name], cuts) for name in ("token_ids", "weight"))
-            return [TokenRow(ids, weight) for ids, weight in zip(*parts, strict=True)]
+            row_ends = np.cumsum(archive["lengths"])[:-1]
+            arrays = (np.split(archive[name], row_ends) for name in ("token_ids", "weight"))
+            return [TokenRow(ids, weight) for ids, weight in zip(*arrays, strict=True)]
     except (OSError, ValueError, KeyError, EOFError, MemoryError, BadZipFile) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None
 
@@ -267,9 +268,9 @@ def with_gaps(rows: Sequence[TokenRow], tokenizer: Tokenizer, settings: InfillSe
     text does not encode to its tokens again, because it begins inside a character or a word."""
     if not settings.share:
         return list(rows)
-    marks, random = gap_tokens(tokenizer), Random(f"infill {seed}")
+    gap_ids, random = gap_tokens(tokenizer), Random(f"infill {seed}")
     return [
-        _with_gap(row, tokenizer, marks, random, random.random() < settings.suffix_first)
+        _with_gap(row, tokenizer, gap_ids, random, random.random() < settings.suffix_first)
         if random.random() < settings.share
         else row
         for row in rows
@@ -277,25 +278,28 @@ def with_gaps(rows: Sequence[TokenRow], tokenizer: Tokenizer, settings: InfillSe
 
 
 def _with_gap(
-    row: TokenRow, tokenizer: Tokenizer, marks: tuple[int, int, int], random: Random, suffix_first: bool
+    row: TokenRow, tokenizer: Tokenizer, gap_ids: tuple[int, int, int], random: Random, suffix_first: bool
 ) -> TokenRow:
+    """Return a row with a random gap, in the order SPM with `suffix_first`, else PSM; the row itself if its text does not encode
+    to its tokens again or its suffix has no room. `gap_ids`: as from `gap_tokens`."""
+
     def encoded(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    whole = row.token_ids.tolist()
-    head = whole[:1] if whole[0] == tokenizer.token_to_id("<|bos|>") else []
-    ids = whole[len(head) : len(whole) - len(marks)]
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    if encoded(text) != ids or len(text) < 2:
+    row_ids = row.token_ids.tolist()
+    bos = row_ids[:1] if row_ids[0] == tokenizer.token_to_id("<|bos|>") else []
+    text_ids = row_ids[len(bos) : len(row_ids) - len(gap_ids)]
+    text = tokenizer.decode(text_ids, skip_special_tokens=False)
+    if encoded(text) != text_ids or len(text) < 2:
         return row
-    first, last = sorted(random.sample(range(len(text) + 1), 2))
-    before, gap, after = encoded(text[:first]), encoded(text[first:last]), encoded(text[last:])
-    left = len(ids) - len(before) - len(gap)
-    if not 0 <= left <= len(after):
+    start, end = sorted(random.sample(range(len(text) + 1), 2))
+    before, gap, after = encoded(text[:start]), encoded(text[start:end]), encoded(text[end:])
+    suffix_length = len(text_ids) - len(before) - len(gap)
+    if not 0 <= suffix_length <= len(after):
         return row
-    prefix, suffix, middle = marks
-    special = [prefix, *before, suffix, *after[:left], middle]
+    prefix, suffix, middle = gap_ids
+    context = [prefix, *before, suffix, *after[:suffix_length], middle]
     if suffix_first:
-        special = [prefix, suffix, *after[:left], middle, *before]
-    return replace(row, token_ids=np.array([*head, *special, *gap], np.int32))
+        context = [prefix, suffix, *after[:suffix_length], middle, *before]
+    return replace(row, token_ids=np.array([*bos, *context, *gap], np.int32))

@@ -83,32 +83,40 @@ class Learner:
         denominator: float,
         lr: float,
         clip: float,
-        budget: int,
-        fall: float = 1.0,
+        microbatch_tokens: int,
+        final_lr_share: float = 1.0,
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimizer steps, where streams of one
-        family share a step. The learning rate falls linearly from `lr` to `fall` times it. Call `after` after each step. Return
-        metrics, NaN if no token contributes. Raises ValueError, before the first step, for routes that cannot be replayed."""
+        """Learn one epoch over `streams` (the same list on every rank) in up to `minibatches` optimizer steps (fewer if there are
+        fewer families, none without streams). Streams of one family share a step. The learning rate falls linearly from `lr` to
+        `final_lr_share` times it. Call `after` after each step. Return metrics, NaN if no token contributes; `lr` is the first
+        rate. Raises ValueError, before the first step, for routes that cannot be replayed; FloatingPointError, possibly after
+        some steps, for a gradient norm that is not finite.
+
+        `denominator`: of the loss of all streams, divided evenly over the steps. `clip`: largest gradient norm.
+        `microbatch_tokens`: most tokens of a micro-batch."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
-        order = families(streams)
-        rng.shuffle(order)
+        shuffled_families = families(streams)
+        rng.shuffle(shuffled_families)
         totals: Counter[str] = Counter()
         norms = []
-        parts = [order[part::minibatches] for part in range(minibatches)]
         # Without streams there is no step: momentum would move the weights even without a gradient.
-        cost, together = Cost.of(self.model.config), self.settings.together
-        shares = [_share(streams, numbers, ranks, budget, cost, together) for numbers in parts if numbers]
-        rates = np.linspace(lr, lr * fall, len(shares))
-        batches = [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]
-        for step, rate in zip(batches, rates, strict=True):
+        step_count = min(minibatches, len(shuffled_families))
+        families_by_step = [shuffled_families[step::minibatches] for step in range(step_count)]
+        dealt = [self._deal(streams, step_families, ranks, microbatch_tokens) for step_families in families_by_step]
+        rates = np.linspace(lr, lr * final_lr_share, len(dealt))
+        steps = [
+            [(microbatch, self._batch(microbatch, ranks)) for microbatch in rank_part if microbatch or ranks.lockstep]
+            for rank_part, _ in dealt
+        ]
+        for step_batches, rate in zip(steps, rates, strict=True):
             self.optimizer.zero_()
-            for chunk, batch in step:
+            for microbatch, batch in step_batches:
                 loss, metrics = self._loss(batch, denominator / minibatches)
-                if self.settings.feedback and any(stream.hints for stream in chunk):
+                if self.settings.feedback and any(stream.hints for stream in microbatch):
                     assert self.reference is not None
-                    kl_S = feedback_kl(self.model, self.reference, chunk)
+                    kl_S = feedback_kl(self.model, self.reference, microbatch)
                     loss = loss + self.settings.feedback * kl_S.sum() / (denominator / minibatches)
                     totals.update({"hinted": len(kl_S), "feedback_kl": float(kl_S.detach().sum())})
                 loss.backward()
@@ -117,19 +125,34 @@ class Learner:
             norms.append(self.optimizer.step(float(rate), clip))
             after()
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
-        count, rows, agreed, chosen, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
-        results = {name: share(value, count) for name, value in sums.items()}
+        token_count, forwarded_rows, agreed, choices, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
+        results = {name: ratio(value, token_count) for name, value in sums.items()}
         results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
         if self.settings.feedback:
-            results |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
-        if ranks.world > 1 and shares:
-            results |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
+            results |= {"hinted": hinted, "feedback_kl": ratio(kl, hinted)}
+        if ranks.world > 1 and dealt:
+            results |= {name: float(np.mean([imbalances[name] for _, imbalances in dealt])) for name in dealt[0][1]}
         if self.replay.on:
-            forwarded = sum(len(stream.token_ids) - 1 for stream in streams)
-            assert rows == forwarded, "each row of routes is used exactly once"
-            results["replay_overlap"] = share(agreed, chosen)
-            results["replay_implausible"] = share(implausible, chosen)
+            forwarded_tokens = sum(len(stream.token_ids) - 1 for stream in streams)
+            assert forwarded_rows == forwarded_tokens, "each row of routes is used exactly once"
+            results["replay_overlap"] = ratio(agreed, choices)
+            results["replay_implausible"] = ratio(implausible, choices)
         return results
+
+    def _deal(
+        self, streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, microbatch_tokens: int
+    ) -> tuple[list[list[Stream]], dict[str, float]]:
+        """Return this rank's micro-batches of one step, equal in number on all ranks, and the imbalance of ranks here and with
+        `first_fit` (nothing for one shard). `families` are lists of indices of streams."""
+        cost, whole_rollouts = Cost.of(self.model.config), self.settings.together
+        shard, shard_count = ranks.data_shard
+        family_streams = [streams[number] for family in families for number in family]
+        if shard_count == 1:
+            return microbatches(family_streams, microbatch_tokens, whole_rollouts), {}
+        by_rank, packing = deal_out(streams, families, shard_count, microbatch_tokens, cost, whole_rollouts)
+        lengths = [len(stream.token_ids) - 1 for stream in family_streams]
+        baseline = first_fit(lengths, [cost.row(length) for length in lengths], shard_count, microbatch_tokens)
+        return by_rank[shard], {"imbalance": packing.imbalance, "imbalance_first_fit": baseline.imbalance}
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
         """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
@@ -142,38 +165,28 @@ class Learner:
         return replace(batch, recorded=own_routes(routings, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a micro-batch, and sums over its tokens (0 where another rank counts them)."""
         s, routings = self.settings, list[Routing]()
         logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
-        advantage_S, penalty = batch.advantage_S, None
+        advantage_S, loss_penalty = batch.advantage_S, None
         if s.beta and self.reference is not None:
             with torch.no_grad():
                 reference_S, _ = score(self.reference, batch, batch.recorded)
-            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, s, denominator, batch.length_S)
-            advantage_S = advantage_S - taken_S
-        tokens = logprob_S, batch.sampled_S, advantage_S, batch.rollout_S
-        loss, metrics = policy_loss(*tokens, s, denominator, batch.length_S)
-        if penalty is not None:
-            loss = loss + penalty
+            advantage_penalty_S, loss_penalty = kl_penalty(
+                logprob_S, reference_S, batch.rollout_S, s, denominator, batch.length_S
+            )
+            advantage_S = advantage_S - advantage_penalty_S
+        of_tokens = logprob_S, batch.sampled_S, advantage_S, batch.rollout_S
+        loss, metrics = policy_loss(*of_tokens, s, denominator, batch.length_S)
+        if loss_penalty is not None:
+            loss = loss + loss_penalty
         sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
             sums = dict.fromkeys(sums, 0.0)
         return loss, sums | (overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
-def _share(
-    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost, together: bool
-) -> tuple[list[list[Stream]], dict[str, float]]:
-    """Return this rank's micro-batches, equal in number on all ranks, and the imbalance of ranks here and with `first_fit`."""
-    share, count = ranks.share
-    if count == 1:
-        return microbatches([streams[number] for family in families for number in family], budget, together), {}
-    parts, packing = deal_out(streams, families, count, budget, cost, together)
-    lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
-    plain = first_fit(lengths, [cost.row(length) for length in lengths], count, budget)
-    return parts[share], {"imbalance": packing.imbalance, "imbalance_first_fit": plain.imbalance}
-
-
-def share(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     """Return `part / whole`, or NaN if `whole` is 0: a figure without data is not 0."""
     return part / whole if whole else math.nan
 

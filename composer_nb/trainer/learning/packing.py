@@ -223,8 +223,8 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
             raise ValueError(f"stream {number} of {len(streams)} cannot be replayed: {fault}")
     tree = _Tree([_signature(stream, replay) for stream in streams])
     acted = [stream.acted[1:] for stream in streams]
-    places: dict[int, int] = {}
-    rollouts = [places.setdefault(id(stream.whole or stream), len(places)) for stream in streams]
+    rollout_numbers: dict[int, int] = {}
+    rollouts = [rollout_numbers.setdefault(id(stream.whole or stream), len(rollout_numbers)) for stream in streams]
     lengths = [stream.whole.sampled if stream.whole else a.sum() for stream, a in zip(streams, acted, strict=True)]
     owner_N, at_N = tree.owner_N, tree.position_N
     place_S = np.concatenate([nodes[a] for nodes, a in zip(tree.nodes, acted, strict=True)])
@@ -303,13 +303,13 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
     return list(members.values())
 
 
-def microbatches(streams: Sequence[Stream], budget: int, together: bool = False) -> list[list[Stream]]:
-    """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first.
-    `together`: all segments of a rollout in one list, however long."""
+def microbatches(streams: Sequence[Stream], microbatch_tokens: int, whole_rollouts: bool = False) -> list[list[Stream]]:
+    """Return streams in lists of at most `microbatch_tokens` tokens of the tree, or one stream, sorted by prefix within families,
+    longest families first. `whole_rollouts`: all segments of a rollout in one list, however long."""
     longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
-    order = [unit for family in longest_first for unit in units(streams, family, together)]
-    cut = runs(streams, order, lambda run: run.tokens > budget)
-    return [[streams[number] for number in run.numbers] for run in cut]
+    ordered_units = [unit for family in longest_first for unit in units(streams, family, whole_rollouts)]
+    tree_runs = runs(streams, ordered_units, lambda run: run.tokens > microbatch_tokens)
+    return [[streams[number] for number in run.numbers] for run in tree_runs]
 
 
 # The signature of no stream.
@@ -331,38 +331,45 @@ class Run:
     pairs: int
 
 
-def runs(streams: Sequence[Stream], order: Sequence[Sequence[int]], full: Callable[[Run], bool]) -> list[Run]:
-    """Cut units of streams, in this order, into the longest runs that are not `full`, of at least one unit each."""
-    complete: list[Run] = []
-    run, before = Run([], 0, 0), NOTHING
-    for unit in order:
-        added, last = _added(streams, unit, before)
-        grown = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
-        if run.numbers and full(grown):
-            complete.append(run)
-            grown, _ = _added(streams, unit, NOTHING)
-        run, before = grown, last
-    return [*complete, run] if run.numbers else []
+def runs(
+    streams: Sequence[Stream], ordered_units: Sequence[Sequence[int]], is_full: Callable[[Run], bool]
+) -> list[Run]:
+    """Cut units of streams, in this order, into the longest runs that are not `is_full`, of at least one unit each."""
+    full_runs: list[Run] = []
+    run, last_signature = Run([], 0, 0), NOTHING
+    for unit in ordered_units:
+        added, signature = _added(streams, unit, last_signature)
+        extended = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
+        if run.numbers and is_full(extended):
+            full_runs.append(run)
+            extended, _ = _added(streams, unit, NOTHING)
+        run, last_signature = extended, signature
+    return [*full_runs, run] if run.numbers else []
 
 
-def units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
-    """Return the streams of a family in the order of its tree, one by one or, `together`, rollout by rollout."""
-    order = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
+def units(streams: Sequence[Stream], family: Sequence[int], whole_rollouts: bool) -> list[list[int]]:
+    """Return the streams of a family in the order of its tree, one by one or, with `whole_rollouts`, rollout by rollout."""
+    sorted_numbers = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
     members: dict[int, list[int]] = {}
-    for number in order:
-        members.setdefault(id(streams[number].whole or streams[number]) if together else number, []).append(number)
+    for number in sorted_numbers:
+        members.setdefault(id(streams[number].whole or streams[number]) if whole_rollouts else number, []).append(
+            number
+        )
     return list(members.values())
 
 
-def _added(streams: Sequence[Stream], unit: Sequence[int], before: NDArray[np.int32]) -> tuple[Run, NDArray[np.int32]]:
-    """Return what these streams add to a tree that ends with the signature `before`, and the last signature."""
+def _added(
+    streams: Sequence[Stream], unit: Sequence[int], last_signature: NDArray[np.int32]
+) -> tuple[Run, NDArray[np.int32]]:
+    """Return what these streams add to a tree that ends with the signature `last_signature`, and the last signature."""
     tokens = pairs = 0
     for number in unit:
         signature = _signature(streams[number])
         length = len(signature)
-        added = length - _shared(before, signature)
-        tokens, pairs, before = (tokens + added, pairs + (length * (length + 1) // 2 if added else 0), signature)
-    return Run(list(unit), tokens, pairs), before
+        added = length - _shared(last_signature, signature)
+        tokens, pairs = tokens + added, pairs + (length * (length + 1) // 2 if added else 0)
+        last_signature = signature
+    return Run(list(unit), tokens, pairs), last_signature
 
 
 def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np.int32]:
@@ -389,33 +396,33 @@ class _Tree:
     def __init__(self, rows: Sequence[NDArray[np.int32]]) -> None:
         empty = np.zeros(0, np.int64)
         self.nodes: list[NDArray[np.int64]] = [empty] * len(rows)
-        owners, positions, count = [empty], [empty], 0
-        before, path = np.zeros((0, 1), np.int32), empty
+        owners, positions, node_count = [empty], [empty], 0
+        previous_row, path = np.zeros((0, 1), np.int32), empty
         for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
-            shared = _shared(before, rows[row]) if len(path) else 0
-            new = len(rows[row]) - shared
-            path = np.concatenate([path[:shared], np.arange(count, count + new)])
-            owners.append(np.full(new, row))
-            positions.append(np.arange(shared, shared + new))
-            self.nodes[row], before, count = path, rows[row], count + new
+            shared = _shared(previous_row, rows[row]) if len(path) else 0
+            new_count = len(rows[row]) - shared
+            path = np.concatenate([path[:shared], np.arange(node_count, node_count + new_count)])
+            owners.append(np.full(new_count, row))
+            positions.append(np.arange(shared, shared + new_count))
+            self.nodes[row], previous_row, node_count = path, rows[row], node_count + new_count
         self.owner_N, self.position_N = np.concatenate(owners), np.concatenate(positions)
 
 
 def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
     """Return rows that own tokens, in buckets whose shortest row is at least three quarters as long as the longest, and the
     tokens in the order in which the buckets compute them."""
-    owned = {int(row): np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N)}
-    rows = sorted(owned, key=lambda row: (-len(tree.nodes[row]), row))
+    own_by_row = {int(row): np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N)}
+    rows = sorted(own_by_row, key=lambda row: (-len(tree.nodes[row]), row))
     buckets, computed = [], []
     while rows:
         longest = len(tree.nodes[rows[0]])
-        part = [row for row in rows if 4 * len(tree.nodes[row]) >= 3 * longest]
-        rows = rows[len(part) :]
-        padded = np.zeros((len(part), longest), np.int64)
-        for index, row in enumerate(part):
+        bucket_rows = [row for row in rows if 4 * len(tree.nodes[row]) >= 3 * longest]
+        rows = rows[len(bucket_rows) :]
+        padded = np.zeros((len(bucket_rows), longest), np.int64)
+        for index, row in enumerate(bucket_rows):
             padded[index, : len(tree.nodes[row])] = tree.nodes[row]
-        places = [index * longest + tree.position_N[owned[row]] for index, row in enumerate(part)]
+        own_positions = [index * longest + tree.position_N[own_by_row[row]] for index, row in enumerate(bucket_rows)]
         flat = torch.from_numpy(padded.reshape(-1))
-        buckets.append(Bucket(len(part), flat, torch.from_numpy(np.concatenate(places))))
-        computed += [owned[row] for row in part]
+        buckets.append(Bucket(len(bucket_rows), flat, torch.from_numpy(np.concatenate(own_positions))))
+        computed += [own_by_row[row] for row in bucket_rows]
     return buckets, np.concatenate(computed)

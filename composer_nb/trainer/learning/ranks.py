@@ -42,8 +42,8 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Index of this rank's share of a batch's streams, and the number of shares."""
+    def data_shard(self) -> tuple[int, int]:
+        """Index of this rank's shard of a batch's streams, and the number of shards."""
         return self.rank, self.world
 
     @property

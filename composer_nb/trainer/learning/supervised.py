@@ -56,7 +56,7 @@ def supervise(
 
     `batches` are whole batches from the first step on, of which this rank takes its part. Those before `begin` are skipped.
     """
-    every = max(1, plan.steps // looks)
+    interval = max(1, plan.steps // looks)
     recent: list[dict[str, float]] = []
     for step, rows in enumerate(batches):
         if step == plan.steps:
@@ -64,9 +64,9 @@ def supervise(
         if step < begin:
             continue
         beside = plan.beside.at(step) if plan.beside else None
-        how: dict[str, Any] = {"lr": plan.lr(step), "balance": plan.balance, "clip": plan.clip, "beside": beside}
-        recent.append(train_step(model, share(rows, ranks), optimizer, ranks, **how))
-        if (step + 1) % every == 0 or step + 1 == plan.steps:
+        options: dict[str, Any] = {"lr": plan.lr(step), "balance": plan.balance, "clip": plan.clip, "beside": beside}
+        recent.append(train_step(model, rows_of_rank(rows, ranks), optimizer, ranks, **options))
+        if (step + 1) % interval == 0 or step + 1 == plan.steps:
             point: dict[str, float | None] = {
                 name: float(np.nanmean([m[name] for m in recent])) for name in ("loss", "grad_norm", "tokens")
             }
@@ -92,46 +92,46 @@ def train_step(
     plus the mean over ranks of the balance loss and of the loss of `beside`. A rank without rows, from a small batch, still takes
     part. Ranks of one `cp` group have the same rows, of which each computes a part."""
     optimizer.zero_()
-    counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
-    computed = bool(rows) or ranks.lockstep
-    if computed:
+    local_sums = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
+    takes_part = bool(rows) or ranks.lockstep
+    if takes_part:
         loss_S, weight_S, routings, counted = _losses(model, rows, ranks)
-        weighted = (loss_S * weight_S).sum()
+        weighted_loss = (loss_S * weight_S).sum()
         acted_S = weight_S == 1.0
         if counted:
-            counts = {
-                "loss": float(weighted.detach()),
+            local_sums = {
+                "loss": float(weighted_loss.detach()),
                 "weight": float(weight_S.sum()),
                 "agent_loss": float(loss_S.detach()[acted_S].sum()),
                 "agent_tokens": float(acted_S.sum()),
                 "tokens": float(sum(len(row.token_ids) - 1 for row in rows)),
             }
-    totals = ranks.sums(counts)
-    if computed:
-        more = balance * balance_loss(routings) + (beside.loss(rows) if beside else 0.0)
-        (weighted / totals["weight"] + more / ranks.world).backward()
+    totals = ranks.sums(local_sums)
+    if takes_part:
+        extra_loss = balance * balance_loss(routings) + (beside.loss(rows) if beside else 0.0)
+        (weighted_loss / totals["weight"] + extra_loss / ranks.world).backward()
     optimizer.sum_(ranks)
-    norm = optimizer.step(lr, clip)
+    grad_norm = optimizer.step(lr, clip)
     if beside:
         beside.update(lr)
     return {
         "loss": totals["loss"] / totals["weight"],
         "agent_loss": totals["agent_loss"] / totals["agent_tokens"] if totals["agent_tokens"] else math.nan,
         "tokens": totals["tokens"],
-        "grad_norm": norm,
+        "grad_norm": grad_norm,
     }
 
 
 def _losses(
-    model: Model, rows: Sequence[TokenRow], ranks: Ranks, least: float = 0.0
+    model: Model, rows: Sequence[TokenRow], ranks: Ranks, min_weight: float = 0.0
 ) -> tuple[Tensor, Tensor, list[Routing], bool]:
-    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `least`, each layer's routing
-    of this rank's tokens, and whether this rank counts the targets. Logits are computed for these targets only, and shared
-    prefixes of rows are forwarded once."""
+    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `min_weight`, each layer's
+    routing of this rank's tokens, and whether this rank counts the targets. Logits are computed for these targets only, and
+    shared prefixes of rows are forwarded once."""
     streams = [
         Stream(
             token_ids=row.token_ids,
-            acted=(row.weight > 0) & (row.weight >= least),
+            acted=(row.weight > 0) & (row.weight >= min_weight),
             logprob=row.weight,
             advantage=row.weight,
             routes=np.zeros((0, 0, 0), np.uint8),
@@ -144,24 +144,24 @@ def _losses(
     return -logprob_S, batch.advantage_S, routings, batch.counts
 
 
-def share(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
+def rows_of_rank(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
-    rank, count = ranks.share
-    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[rank]
-    return [rows[number] for number in mine]
+    shard, shard_count = ranks.data_shard
+    indices = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, shard_count)[shard]
+    return [rows[number] for number in indices]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    rank, count = ranks.share
-    parts = list(within(budget, rows[rank::count]))
+    shard, shard_count = ranks.data_shard
+    batches = list(within(budget, rows[shard::shard_count]))
     if ranks.lockstep:
-        parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
-    total = {"loss": 0.0, "tokens": 0.0}
-    for part in parts:
-        loss_S, _, _, counted = _losses(model, part, ranks, least=1.0)
-        total["loss"] += float(loss_S.sum()) * counted
-        total["tokens"] += len(loss_S) * counted
-    total = ranks.sums(total)
-    return total["loss"] / total["tokens"]
+        batches += [[]] * (max(ranks.gather(len(batches))) - len(batches))
+    sums = {"loss": 0.0, "tokens": 0.0}
+    for batch in batches:
+        loss_S, _, _, counted = _losses(model, batch, ranks, min_weight=1.0)
+        sums["loss"] += float(loss_S.sum()) * counted
+        sums["tokens"] += len(loss_S) * counted
+    sums = ranks.sums(sums)
+    return sums["loss"] / sums["tokens"]

@@ -149,12 +149,12 @@ def from_hugging_face(model: Model, tensors: Mapping[str, Tensor]) -> None:
         fill(views[name], tensor, name)
 
 
-def fill(view: Tensor, tensor: Tensor, what: str) -> None:
+def fill(view: Tensor, tensor: Tensor, label: str) -> None:
     """Copy `tensor` into `view`. Raises ValueError if the result would not be finite."""
     low, high = (float(bound) for bound in tensor.aminmax())
-    most = torch.finfo(view.dtype).max
-    if not (-most <= low and high <= most):  # false for NaN
-        raise ValueError(f"{what} holds NaN, infinity, or a number beyond {view.dtype}")
+    largest = torch.finfo(view.dtype).max
+    if not (-largest <= low and high <= largest):  # false for NaN
+        raise ValueError(f"{label} holds NaN, infinity, or a number beyond {view.dtype}")
     view.copy_(tensor)
 
 
@@ -229,32 +229,32 @@ class CheckpointSource:
     def open(cls, path: Path) -> Self:
         """Read config.json and headers, but no weights. Raises FileNotFoundError or ValueError that names the file, the key or
         the tensor, and the fault."""
-        described, shards = read_config(path / "config.json"), read_shards(path)
+        described_config, shards = read_config(path / "config.json"), read_shards(path)
         entries = {entry.name: entry for shard in shards for entry in shard}
-        prefix, config = described.prefix, described.model
+        prefix, config = described_config.prefix, described_config.model
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
             # `transformers` saves no MTP heads, and does not say so in config.json.
             config = replace(config, num_nextn_predict_layers=0)
         check_counts(path, config, len(entries))
         shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
         repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
-        parts = {name: _parts(prefix + name, described.format, entries) for name in shapes}
-        needed = {part for names, _ in parts.values() for part in names}
+        parts = {name: _parts(prefix + name, described_config.format, entries) for name in shapes}
+        needed_names = {part for names, _ in parts.values() for part in names}
         unknown = [
             name
-            for name in entries.keys() - needed - repeats.keys()
+            for name in entries.keys() - needed_names - repeats.keys()
             if not FOREIGN.fullmatch(name.removeprefix(prefix)) and not (prefix and FOREIGN_VISION.fullmatch(name))
         ]
         try:
-            _check_names(needed - entries.keys(), unknown)
+            _check_names(needed_names - entries.keys(), unknown)
             weights = {name: _stored(*parts[name], shapes[name], entries) for name in shapes}
             for again, name in repeats.items():
                 _stored((again,), None, shapes[name], entries)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        in_files = sorted(weights.items(), key=lambda pair: (pair[1].parts[0].file, pair[1].parts[0].start))
+        in_file_order = sorted(weights.items(), key=lambda pair: (pair[1].parts[0].file, pair[1].parts[0].start))
         by_entry = {entries[again]: name for again, name in repeats.items()}
-        return cls(path=path, config=config, weights=dict(in_files), repeats=by_entry)
+        return cls(path=path, config=config, weights=dict(in_file_order), repeats=by_entry)
 
     def read(self, views: Mapping[str, Tensor]) -> None:
         """Fill `views`, by the names of `hugging_face_views`. Raises ValueError, which names the file and the tensor."""
@@ -289,6 +289,8 @@ def _parts(name: str, format: Format | None, entries: Collection[str]) -> tuple[
 def _stored(
     parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, TensorLocation]
 ) -> WeightParts:
+    """Return the tensors that encode a weight of `shape`. Raises ValueError if one is of another dtype or shape than the format
+    has."""
     if format is not None and len(shape) != 2:
         raise ValueError(f"{parts[0]} is quantised, but is no matrix")
     try:
@@ -303,10 +305,10 @@ def _stored(
 
 def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
     """Raise ValueError that counts them and names the first."""
-    for names, what in ((missing, "missing"), (unknown, "unknown")):
+    for names, problem in ((missing, "missing"), (unknown, "unknown")):
         if names:
             count = "one tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
-            raise ValueError(f"the checkpoint does not fit its config.json: {count} {what}, first {min(names)}")
+            raise ValueError(f"the checkpoint does not fit its config.json: {count} {problem}, first {min(names)}")
 
 
 def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, expected: Shape) -> None:
@@ -353,24 +355,24 @@ def save_pretrained(
     shard_bytes: maximum size of a file.
     """
     path, dtype, views = Path(path), dtype or model.embed.dtype, hugging_face_views(model)
-    kinds = forms(views, dtype)
+    tensor_forms = forms(views, dtype)
 
     def finite(name: str) -> Tensor:
-        tensor = views[name].to(kinds[name][0])
+        tensor = views[name].to(tensor_forms[name][0])
         require_finite(str(path), not_finite({name: tensor}))
         return tensor
 
-    with replaced(path) as part:
-        groups = split(kinds, shard_bytes)
+    with replaced(path) as new_folder:
+        groups = split(tensor_forms, shard_bytes)
         files = {
-            file: {name: kinds[name] for name in names}
+            file: {name: tensor_forms[name] for name in names}
             for file, names in zip(file_names(len(groups)), groups, strict=True)
         }
         for file, tensors in files.items():
-            write_shard(part / file, tensors, finite)
-        write_side_files(model, part, files, dtype)
+            write_shard(new_folder / file, tensors, finite)
+        write_side_files(model, new_folder, files, dtype)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, part / TOKENIZER)
+            shutil.copyfile(tokenizer, new_folder / TOKENIZER)
 
 
 def side_files(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, bytes]:
@@ -392,16 +394,16 @@ def write_side_files(
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. On success it replaces `path`; otherwise `path` is unchanged."""
-    part, before = (path.with_name(path.name + ending) for ending in (".part", ".old.part"))
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(before, ignore_errors=True)
-    part.mkdir(parents=True)
+    new_folder, old_folder = (path.with_name(path.name + ending) for ending in (".part", ".old.part"))
+    shutil.rmtree(new_folder, ignore_errors=True)
+    shutil.rmtree(old_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
     try:
-        yield part
+        yield new_folder
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(new_folder, ignore_errors=True)
         raise
     if path.exists():
-        os.replace(path, before)
-    os.replace(part, path)
-    shutil.rmtree(before, ignore_errors=True)
+        os.replace(path, old_folder)
+    os.replace(new_folder, path)
+    shutil.rmtree(old_folder, ignore_errors=True)

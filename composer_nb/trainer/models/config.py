@@ -143,6 +143,7 @@ class ModelConfig:
             _require(plain, f"model.yarn: {self.family} has mscale=1 and mscale_all_dim=0")
 
     def _check_deepseek(self) -> None:
+        """Raise ValueError, which names the setting, unless the sizes fit latent attention and the choice of expert groups."""
         for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             _require(getattr(self, name) >= 1, f"model.{name}={getattr(self, name)} must be at least 1")
         width = self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -165,6 +165,7 @@ class _Header:
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
+    """Return the configuration of a GGUF file's fields. Raises ValueError for a family or a field that is not supported."""
     family = _stated(fields, "general.architecture")
     if family not in DENSE:
         raise ValueError(f"general.architecture={family!r} is not supported, only {', '.join(map(repr, DENSE))}")
@@ -180,14 +181,14 @@ def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
     }
     sizes = {name: _stated(fields, f"{family}.{key}") for name, key in names.items()}
     width = fields.get(f"{family}.attention.key_length", sizes["hidden_size"] // max(sizes["num_attention_heads"], 1))
-    agreeing = {
+    expected = {
         **{"attention.key_length": width, "attention.value_length": width, "rope.dimension_count": width},
         **{"attention.causal": True, "rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0},
         "vocab_size": fields.get(f"{family}.vocab_size"),
     }
     for name in fields:
         key = name.removeprefix(f"{family}.")
-        if key != name and key not in names.values() and (key not in agreeing or agreeing[key] != fields[name]):
+        if key != name and key not in names.values() and (key not in expected or expected[key] != fields[name]):
             raise ValueError(f"{name}={fields[name]!r:.80} is not supported: it may change what the model computes")
     sizes["qk_norm_gain"] = 1.0
     sizes["rms_norm_eps"] = float(f"{sizes['rms_norm_eps']:.6g}")  # a float32 of the decimal that was meant
@@ -240,16 +241,17 @@ def _companions(fields: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    kind, split = _stated(fields, "tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or split not in _SPLITS:
+    """Return the tokenizer of a GGUF file's fields. Raises ValueError if it is not byte-level BPE with a known pre-tokenizer."""
+    kind, pre_tokenizer = _stated(fields, "tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre_tokenizer not in _SPLITS:
         raise ValueError(
-            f"tokenizer.ggml.model={kind!r} with tokenizer.ggml.pre={split!r} is not supported, only 'gpt2' with "
+            f"tokenizer.ggml.model={kind!r} with tokenizer.ggml.pre={pre_tokenizer!r} is not supported, only 'gpt2' with "
             f"{', '.join(map(repr, _SPLITS))}"
         )
     tokens = _stated(fields, "tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ", 1)) for pair in _stated(fields, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = _SPLITS[split]
+    tokenizer.pre_tokenizer = _SPLITS[pre_tokenizer]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]

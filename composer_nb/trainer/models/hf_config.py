@@ -259,6 +259,8 @@ def read_config(file: Path) -> Described:
 
 
 def _described(raw: object) -> Described:
+    """Return what a parsed config.json describes, unwrapped from a model with vision. Raises ValueError for one that is not
+    supported."""
     if not isinstance(raw, dict):
         raise ValueError("holds no JSON object, so it is not the configuration of a model")
     _check_architecture(raw)

@@ -127,6 +127,7 @@ def _added(part: dict[str, Any]) -> float:
 
 
 def _growth(part: dict[str, Any]) -> float:
+    """Return by what factor a part of a tokenizer may lengthen a text, at most."""
     parts = [inner for key in ("normalizers", "pretokenizers", "decoders") for inner in part.get(key) or ()]
     if parts:
         return math.prod(map(_growth, parts))

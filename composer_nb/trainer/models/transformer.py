@@ -255,17 +255,19 @@ class Model(nn.Module):
         return route(h_ND, router, self.config.rule, layer.router_bias, replay)
 
     def _grouped_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None) -> Qkv:
+        """Return queries [N, Q, C], keys and values [N, G, C] of grouped-query attention, after norm and rotation; with `gather`,
+        keys and values of all ranks that share the batch."""
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
         joined = linear(h_ND, layer.qkv)
         joined = joined + layer.qkv_bias if c.qkv_bias else joined
-        plain, v = joined.unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
+        heads, v = joined.unflatten(-1, (-1, c.head_dim)).split([queries + keys, keys], dim=1)
         if c.qk_norm:
             weight_HC = torch.cat([layer.q_norm.expand(queries, -1), layer.k_norm.expand(keys, -1)])
-            turned = norm_rope(plain, weight_HC, rope_N, c.rms_norm_eps)
+            rotated = norm_rope(heads, weight_HC, rope_N, c.rms_norm_eps)
         else:
-            turned = rotate(plain, rope_N)
-        q, k = turned.split([queries, keys], dim=1)
+            rotated = rotate(heads, rope_N)
+        q, k = rotated.split([queries, keys], dim=1)
         if gather is not None:
             k, v = gather(torch.cat([k, v], dim=-1)).chunk(2, dim=-1)
         return q, k, v

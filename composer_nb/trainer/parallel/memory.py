@@ -35,20 +35,20 @@ def plan_memory(config: ModelConfig) -> dict[str, int]:
     """Return the size of a model of this configuration: its `weight_counts`, and bytes.
 
     bf16_bytes, fp32_bytes: all weights, as a checkpoint and in an engine. optimizer_bytes: master weights and AdamW's two
-    moments, float32. training_bytes: these, and weights and gradients in float32; activations come on top. cache_bytes: cache of
-    a token in bf16, as small as the architecture allows: keys and values, or latents and the turned part of keys.
-    engine_cache_bytes: cache of a token in this project's engine: keys and values of each head, in float32; a bf16 model on a GPU
-    needs half."""
-    c, counts = config, weight_counts(config)
+    moments, float32. training_bytes: these, and weights and gradients in float32; activations come on top. cache_bytes: bytes of
+    cache per token, over all layers, in bf16, as small as the architecture allows: keys and values; with latent attention, the
+    latent and the rotary part of the key. engine_cache_bytes: bytes of cache per token, over all layers, in this project's
+    engine: keys and values of each head, in float32; a bf16 model on a GPU needs half."""
+    counts = weight_counts(config)
     weights = counts["total"] + counts["ahead"]
-    heads = c.num_key_value_heads * (c.head_dim + c.value_width)
-    latents = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else heads
-    multiples = {"bf16_bytes": 2, "fp32_bytes": 4, "optimizer_bytes": 12, "training_bytes": 20}
+    cached_per_layer = config.num_key_value_heads * (config.head_dim + config.value_width)
+    least_cached_per_layer = config.kv_lora_rank + config.qk_rope_head_dim if config.latent else cached_per_layer
+    bytes_per_weight = {"bf16_bytes": 2, "fp32_bytes": 4, "optimizer_bytes": 12, "training_bytes": 20}
     return {
         **counts,
-        **{name: size * weights for name, size in multiples.items()},
-        "cache_bytes": 2 * c.num_hidden_layers * latents,
-        "engine_cache_bytes": 4 * c.num_hidden_layers * heads,
+        **{name: weight_bytes * weights for name, weight_bytes in bytes_per_weight.items()},
+        "cache_bytes": 2 * config.num_hidden_layers * least_cached_per_layer,
+        "engine_cache_bytes": 4 * config.num_hidden_layers * cached_per_layer,
     }
 
 
@@ -113,6 +113,7 @@ class _Shapes(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _shapes(c: ModelConfig) -> _Shapes:
+    """Return the numbers of weights of a model, from one without memory."""
     model = Model.planned(c)
     named = dict(model.named_parameters())
     stacks = [stack.numel() for name, weight in named.items() for stack in matrices(name, weight, c)]

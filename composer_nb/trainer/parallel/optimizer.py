@@ -71,13 +71,15 @@ class ShardedOptimizer(Optimizer):
         """Do nothing: FSDP2 has already summed the gradients."""
 
     def _clip(self, clip: float) -> float:
+        """Give the masters this rank's part of the gradients, scaled to a norm of at most `clip`. Return the norm over all
+        ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self._team.device)
         for weight in self.weights.values():
             if (gradient := weight.grad) is not None:
                 assert isinstance(gradient, DTensor)
                 shard = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)
                 copies = zip(weight.device_mesh.shape, weight.placements, strict=True)  # ranks that hold the same part
-                total += shard.square() / math.prod(size for size, way in copies if isinstance(way, Replicate))
+                total += shard.square() / math.prod(size for size, kind in copies if isinstance(kind, Replicate))
         norm = math.sqrt(float(self._team.sum_(total)))
         for name, weight in self.weights.items():
             gradient = weight.grad
@@ -87,6 +89,7 @@ class ShardedOptimizer(Optimizer):
         return norm
 
     def _updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the masters of Muon's matrices, and this rank's part of their orthogonalised updates."""
         c = self._model.config
         for name, momentum in self._momentum.items():
             weight, gradient = self.weights[name], self.masters[name].grad
@@ -94,11 +97,11 @@ class ShardedOptimizer(Optimizer):
             ahead = look_ahead(momentum, gradient, self._settings)
             whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
             update = torch.empty_like(whole)
-            for into, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
-                into.copy_(orthogonal(matrix, self._settings))
+            for target, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
+                target.copy_(orthogonal(matrix, self._settings))
             if ".experts." not in name:
-                mesh, ways = weight.device_mesh, weight.placements
-                update = distribute_tensor(update, mesh, ways, src_data_rank=None).to_local()
+                mesh, placements = weight.device_mesh, weight.placements
+                update = distribute_tensor(update, mesh, placements, src_data_rank=None).to_local()
             yield self.masters[name], update
 
     def state(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Team(Ranks):
         return self.experts[dims]
 
     @property
-    def share(self) -> tuple[int, int]:
+    def data_shard(self) -> tuple[int, int]:
         return self.place["data"], self.mesh.data
 
     @property

@@ -89,11 +89,11 @@ def begin_run(
     settings: Settings, runs: Path, name: str, *, resume: bool = False, say: Callable[[str], None] = print
 ) -> RunDir:
     """Return a run with stored settings, ready to be resumed: a new one or, with `resume`, the newest if it has them."""
-    begun_run, why = _begun(runs / name, settings) if resume else (None, "")
+    begun_run, reason = _begun(runs / name, settings) if resume else (None, "")
     run = begun_run or new_run(runs, name, settings)
     settle(run, settings)
-    if why:  # now that there is a new run
-        say(f"{why}; {runs / name} is now the new run {run.path.name}")
+    if reason:  # now that there is a new run
+        say(f"{reason}; {runs / name} is now the new run {run.path.name}")
     return run
 
 
@@ -107,16 +107,16 @@ def new_run(runs: Path, name: str, settings: Settings) -> RunDir:
 def _begun(newest: Path, settings: Settings) -> tuple[RunDir | None, str]:
     """Return the run that `newest` links to, if this version of the package began it with these settings; else None, and why not
     if there is a run."""
-    path = newest.resolve()
-    if not (path / "settings.json").is_file():
+    run_path = newest.resolve()
+    if not (run_path / "settings.json").is_file():
         return None, ""  # there is no run, or it was cut off before it had settings
-    run = RunDir(path)
+    run = RunDir(run_path)
     run_settings = from_dict(run.settings())
-    package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
+    package = json.loads((run_path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
     if differences := _differences(run_settings, settings):
-        return None, f"{path} was begun with {differences}"
+        return None, f"{run_path} was begun with {differences}"
     if package != provenance()["package_digest"]:
-        return None, f"{path} was begun by another version of this package"
+        return None, f"{run_path} was begun by another version of this package"
     return run, ""
 
 
@@ -152,71 +152,73 @@ def absolute(settings: Settings) -> Settings:
     """Return the settings with absolute paths, so that they mean the same from any folder. What names no file stays."""
     names = ("data.code", "model.start", "env.tasks", "services.address", "services.store")
     paths = {name: Path(value).expanduser() for name, value in to_flat(settings).items() if name in names and value}
-    files = {
+    absolute_paths = {
         name: str(path.resolve())
         for name, path in paths.items()
         if (path.exists() and str(path) not in ("stdlib", "generated"))
         or (name == "services.store" and "://" not in settings.services.store)  # it may not be there yet
     }
-    return override(settings, files)
+    return override(settings, absolute_paths)
 
 
 def _differences(saved: Settings, settings: Settings) -> str:
     """Return how settings differ from those of a run, as `seed=1, now 2`; "" if the run may go on with them. A run that its gate
     refused may go on without it."""
     old, new = to_flat(saved), min((changed(saved, tree) for tree in (settings, absolute(settings))), key=len)
-    parts = [f"{name}={old[name]}, now {value}" for name, value in new.items() if name != "rl.gate"]
-    return "; ".join(parts[:3]) + f" and {len(parts) - 3} more" * (len(parts) > 3)
+    differences = [f"{name}={old[name]}, now {value}" for name, value in new.items() if name != "rl.gate"]
+    return "; ".join(differences[:3]) + f" and {len(differences) - 3} more" * (len(differences) > 3)
 
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
     """Return the settings that a run was started with. A new run stores `settings`, with absolute paths. Raises ValueError if
     `settings` are given and differ from those of the run, except in `rl.gate`, which is stored again unless RL has begun."""
-    saved = run.path / "settings.json"
-    if saved.is_file():
+    settings_file = run.path / "settings.json"
+    if settings_file.is_file():
         run_settings = from_dict(run.settings())
         if settings in (None, run_settings):
             return run_settings
         assert settings is not None
         if differences := _differences(run_settings, settings):
-            why = f"{run.path} was started with other settings (settings.json): {differences}"
-            raise ValueError(f"{why}; resume it without any, or start a new run")
+            reason = f"{run.path} was started with other settings (settings.json): {differences}"
+            raise ValueError(f"{reason}; resume it without any, or start a new run")
         if run.excerpt is not None or run.pointer("rl") or run.finished("rl") is not None:
             return run_settings
         settings = absolute(settings)
-        write_json(saved, to_dict(settings))
+        write_json(settings_file, to_dict(settings))
         return settings
     settings = absolute(settings or Settings())
     write_json(run.path / "provenance.json", provenance())
-    write_json(saved, to_dict(settings))
+    write_json(settings_file, to_dict(settings))
     return settings
 
 
 def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None:
-    start = time.perf_counter()
+    """Run what is left of a run. Raises ValueError for settings that do not fit this machine and if the gate refuses RL, and
+    RunFailed if a process fails or the run is not complete afterwards."""
+    start_s = time.perf_counter()
     _reap(run, say)
     run.clean()
     if run.finished("midtrain") is None:
         settings.resolve()
     if run.finished("sft") is None or settings.mesh.gpus:
         require_room(settings, this_machine())
-    rl_comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
-    if rl_comes and not settings.services.address:  # the nodes of a cluster are checked once the run is attached to it
+    is_rl_due = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
+    if is_rl_due and not settings.services.address:  # the nodes of a cluster are checked once the run is attached to it
         require_room_for_rl(settings, [this_machine()])
-    last = stages_of(to_dict(settings))[-1]
-    if run.finished(last) is None:
+    last_stage = stages_of(to_dict(settings))[-1]
+    if run.finished(last_stage) is None:
         _run_ranks(run, settings.ranks, say)
-    if last == "numerics" and settings.rl.gate and (reason := refusal(run)):
+    if last_stage == "numerics" and settings.rl.gate and (reason := refusal(run)):
         raise ValueError(reason)
-    if settings.services.on and rl_comes and run.finished("rl") is None:
+    if settings.services.on and is_rl_due and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)
-    if run.finished(last) is None:
+    if run.finished(last_stage) is None:
         raise RunFailed(
             f"its processes ended with 0 before the run was complete: code of its tasks or rewards exits ({run.path / SAID})"
         )
-    say(f"{COMPLETE} after {time.perf_counter() - start:.0f} s: {run.path}")
+    say(f"{COMPLETE} after {time.perf_counter() - start_s:.0f} s: {run.path}")
 
 
 def _reap(run: RunDir, say: Callable[[str], None]) -> None:
@@ -246,12 +248,12 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
     original, settings = absolute(from_dict(source.settings())), absolute(settings)
-    used = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
-    if changed := [part for part in used if getattr(original, part) != getattr(settings, part)]:
-        raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
+    fixed = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
+    if changed_groups := [group for group in fixed if getattr(original, group) != getattr(settings, group)]:
+        raise ValueError(f"a fork cannot change {', '.join(changed_groups)}: the stages before RL depend on it")
     finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or original.extend.steps}
-    if missing := [stage for stage, info in finished.items() if info is None]:
-        raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
+    if unfinished := [stage for stage, info in finished.items() if info is None]:
+        raise ValueError(f"{source.path} has not finished {', '.join(unfinished)}; resume it first")
     run = create(runs, name)
     for item in {item for patterns in BEFORE_RL.values() for pattern in patterns for item in source.path.glob(pattern)}:
         copy = shutil.copytree if item.is_dir() else shutil.copyfile
@@ -266,13 +268,14 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
 
 
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
+    """Run the stages on `world` ranks, as processes. Raises ValueError for fewer than one, and RunFailed if a rank fails."""
     if world < 1:
         raise ValueError(f"ranks={world}: at least 1 is needed")
     journal = ResourceJournal(run.path / FOLDER, run.path.name)
     with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
         resource = journal.made("directory", folder)
-        common = (str(run.path), str(world), f"{folder}/rendezvous")
-        programs = {f"rank{rank}": ("composer_nb.trainer.recipe.worker", *common, str(rank)) for rank in range(world)}
+        args = (str(run.path), str(world), f"{folder}/rendezvous")
+        programs = {f"rank{rank}": ("composer_nb.trainer.recipe.worker", *args, str(rank)) for rank in range(world)}
         _run_processes(run, programs, say)
     journal.gone(resource)
 
@@ -282,18 +285,19 @@ RESTARTS = 3
 
 
 def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
-    """Run RL as services. The run survives the loss of its cluster, because all of its state is in the run directory."""
-    left = RESTARTS
+    """Run RL as services. The run survives the loss of its cluster, because all of its state is in the run directory. Raises
+    RunFailed if the services fail otherwise, or again after RESTARTS restarts without a step in between."""
+    restarts_left = RESTARTS
     while True:
-        before = len(run.steps("rl"))
+        steps_before = len(run.steps("rl"))
         try:
             _run_processes(run, {"services": ("composer_nb.trainer.services.run", str(run.path))}, say)
             return
         except RunFailed as error:
-            left = RESTARTS if len(run.steps("rl")) > before else left - 1
+            restarts_left = RESTARTS if len(run.steps("rl")) > steps_before else restarts_left - 1
             # If its raylet is gone before we notice, Ray ends our process with 1 and no message; we never do so.
             lost = error.code in (LOST, -signal.SIGKILL, -signal.SIGABRT) or (error.code == 1 and SILENT in str(error))
-            if not lost or left < 0:
+            if not lost or restarts_left < 0:
                 raise
             say(f"{error}; started again")
 
@@ -302,20 +306,20 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
     """Run named modules side by side until all have ended, and show the output of the first. If one fails, end the others and
     raise RunFailed."""
     journal = ResourceJournal(run.path / FOLDER, run.path.name)
-    child = [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid())]
     with ExitStack() as stack:
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
-        begins = [log.tell() for log in logs]
+        log_starts = [log.tell() for log in logs]
         processes = [
             subprocess.Popen(
-                [*child, *words],
+                [*command, *arguments],
                 stdout=subprocess.PIPE if log is logs[0] else log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 env=os.environ | PROCESS,
                 text=True,
             )
-            for words, log in zip(programs.values(), logs, strict=True)
+            for arguments, log in zip(programs.values(), logs, strict=True)
         ]
         resources = [journal.made("process", process.pid) for process in processes]
         assert processes[0].stdout is not None
@@ -340,12 +344,13 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
                 journal.gone(resource)
             _reap(run, say)  # a container outlives the process that made it
             listener.join(timeout=10)
-    for (name, code), begin in zip(zip(programs, codes, strict=True), begins, strict=True):
+    for (name, code), log_start in zip(zip(programs, codes, strict=True), log_starts, strict=True):
         if code:
-            last = last_words(run.path / f"{name}.log", begin)
-            if refused := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last):  # the rank goes without saying
-                raise RunFailed(refused[1], code)
-            raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last}", code)
+            last_line = last_words(run.path / f"{name}.log", log_start)
+            # The rank goes without saying.
+            if value_error := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last_line):
+                raise RunFailed(value_error[1], code)
+            raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last_line}", code)
 
 
 def _relay(lines: IO[str], say: Callable[[str], None]) -> None:

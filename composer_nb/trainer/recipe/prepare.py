@@ -51,7 +51,8 @@ CHUNK = 256
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raise ValueError, which names the setting, if the code, checkpoint or tasks of a run are unfit."""
+    """Check the code, checkpoint, reward and tasks of a run before it starts. Raises ValueError, which names the setting, if one
+    is unfit."""
     if settings.data.code != "stdlib":
         read_corpus(settings.data.code)
     settings.reward.tried()
@@ -81,7 +82,7 @@ def check_inputs(settings: Settings) -> None:
             agent = make_agent(settings.env, tokenizer, settings.limits)
             for task in tasks:
                 agent.begin(task)
-        try_places(tasks, settings.env)
+        try_sandboxes(tasks, settings.env)
 
 
 def make_tokenizer(s: Stages) -> None:
@@ -95,8 +96,8 @@ def make_tokenizer(s: Stages) -> None:
             return
         corpus = read_corpus(s.settings.data.code)
         texts = _conversations(s) * OFTEN
-        more = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
-        tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
+        infill_tokens = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
+        tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, infill_tokens)
         tokenizer.save(str(s.run.path / "data" / "tokenizer.json"))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
@@ -105,20 +106,20 @@ def make_tokenizer(s: Stages) -> None:
 def _conversations(s: Stages) -> list[str]:
     """Return the texts between special tokens of demonstrations that are used nowhere else."""
     settings = s.settings
-    count = min(128, settings.data.mistaken_demonstrations)
-    if settings.env.path or not count:
+    task_count = min(128, settings.data.mistaken_demonstrations)
+    if settings.env.path or not task_count:
         return []
-    letters = train_tokenizer([], len(SPECIALS) + 256)  # one token per byte: there is no other tokenizer yet
+    byte_tokenizer = train_tokenizer([], len(SPECIALS) + 256)  # one token per byte: there is no other tokenizer yet
     limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
-    agent = make_agent(settings.env, letters, limits, s.sandboxes)
-    tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
+    agent = make_agent(settings.env, byte_tokenizer, limits, s.sandboxes)
+    tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, task_count)))
     demonstrations = settings.env.generator.demonstrations(
         tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate
     )
     segments = (segment for d in demonstrations for segment in d.rollout.segments)
-    texts = (letters.decode(segment.token_ids.tolist(), skip_special_tokens=False) for segment in segments)
-    special = re.compile("|".join(map(re.escape, SPECIALS)))
-    return [part for text in texts for part in special.split(text) if part]
+    texts = (byte_tokenizer.decode(segment.token_ids.tolist(), skip_special_tokens=False) for segment in segments)
+    special_tokens = re.compile("|".join(map(re.escape, SPECIALS)))
+    return [part for text in texts for part in special_tokens.split(text) if part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class Chunk:
 
 def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None) -> list[Chunk]:
     """Return all chunks of data of a run. For `dealt` custom tasks these are demonstrations only, at most one per task."""
-    d, pieces = settings.data, list[Chunk]()
-    for kind, count, heldout, rate in (
+    d, result = settings.data, list[Chunk]()
+    for kind, max_count, heldout, mistake_rate in (
         ("heldout", d.heldout_tasks, False, None),
         ("structures", d.structure_tasks, True, None),
         ("tune", d.tune_tasks, True, 0.0 if d.demonstrations or d.mistaken_demonstrations else None),
@@ -149,12 +150,12 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
         ("clean", d.demonstrations, False, 0.0),
     ):
-        custom = () if dealt is None else tuple(dealt["tune" if kind == "tune" else "rl"][:count])
-        size = count if dealt is None else len(custom) * (rate is not None)
-        for number, at in enumerate(range(0, size, CHUNK)):
-            tasks = custom[at : at + CHUNK]
-            pieces.append(Chunk(kind, number, min(CHUNK, size - at), heldout, rate, tasks))
-    return pieces
+        custom = () if dealt is None else tuple(dealt["tune" if kind == "tune" else "rl"][:max_count])
+        count = max_count if dealt is None else len(custom) * (mistake_rate is not None)
+        for number, start_index in enumerate(range(0, count, CHUNK)):
+            tasks = custom[start_index : start_index + CHUNK]
+            result.append(Chunk(kind, number, min(CHUNK, count - start_index), heldout, mistake_rate, tasks))
+    return result
 
 
 def make_data(s: Stages) -> None:
@@ -164,13 +165,13 @@ def make_data(s: Stages) -> None:
             return
         agent, folder = s.agent(), s.run.path / "data"
         dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
-        work = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
-        for index, chunk in enumerate(work):
+        rank_chunks = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
+        for index, chunk in enumerate(rank_chunks):
             if not (folder / f"{chunk.name}.prints.json").is_file():
                 _make_chunk(s, agent, chunk, folder)
             if s.ranks.first and index % 4 == 3:
-                share = (index + 1) / len(work)
-                s.say(f"data: {share:.0%} of {s.settings.data.demonstrations} demonstrations and more")
+                progress = (index + 1) / len(rank_chunks)
+                s.say(f"data: {progress:.0%} of {s.settings.data.demonstrations} demonstrations and more")
         s.ranks.barrier()
         if s.ranks.first:
             if ids := unguarded((dealt or {}).get("rl", [])):
@@ -185,6 +186,8 @@ def make_data(s: Stages) -> None:
 
 
 def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
+    """Write a chunk's tasks, the expert's demonstrations of them, and last the prints that mark it as done, to `folder`. Raises
+    ValueError if demonstrations are due and the expert solves none of the tasks."""
     seed, generator = f"{s.settings.seed} {chunk.name}", s.settings.env.generator
     if chunk.kind in SCORED:
         seed = chunk.name  # the same questions for every seed, so that scores compare
@@ -192,14 +195,17 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     if chunk.mistake_rate is not None:
         solvable = [task for task in tasks if generator.shows(task, s.settings.env.toolset)]
         demonstrations = generator.demonstrations(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        solved = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
-        if not solved:
+        to_learn = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
+        if not to_learn:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
                 f"limits.tokens={s.settings.limits.tokens}; raise limits.*, or leave out midtrain and sft"
             )
-        weight = s.settings.midtrain.context_weight
-        save_rows([row for d in solved for row in demonstration_rows(d, weight)], folder / f"{chunk.name}.npz")
+        context_weight = s.settings.midtrain.context_weight
+        save_rows(
+            [row for rollout in to_learn for row in demonstration_rows(rollout, context_weight)],
+            folder / f"{chunk.name}.npz",
+        )
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own else generator.prints(tasks)
@@ -207,22 +213,24 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
 
 
 def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
+    """Return generated tasks for a chunk: of single functions at that `data.level` or for clean demonstrations; those of RL with
+    their limit of turns."""
     data, generate = s.settings.data, s.settings.env.generator.generate
-    common: dict[str, Any] = {"heldout": chunk.heldout, "executor": s.sandboxes.functions}
+    options: dict[str, Any] = {"heldout": chunk.heldout, "executor": s.sandboxes.functions}
     if data.level == "functions" or chunk.kind == "clean":
-        return generate(seed, chunk.count, level="functions", **common)
+        return generate(seed, chunk.count, level="functions", **options)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
-    tasks = generate(seed, chunk.count, told=data.told, families=families, kinds=data.kinds, **common)
-    lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
-    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in tasks)
+    tasks = generate(seed, chunk.count, told=data.told, families=families, kinds=data.kinds, **options)
+    turn_limit = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
+    return (task.model_copy(update={"metadata": task.metadata | turn_limit}) for task in tasks)
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     """Join the chunks of tasks. Drop held-out tasks that occur in training, tasks of new structures whose structure does, and
     repeated tasks. Raises ValueError if too few remain."""
     generator = s.settings.env.generator
-    files = [path for path in folder.glob("*.prints.json") if not path.name.startswith(SCORED)]
-    training = {print_ for path in files for print_ in json.loads(path.read_text())}
+    prints_files = [path for path in folder.glob("*.prints.json") if not path.name.startswith(SCORED)]
+    training_prints = {print_ for path in prints_files for print_ in json.loads(path.read_text())}
     tasks_by_kind: dict[str, list[Task]] = {}
     keys: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
@@ -231,9 +239,11 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
         tasks_by_kind[kind] = []
         for task in candidates:
             key = generator.key(task)
-            leaked = key in keys or (kind != "rl" and generator.leaks(task, training, structure=kind != "heldout"))
+            is_leaked = key in keys or (
+                kind != "rl" and generator.leaks(task, training_prints, structure=kind != "heldout")
+            )
             keys.add(key)
-            if not leaked:
+            if not is_leaked:
                 tasks_by_kind[kind].append(task)
         dropped[kind] = len(candidates) - len(tasks_by_kind[kind])
         if tasks_by_kind[kind]:
@@ -270,39 +280,41 @@ def own_tasks(env: EnvSettings) -> list[Task]:
 
 
 def try_reward(settings: Settings, task: Task) -> None:
-    """Score two made-up attempts at a task with the reward of a custom environment: one that solves it in one turn, and one that
-    does nothing. In a terminal, the reward may stop in a debugger. Raises ValueError if it fails, or takes `limits.seconds`."""
-    bounded = settings.env.reward_function(settings.limits.seconds)
-    if bounded is None:
+    """Score two made-up attempts at a task with the reward of a custom environment, if it has one: one that solves the task in
+    one turn, and one that does nothing. In a terminal, the reward may stop in a debugger and has no time limit. Raises ValueError
+    if it fails, or takes `limits.seconds`."""
+    timed_reward = settings.env.reward_function(settings.limits.seconds)
+    if timed_reward is None:
         return
-    reward_function = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
+    in_terminal = sys.stdin is not None and sys.stdin.isatty()
+    reward_function = cast(Any, settings.env.own).reward if in_terminal else timed_reward
     transcript = Transcript()
     transcript.read([0, 1], Kind.PROMPT)
     transcript.wrote(Completion(rollout=0, token_ids=[2], logprobs=[-1.0], policy_versions=[0]), [Kind.TOOL_CALL])
     turns = (Turn(call=call("finish").json, observation=""),)
-    played: dict[str, Any] = {"task_id": task.id, "segments": (transcript.segment(Trace()),), "turns": turns}
-    names = [test.id for test in parse_test_files(task.tests)] if task.grader == "functions" else [*task.tests]
-    for files, solved in ((task.files | task.solution, True), (task.files, False)):
-        rollout = Rollout(files=files, before=task.files, stop="finished", seconds=1.0, **played)
-        grade = Grade(status="graded", tests=dict.fromkeys(names, solved))
+    rollout_fields: dict[str, Any] = {"task_id": task.id, "segments": (transcript.segment(Trace()),), "turns": turns}
+    test_ids = [test.id for test in parse_test_files(task.tests)] if task.grader == "functions" else [*task.tests]
+    for files, is_solved in ((task.files | task.solution, True), (task.files, False)):
+        rollout = Rollout(files=files, before=task.files, stop="finished", seconds=1.0, **rollout_fields)
+        grade = Grade(status="graded", tests=dict.fromkeys(test_ids, is_solved))
         try:
             own_reward(reward_function, Attempt(task=task, rollout=rollout, grade=grade))
         except (ValueError, CallTimeout) as error:
             raise ValueError(f"{error} (on a made-up attempt, before the run)") from None
 
 
-def try_places(tasks: Iterable[Task], env: EnvSettings) -> None:
-    """Open a sandbox for a task of every kind, by grader, image and folder of packages. Raises ValueError if `env.backend` cannot
-    provide one."""
-    called = not env.toolset.needs_sandbox
-    named = ("image", PACKAGES, PACKAGES_DIGEST)
-    kinds = {(task.grader, *map(task.metadata.get, named)): task for task in tasks}
+def try_sandboxes(tasks: Iterable[Task], env: EnvSettings) -> None:
+    """Open, for one task of each kind (grader, image, folder of packages), what it runs in: the executor of functions, a sandbox,
+    or both. Raises ValueError if the executor or `env.backend` cannot provide it."""
+    in_plain_files = not env.toolset.needs_sandbox
+    metadata_keys = ("image", PACKAGES, PACKAGES_DIGEST)
+    task_by_kind = {(task.grader, *map(task.metadata.get, metadata_keys)): task for task in tasks}
     with Sandboxes(env.backend) as sandboxes:
-        for task in kinds.values():
+        for task in task_by_kind.values():
             try:
                 if task.grader == "functions":
                     _ = sandboxes.functions
-                if task.grader != "functions" or not called:
+                if task.grader != "functions" or not in_plain_files:
                     start(task, sandboxes.backend).destroy()
             except (ValueError, SandboxUnavailable, SandboxFailure) as error:
                 raise ValueError(f"env.tasks with env.backend={env.backend}: {error}") from None
@@ -321,24 +333,24 @@ def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task
     """
     groups: list[tuple[set[str], list[Task]]] = []
     for task in sorted(tasks, key=lambda task: hashlib.sha256(task.id.encode()).digest()):
-        marks, together = set(_marks(task)), [task]
-        for other in [group for group in groups if not marks.isdisjoint(group[0])]:
-            groups.remove(other)
-            marks, together = marks | other[0], other[1] + together
-        groups.append((marks, together))
+        marks, group_tasks = set(_marks(task)), [task]
+        for overlapping in [group for group in groups if not marks.isdisjoint(group[0])]:
+            groups.remove(overlapping)
+            marks, group_tasks = marks | overlapping[0], overlapping[1] + group_tasks
+        groups.append((marks, group_tasks))
     if len(groups) < 3:
         raise ValueError(f"env.tasks: at least 3 tasks must share no instruction or place; {len(groups)} do")
-    left = [group for _, group in groups]
-    dealt: dict[str, list[Task]] = {}
-    for kind, most, others in (("heldout", data.heldout_tasks, 2), ("tune", data.tune_tasks, 1)):
-        room = min(most, len(tasks) // (5 if kind == "heldout" else 10))
-        dealt[kind] = []
-        while len(left) > others and (len(min(left, key=len)) <= room or not dealt[kind]):
-            group = next((group for group in left if len(group) <= room), min(left, key=len))
-            left.remove(group)
-            dealt[kind] += group
+    undealt = [group for _, group in groups]
+    tasks_by_kind: dict[str, list[Task]] = {}
+    for kind, max_tasks, reserved_groups in (("heldout", data.heldout_tasks, 2), ("tune", data.tune_tasks, 1)):
+        room = min(max_tasks, len(tasks) // (5 if kind == "heldout" else 10))
+        tasks_by_kind[kind] = []
+        while len(undealt) > reserved_groups and (len(min(undealt, key=len)) <= room or not tasks_by_kind[kind]):
+            group = next((group for group in undealt if len(group) <= room), min(undealt, key=len))
+            undealt.remove(group)
+            tasks_by_kind[kind] += group
             room -= len(group)
-    return {**dealt, "rl": [task for group in left for task in group]}
+    return {**tasks_by_kind, "rl": [task for group in undealt for task in group]}
 
 
 def _marks(task: Task) -> Iterator[str]:
@@ -349,5 +361,5 @@ def _marks(task: Task) -> Iterator[str]:
     places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))
     yield from (f"place {task.metadata.get('repository')} {location}" for location in places)
     for path, text in () if places else task.solution.items():
-        parts = [part.strip() for part in re.split(r"\n(?=[ \t]*(?:async )?def )", text)]
-        yield from [part for part in parts if part not in task.files.get(path, "")] or [text]
+        functions = [function.strip() for function in re.split(r"\n(?=[ \t]*(?:async )?def )", text)]
+        yield from [function for function in functions if function not in task.files.get(path, "")] or [text]

@@ -178,33 +178,33 @@ def read_status(path: Path) -> Status:
     steps: dict[str, list[dict[str, Any]]] = {}
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
-        results = db.execute("SELECT name, seconds, info FROM stage ORDER BY rowid").fetchall()
-        saved = db.execute("SELECT stage, step, seconds FROM checkpoint")
-        checkpoints = {str(name): (int(step), float(seconds)) for name, step, seconds in saved}
+        stage_rows = db.execute("SELECT name, seconds, info FROM stage ORDER BY rowid").fetchall()
+        checkpoint_rows = db.execute("SELECT stage, step, seconds FROM checkpoint")
+        checkpoints = {str(name): (int(step), float(seconds)) for name, step, seconds in checkpoint_rows}
         for name, step, metrics in db.execute("SELECT stage, step, metrics FROM step ORDER BY step"):
             steps.setdefault(str(name), []).append({"step": int(step), **json_of(metrics)})
         rl = steps.pop("rl", [])
         for point in rl:
             point["time"] |= {name: float(point["time"][name]) for name in ("wall_s", "train_s")}
-        stages = {str(name): float(seconds) for name, seconds, _ in results}
-        infos = {str(name): json_of(info) for name, _, info in results}
+        stages = {str(name): float(seconds) for name, seconds, _ in stage_rows}
+        infos = {str(name): json_of(info) for name, _, info in stage_rows}
         services = _services(db)
     logged, last_line = logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
     records = [run.path / name for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID)]
-    written = [record.stat().st_mtime for record in records if record.is_file()]
-    missing = [name for name in stages_of(settings) if name not in stages]
-    complete = last_line.startswith(COMPLETE) or not missing
-    live = pid is not None
-    if live:
+    mtimes = [record.stat().st_mtime for record in records if record.is_file()]
+    unfinished = [name for name in stages_of(settings) if name not in stages]
+    is_complete = last_line.startswith(COMPLETE) or not unfinished
+    is_live = pid is not None
+    if is_live:
         rl += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(rl)]
-    stage = "" if complete and not live else next(iter(missing), "")
+    stage = "" if is_complete and not is_live else next(iter(unfinished), "")
     done, total, left_s = _progress(stage or "rl", settings, rl, checkpoints, logged)
     return Status(
         path=run.path,
-        state="live" if live else "complete" if complete else "dead",
+        state="live" if is_live else "complete" if is_complete else "dead",
         pid=pid,
         last_line=last_line,
-        quiet_s=max(0.0, time.time() - max(written)) if written else None,
+        quiet_s=max(0.0, time.time() - max(mtimes)) if mtimes else None,
         settings=settings,
         stages=stages,
         infos=infos,
@@ -213,7 +213,7 @@ def read_status(path: Path) -> Status:
         stage=stage,
         done=done,
         total=total,
-        left_s=left_s if live and stage else None,
+        left_s=left_s if is_live and stage else None,
         steps=tuple(rl),
         **services,
     )
@@ -221,8 +221,8 @@ def read_status(path: Path) -> Status:
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
     """Return the ledger of RL and what only services record: the orchestrator's state, versions and changes."""
-    sums = db.execute("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason")
-    ledger: Counter[str] = Counter({str(reason): int(tokens) for reason, tokens in sums})
+    token_sums = db.execute("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason")
+    ledger: Counter[str] = Counter({str(reason): int(tokens) for reason, tokens in token_sums})
     if (state := _snapshot(db)) is None:
         return {"ledger": dict(ledger)}
     if not db.execute("SELECT 1 FROM ledger WHERE stage = 'rl' AND step = 0").fetchone():  # written at RL's very end
@@ -294,16 +294,16 @@ def _progress(
     limit; supervised stages at their mean pace."""
     total = settings.get(stage, {}).get("steps", 0)
     if stage == "rl":
-        walls = [point["time"]["wall_s"] for point in steps]
-        left = float(np.median(walls[-RECENT:])) * max(0, total - len(steps)) if walls else None
-        if left is not None and (limit := settings.get("rl", {}).get("max_seconds", 0.0)):
-            left = min(left, max(0.0, limit - sum(walls)))
-        return len(steps), total, left
+        step_seconds = [point["time"]["wall_s"] for point in steps]
+        left_s = float(np.median(step_seconds[-RECENT:])) * max(0, total - len(steps)) if step_seconds else None
+        if left_s is not None and (limit := settings.get("rl", {}).get("max_seconds", 0.0)):
+            left_s = min(left_s, max(0.0, limit - sum(step_seconds)))
+        return len(steps), total, left_s
     if stage not in ("midtrain", "extend", "sft"):
         return 0, 0, None
-    saved, seconds = checkpoints.get(stage, (0, 0.0))
-    done = max([saved, *logged.get(stage, ())])
-    return done, total, seconds / saved * (total - done) if saved else None
+    saved_steps, seconds = checkpoints.get(stage, (0, 0.0))
+    done = max([saved_steps, *logged.get(stage, ())])
+    return done, total, seconds / saved_steps * (total - done) if saved_steps else None
 
 
 POLL_S = 0.5
@@ -311,23 +311,23 @@ POLL_S = 0.5
 
 def wait_until(
     path: Path,
-    done: Callable[[Status], bool],
+    is_done: Callable[[Status], bool],
     seconds: float,
     say: Callable[[str], None] | None = None,
 ) -> Status:
-    """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
+    """Poll the run until `is_done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
 
     With `say`, say what the run does whenever that changes, and after `seconds` return the status as it is: ask again later."""
     deadline, reported_stage = time.monotonic() + seconds, ""
-    while not done(status := read_status(path)) and status.state == "live":
+    while not is_done(status := read_status(path)) and status.state == "live":
         steps = f" {status.done} of {status.total} steps" if status.total else ""
-        now = f"{path.name} is at {status.stage or 'its end'}{steps}"
+        progress = f"{path.name} is at {status.stage or 'its end'}{steps}"
         if say and status.stage != reported_stage:
-            say(f"{now}; last log line: {status.last_line}")
+            say(f"{progress}; last log line: {status.last_line}")
             reported_stage = status.stage
         if time.monotonic() > deadline:
             if say:
-                say(f"{now}; ask again later")
+                say(f"{progress}; ask again later")
                 break
             raise TimeoutError(f"{path.name}: not within {seconds:g} s; its last line: {status.last_line!r}")
         time.sleep(POLL_S)
@@ -353,20 +353,20 @@ def prompts(path: Path) -> Prompts | None:
     run = ReadOnly(path)
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
-        state = _snapshot(db)
-        batches = [json_of(text) for (text,) in db.execute("SELECT train FROM batch ORDER BY step")] if state else []
-    if state:
-        counts = Counter(slot for batch in batches if batch["step"] < state["version"] for slot in batch["slots"])
-        in_flight = {group["slot"] for group in state["groups"]}
+        snapshot = _snapshot(db)
+        batches = [json_of(text) for (text,) in db.execute("SELECT train FROM batch ORDER BY step")] if snapshot else []
+    if snapshot:
+        counts = Counter(slot for batch in batches if batch["step"] < snapshot["version"] for slot in batch["slots"])
+        in_flight = {group["slot"] for group in snapshot["groups"]}
     elif (counts_of_files := _prompts_of_files(run)) is not None:
         counts, in_flight = counts_of_files, set()
     else:
         return None
-    numbered = counts.keys() | in_flight
+    used_slots = counts.keys() | in_flight
     return Prompts(
         trained=tuple(sorted(counts)),
         in_flight=tuple(sorted(in_flight)),
-        skipped=tuple(slot for slot in range(max(numbered, default=-1) + 1) if slot not in numbered),
+        skipped=tuple(slot for slot in range(max(used_slots, default=-1) + 1) if slot not in used_slots),
         twice=tuple(sorted(slot for slot, count in counts.items() if count > 1)),
     )
 
@@ -378,19 +378,19 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
         return None
     settings = from_dict(run.settings())
     tables, steps = list(rl_tables(run, ("group", "task_id"))), len(run.steps("rl"))
-    files = 1 if settings.services.on else settings.ranks  # of a step
-    if Counter(step for step, _ in tables) != dict.fromkeys(range(steps), files):
+    files_per_step = 1 if settings.services.on else settings.ranks  # of a step
+    if Counter(step for step, _ in tables) != dict.fromkeys(range(steps), files_per_step):
         return None
     slots: dict[str, list[int]] = {}
-    for slot, name in prompt_order(run.path, Order.of(settings)).places(steps * settings.rl.prompts):
-        slots.setdefault(name, []).append(slot)
+    for slot, task_id in prompt_order(run.path, Order.of(settings)).places(steps * settings.rl.prompts):
+        slots.setdefault(task_id, []).append(slot)
     counts: Counter[int] = Counter()
     counts_by_task: Counter[str] = Counter()
     for _, table in tables:
-        groups = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
-        if strange := set(groups.values()) - slots.keys():
-            raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
-        for task in groups.values():
+        task_by_group = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
+        if unknown_tasks := set(task_by_group.values()) - slots.keys():
+            raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(unknown_tasks)[:3]}")
+        for task in task_by_group.values():
             counts[slots[task][min(counts_by_task[task], len(slots[task]) - 1)]] += 1
             counts_by_task[task] += 1
     return counts
@@ -445,15 +445,15 @@ def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greed
         rows = pq.read_table(path, columns=["task_id", "status", "passed", *(["turns"] if within else [])]).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or missing ({error})") from None
-    sampled = len(rows) - len({row["task_id"] for row in rows})  # greedy attempts, one per task, come last
-    shares: dict[str, list[float]] = {}
-    for row in rows[sampled:] if greedy else rows[:sampled]:
+    sampled_count = len(rows) - len({row["task_id"] for row in rows})  # greedy attempts, one per task, come last
+    outcomes: dict[str, list[float]] = {}
+    for row in rows[sampled_count:] if greedy else rows[:sampled_count]:
         if row["status"] == "graded":
             turns = json_of(row["turns"]) if within else []  # those with a call, as `Rollout.calls`
             calls = sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
             solved = row["passed"] and (within is None or calls <= within)
-            shares.setdefault(row["task_id"], []).append(float(solved))
-    return {task: float(np.mean(solved)) for task, solved in shares.items()}
+            outcomes.setdefault(row["task_id"], []).append(float(solved))
+    return {task: float(np.mean(solved)) for task, solved in outcomes.items()}
 
 
 def telling_step(run: RunDir, weights: bool = False) -> int:
@@ -468,7 +468,7 @@ def telling_step(run: RunDir, weights: bool = False) -> int:
 
 def weights_before(run: RunDir, step: int) -> Path | None:
     """Return the published weights before RL step `step`, from 1; None if they are not stored."""
-    live, over = run.last_live_step(), run.finished("rl") is not None  # until then they may belong to a later step
-    fitting = {"start": step == 1, "before_final": over and step == live, "final": over and step > live}
+    live, is_over = run.last_live_step(), run.finished("rl") is not None  # until then they may belong to a later step
+    fitting = {"start": step == 1, "before_final": is_over and step == live, "final": is_over and step > live}
     names = [name for name, fits in fitting.items() if fits]
     return next((path for name in names if (path := run.path / "weights" / name).is_dir()), None)

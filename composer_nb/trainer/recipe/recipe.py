@@ -137,7 +137,7 @@ def midtrain(s: Stages) -> None:
             how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
             begin = min(round(m.constant * m.steps), m.steps - 1)
             plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _mixture(s, s.settings.seed, m, own_rows=own_rows[HELD:]), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed, m, rehearsal_rows=own_rows[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
@@ -194,23 +194,28 @@ def _watched(s: Stages) -> dict[str, list[TokenRow]]:
 
 
 def _mixture(
-    s: Stages,
+    stages: Stages,
     seed: int,
-    part: MidtrainSettings | ExtendSettings,
+    phase: MidtrainSettings | ExtendSettings,
     length: int = CODE_ROW,
-    own_rows: Sequence[TokenRow] = (),
+    rehearsal_rows: Sequence[TokenRow] = (),
 ) -> Iterator[list[TokenRow]]:
-    steps, tokens, code_share = part.steps, part.tokens, part.code_share
-    code_first = part.code_first if isinstance(part, MidtrainSettings) else 0.0
-    texts = list(read_corpus(s.settings.data.code).train)
+    """Yield the batches of a phase: demonstrations mixed with rows of code of `length` tokens. The share `midtrain.rehearsal` of
+    the code rows gets the tokens of `rehearsal_rows`, repeated as needed, and keeps its loss weights."""
+    steps, step_tokens, code_share = phase.steps, phase.tokens, phase.code_share
+    code_first = phase.code_first if isinstance(phase, MidtrainSettings) else 0.0
+    texts = list(read_corpus(stages.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
-    row_count = mixture_code(steps, tokens, code_first, code_share, length)
-    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=row_count, length=length)
-    code = with_gaps(code, s.tokenizer(), s.settings.midtrain.infill, seed)
-    for index in range(round(len(code) * s.settings.midtrain.rehearsal) if own_rows else 0):
-        code[index] = replace(code[index], token_ids=own_rows[index % len(own_rows)].token_ids)
-    Random(f"code rows {seed}").shuffle(code)  # neighbours come from one file; a long table would fill many batches
-    return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
+    row_count = mixture_code(steps, step_tokens, code_first, code_share, length)
+    code_weight = stages.settings.midtrain.code_weight
+    rows = code_rows(texts, stages.tokenizer(), code_weight, limit=row_count, length=length)
+    rows = with_gaps(rows, stages.tokenizer(), stages.settings.midtrain.infill, seed)
+    for index in range(round(len(rows) * stages.settings.midtrain.rehearsal) if rehearsal_rows else 0):
+        rows[index] = replace(rows[index], token_ids=rehearsal_rows[index % len(rehearsal_rows)].token_ids)
+    Random(f"code rows {seed}").shuffle(rows)  # neighbours come from one file; a long table would fill many batches
+    return mixture(
+        rows, _shown(stages), steps=steps, tokens=step_tokens, code_first=code_first, code_share=code_share, seed=seed
+    )
 
 
 def _shown(s: Stages) -> list[TokenRow]:
@@ -502,18 +507,19 @@ class InProcess:
         save_batch(batch_file(self.stages.run.path, batch.step, self.ranks.rank), groups)
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
-        sampled = time.perf_counter()
+        """Learn from the streams of all ranks. Return metrics, with the seconds of sampling, waiting and training."""
+        sampled_s = time.perf_counter()
         streams = [stream for part in self.ranks.gather(streams) for stream in part]
-        waited = time.perf_counter()
+        waited_s = time.perf_counter()
         release_memory()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
         train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1
-        now = time.perf_counter()
-        clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
-        mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
-        return {**train_metrics, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
+        trained_s = time.perf_counter()
+        clock = {"sample_s": sampled_s - self._begin, "wait_s": waited_s - sampled_s, "train_s": trained_s - waited_s}
+        mean_times = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
+        return {**train_metrics, "version": self.version, "time": {"wall_s": trained_s - self._begin, **mean_times}}
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         tasks = self.stages.tasks("tune")

@@ -67,16 +67,16 @@ def replay(
         )
     if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
-    by_id = tasks_by_id(run.path)
+    tasks = tasks_by_id(run.path)
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
-        elsewhere = replace(settings, services=replace(settings.services, store=store))
-        trainer = stack.enter_context(closing(TrainerRank(0, run.path, elsewhere)))
+        replay_settings = replace(settings, services=replace(settings.services, store=store))
+        trainer = stack.enter_context(closing(TrainerRank(0, run.path, replay_settings)))
         trainer.begin(from_start=True)
         hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
-            groups = load_batch(batch_file(run.path, train.step), by_id)
+            groups = load_batch(batch_file(run.path, train.step), tasks)
             metrics = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
             version = metrics["version"]
             yield Replayed(step=train.step + 1, version=version, was=hashes.get(version) or "", now=metrics["hash"])
@@ -99,19 +99,19 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
     """
     source_settings = settings_after(source, step)
     settings = override(source_settings, changes)
-    if wrong := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
-        raise ValueError(f"{wrong[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
+    if fixed := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
+        raise ValueError(f"{fixed[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
     if not 0 <= step <= (trained_steps := len(source.steps("rl"))):
         raise ValueError(f"--step {step}: {source.path.name} has trained {trained_steps} steps")
     if step >= settings.rl.steps:
         raise ValueError(f"rl.steps={settings.rl.steps}: nothing is left after step {step}; raise it")
     state = trainer_state(source, source_settings, step) if step else None
     run = fork(source, settings, runs=runs, name=name)
-    origin = json_of((run.path / "provenance.json").read_text()) | {"forked_at_step": step}
-    write_json(run.path / "provenance.json", origin)
+    provenance = json_of((run.path / "provenance.json").read_text()) | {"forked_at_step": step}
+    write_json(run.path / "provenance.json", provenance)
     if state is not None:
-        for at in range(step):
-            for file in source.path.glob(f"rollouts/*_{at:05d}*"):
+        for number in range(step):
+            for file in source.path.glob(f"rollouts/*_{number:05d}*"):
                 shutil.copyfile(file, run.path / "rollouts" / file.name)
         _take_over(source, run, settings, step)
         run.commit("rl", step, state, [])
@@ -120,8 +120,8 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
 
 def settings_after(source: RunDir, step: int) -> Settings:
     """Return the settings of a run after `step` steps, with what was changed while it was live."""
-    live = [values for at, values in source.changed_live().items() if int(at) <= step]
-    return absolute(reduce(override, live, from_dict(source.settings())))
+    changes = [values for at, values in source.changed_live().items() if int(at) <= step]
+    return absolute(reduce(override, changes, from_dict(source.settings())))
 
 
 def trainer_state(source: RunDir, settings: Settings, step: int) -> Mapping[str, Tensor]:
@@ -153,14 +153,16 @@ def _take_over(source: RunDir, run: RunDir, settings: Settings, step: int) -> No
         return
     with closing(Journal(run)) as journal:
         with closing(run.connect()) as db, db:
-            for table, named, most in (("batch", 2, "step < ?"), ("version", 4, "step < ?")):
-                rows = source.query(f"SELECT * FROM {table} WHERE {most}", step)
-                db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * named)})", rows)
+            for table, column_count, condition in (("batch", 2, "step < ?"), ("version", 4, "step < ?")):
+                rows = source.query(f"SELECT * FROM {table} WHERE {condition}", step)
+                db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * column_count)})", rows)
         batches = journal.batches(0, step)
-        trained = {slot for train in batches for slot in train.slots}
-        state = Orchestrator(settings.schedule())
-        state.version = state.slowest = step
-        state.next_slot = max(trained) + 1
-        state.groups = {slot: Group(slot, settings.rl.group) for slot in range(state.next_slot) if slot not in trained}
-        state.books.counts["received_tokens"] = sum(run.ledger().values())
-        journal.save(state.snapshot())
+        trained_slots = {slot for train in batches for slot in train.slots}
+        orchestrator = Orchestrator(settings.schedule())
+        orchestrator.version = orchestrator.slowest = step
+        orchestrator.next_slot = max(trained_slots) + 1
+        orchestrator.groups = {
+            slot: Group(slot, settings.rl.group) for slot in range(orchestrator.next_slot) if slot not in trained_slots
+        }
+        orchestrator.books.counts["received_tokens"] = sum(run.ledger().values())
+        journal.save(orchestrator.snapshot())

@@ -58,6 +58,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
 
 
 def _built(run: RunDir) -> dict[str, Any]:
+    """Return the report that `build_report` describes."""
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored
@@ -65,11 +66,11 @@ def _built(run: RunDir) -> dict[str, Any]:
     settings, infos = status.settings, {name: dict(status.infos[name]) for name in _in_order(status.infos, STAGES)}
     provenance_file = beneath(run.path, "provenance.json")
     provenance = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
-    spent = {**{name: seconds for name, (_, seconds) in status.checkpoints.items()}, **status.stages}
-    wall_s: dict[str, float] = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
-    if scored := [seconds for name, seconds in spent.items() if name.startswith("eval_")]:
-        wall_s["eval"] = sum(scored)
-    wall_s["total"] = sum(spent.values())
+    spent_s = {**{name: seconds for name, (_, seconds) in status.checkpoints.items()}, **status.stages}
+    wall_s: dict[str, float] = {name: spent_s[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent_s}
+    if eval_seconds := [seconds for name, seconds in spent_s.items() if name.startswith("eval_")]:
+        wall_s["eval"] = sum(eval_seconds)
+    wall_s["total"] = sum(spent_s.values())
     report: dict[str, Any] = {
         "run": run.path.name,
         "complete": all(name in infos for name in stages_of(settings)),
@@ -89,15 +90,15 @@ def _built(run: RunDir) -> dict[str, Any]:
     if "extend" in infos:
         report["extend"]["before"] = {name: infos["extend"][name] for name in ("plain", "stretched")}
     scores = {name: dict(score) for name, score in status.scores.items()}
-    rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
+    headrooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
     if scores:
         report["eval"] = {name: scores[name] for name in _in_order(sorted(scores), POLICIES)}
-    if "start" in rooms:
-        report["headroom"] = rooms["start"]
+    if "start" in headrooms:
+        report["headroom"] = headrooms["start"]
     if gain := gained(run, scores):
         report["gain"] = gain
-    if live := run.changed_live():
-        report["changed_live"] = live
+    if live_changes := run.changed_live():
+        report["changed_live"] = live_changes
     if steps := run.steps("rl"):  # the durable ones
         ledger = run.ledger()
         report["train"] = training(steps, settings, infos.get("rl", {}), ledger, wall_s["rl"])
@@ -143,8 +144,8 @@ def training(
     `last_live` is the last step that changed weights.
     """
     sampled = rl_info.get("sampled") or sum(step["sampled"] for step in steps)
-    busy = sum(step["time"]["train_s"] for step in steps)
-    tail = steps[-min(10, len(steps)) :]
+    train_s = sum(step["time"]["train_s"] for step in steps)
+    last_steps = steps[-min(10, len(steps)) :]
     services = settings.get("services", {"on": False})  # old runs have none
     figures: dict[str, Any] = {
         "steps": len(steps),
@@ -167,10 +168,10 @@ def training(
     return {
         **figures,
         "optimizer_steps_per_batch": settings["rl"]["minibatches"],
-        "trainer_idle": 1.0 - busy / seconds if seconds else None,
-        "solved_first": mean(known(steps[: len(tail)], "solved")),
-        "solved_last": mean(known(tail, "solved")),
-        "averaged_steps": len(tail),
+        "trainer_idle": 1.0 - train_s / seconds if seconds else None,
+        "solved_first": mean(known(steps[: len(last_steps)], "solved")),
+        "solved_last": mean(known(last_steps, "solved")),
+        "averaged_steps": len(last_steps),
         "trend": reward_trend(steps),
         "last_live": last_live(steps),
         "seconds_per_step": float(np.mean([step["time"]["wall_s"] for step in steps])),
@@ -211,10 +212,11 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         return {}
     gains = {}
     for over in [name for name in ("midtrained", "start") if name in scores]:
-        old, new = (solved_by_task(run, name) for name in (over, "final"))
-        best = [{task: float(share > 0) for task, share in shares.items()} for shares in (old, new)]
+        before, after = (solved_by_task(run, name) for name in (over, "final"))
+        best = [{task: float(share > 0) for task, share in shares.items()} for shares in (before, after)]
         greedy = [solved_by_task(run, name, greedy=True) for name in (over, "final")]
-        gains[over] = {"pass_at_1": _paired(old, new), "pass_greedy": _paired(*greedy), "best_of_k": _paired(*best)}
+        sampled = _paired(before, after)
+        gains[over] = {"pass_at_1": sampled, "pass_greedy": _paired(*greedy), "best_of_k": _paired(*best)}
     means = {over: {figure: float(by_task.mean()) for figure, by_task in gain.items()} for over, gain in gains.items()}
     return {
         "from": "midtrained",
@@ -236,12 +238,13 @@ def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -
     scores_of_kind = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
     if not all("pass_within" in score for score in scores_of_kind.values()):
         return {}
-    befores = [name for name in ("midtrained", "start") if name in scores_of_kind]
-    *old, new = (solved_by_task(run, name + suffix, 12) for name in (*befores, "final"))
-    gains = {name: _paired(before, new) for name, before in zip(befores, old, strict=True)}
+    baselines = [name for name in ("midtrained", "start") if name in scores_of_kind]
+    *befores, after = (solved_by_task(run, name + suffix, 12) for name in (*baselines, "final"))
+    gains = {name: _paired(before, after) for name, before in zip(baselines, befores, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())
-    values = gains[over]
-    return {"over": over, "gain": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(values)}
+    gain_by_task = gains[over]
+    mean_gain, task_count = float(gain_by_task.mean()), len(gain_by_task)
+    return {"over": over, "gain": mean_gain, "ci95": bootstrap(gain_by_task, 0), "n_tasks": task_count}
 
 
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -265,16 +268,16 @@ def reward_trend(steps: Sequence[Mapping[str, Any]]) -> str:
     values = [known(steps, name) for name in ("reward", "solved")]
     if min(map(len, values)) < TREND_STEPS:
         return f"{len(steps)} steps are too few to tell a trend"
-    (was, now, rose), (before, after, more) = map(_rise, values)
-    reward, solved = f"from {was:.2f} to {now:.2f}", f"from {before:.0%} to {after:.0%}"
-    if rose and more:
+    (reward_first, reward_last, reward_rose), (solved_first, solved_last, solved_rose) = map(_rise, values)
+    reward, solved = f"from {reward_first:.2f} to {reward_last:.2f}", f"from {solved_first:.0%} to {solved_last:.0%}"
+    if reward_rose and solved_rose:
         return f"reward rose {reward}, and solved rollouts with it, {solved}"
-    if rose:
+    if reward_rose:
         return (
             f"reward rose {reward}, solved rollouts did not ({solved}): this is reward hacking. The policy learnt to collect the "
             "other terms of the reward, not to do the task"
         )
-    if more:
+    if solved_rose:
         return f"solved rollouts rose {solved}; reward did not, {reward}"
     return f"neither reward ({reward}) nor solved rollouts ({solved}) rose beyond the noise of batches"
 
@@ -318,8 +321,8 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
     """
     reports = build_report(first), build_report(second)
     scored = [report.get("eval", {}) for report in reports]
-    both = set(scored[0]) & set(scored[1])
-    same = shared_tasks(first, second) if both else set[str]()
+    policies = set(scored[0]) & set(scored[1])
+    same = shared_tasks(first, second) if policies else set[str]()
     return {
         "runs": [
             {"run": report["run"], "path": str(run.path), "complete": report["complete"]}
@@ -330,7 +333,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
         "eval": {
             name: {
                 "scores": _scores((first, second), scored, name, same),
-                **({"difference": difference(first, second, name, same)} if name in both else {}),
+                **({"difference": difference(first, second, name, same)} if name in policies else {}),
             }
             for name in [*scored[0], *(name for name in scored[1] if name not in scored[0])]
         },
@@ -371,8 +374,8 @@ def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
     tasks are compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
     files = (run.path / "data" / "heldout.jsonl" for run in (first, second))
     fewer, more = sorted(({task.id: task for task in load_tasks(file)} for file in files), key=len)
-    same = {name for name, task in fewer.items() if more.get(name) == task}
-    return same if 2 * len(same) >= len(fewer) else set()
+    shared = {name for name, task in fewer.items() if more.get(name) == task}
+    return shared if 2 * len(shared) >= len(fewer) else set()
 
 
 def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> dict[str, Any]:
@@ -382,13 +385,13 @@ def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> 
     each run are resampled independently.
     """
     old, new = (solved_by_task(run, policy) for run in (first, second))
-    values = _paired({task: old[task] for task in old if task in shared}, new)
-    if paired := bool(len(values)):
-        gain, means = values.mean(), _resampled(values, 0)
+    gain_by_task = _paired({task: old[task] for task in old if task in shared}, new)
+    if paired := bool(len(gain_by_task)):
+        gain, means = gain_by_task.mean(), _resampled(gain_by_task, 0)
     else:
         before, after = (np.array([solved[task] for task in sorted(solved)]) for solved in (old, new))
         gain, means = after.mean() - before.mean(), _resampled(after, 0) - _resampled(before, 1)
-    counts = [len(values)] * 2 if paired else [len(old), len(new)]
+    counts = [len(gain_by_task)] * 2 if paired else [len(old), len(new)]
     interval = np.quantile(means, [0.025, 0.975]).tolist()
     return {"pass_at_1": float(gain), "ci95": interval, "paired": paired, "n_tasks": counts}
 
@@ -402,12 +405,12 @@ def _scores(
     if not shared or None in scores:
         return scores
     solved = [solved_by_task(run, name) for run in runs]
-    both = sorted(solved[0].keys() & solved[1].keys() & shared)
-    if both and any(score and score["n_tasks"] != len(both) for score in scores):
+    task_ids = sorted(solved[0].keys() & solved[1].keys() & shared)
+    if task_ids and any(score and score["n_tasks"] != len(task_ids) for score in scores):
         for score, shares in zip(scores, solved, strict=True):
-            by_task = np.array([shares[task] for task in both])
+            by_task = np.array([shares[task] for task in task_ids])
             assert score is not None
-            score |= {"pass_at_1": float(by_task.mean()), "ci95": bootstrap(by_task, 0), "n_tasks": len(both)}
+            score |= {"pass_at_1": float(by_task.mean()), "ci95": bootstrap(by_task, 0), "n_tasks": len(task_ids)}
     return scores
 
 

@@ -21,6 +21,7 @@ from composer_nb.trainer.settings import Settings, from_dict
 
 
 def main(arguments: list[str]) -> None:
+    """Run the recipe on one rank; `arguments` are the run, the number of ranks, the rendezvous file and the rank."""
     path, world, rendezvous, rank = arguments
     run = RunDir(Path(path))
     settings = from_dict(run.settings())

@@ -77,12 +77,12 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
     if s.mesh.gpus:
         _require_gpus(s, [machine], s.meshed and s.supervised)
         return
-    cut = s.mesh if s.meshed and s.supervised else MeshSettings()
+    mesh_settings = s.mesh if s.meshed and s.supervised else MeshSettings()
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
 
     def need(ranks: int, again: bool) -> int:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
-        mesh, half = Mesh.of(cut, ranks), cut.compute == "bfloat16" and not HALF_IS_SLOW
+        mesh, half = Mesh.of(mesh_settings, ranks), mesh_settings.compute == "bfloat16" and not HALF_IS_SLOW
         tokens_per_rank = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
         load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
@@ -94,12 +94,12 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
         return False
 
     if not fit(s.ranks):
-        fewer = (f"ranks={ranks}" for ranks in range(s.ranks - 1, 0, -1) if fit(ranks))
-        fits = next(fewer, "midtrain.recompute=true" if fit(s.ranks, again=True) else "")
-        would = f"{fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
+        fitting_ranks = (f"ranks={ranks}" for ranks in range(s.ranks - 1, 0, -1) if fit(ranks))
+        fits = next(fitting_ranks, "midtrain.recompute=true" if fit(s.ranks, again=True) else "")
+        advice = f"{fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
         gib_needed, gib_free = need(s.ranks, s.midtrain.recompute) / 2**30, machine.memory / 2**30
         raise ValueError(
-            f"ranks={s.ranks}: each needs {gib_needed:,.2f} GiB before RL, of {gib_free:,.2f} GiB; {would}"
+            f"ranks={s.ranks}: each needs {gib_needed:,.2f} GiB before RL, of {gib_free:,.2f} GiB; {advice}"
         )
 
 
@@ -107,11 +107,11 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
     """Raises ValueError unless `machines` run the same code, and have a GPU for each rank and engine where these compute on GPUs,
     or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
     counted."""
-    s, first = settings, machines[0]
+    s, reference = settings, machines[0]
     for other in machines[1:]:
-        if name := next((name for name in first.code if first.code[name] != other.code.get(name)), ""):
+        if name := next((name for name in reference.code if reference.code[name] != other.code.get(name)), ""):
             raise ValueError(
-                f"services.address: {first.name} has {name} {first.code[name]}, {other.name} has {other.code.get(name)}; "
+                f"services.address: {reference.name} has {name} {reference.code[name]}, {other.name} has {other.code.get(name)}; "
                 "install the same on all nodes, or attach to a cluster where it is"
             )
     if s.mesh.gpus:
@@ -122,7 +122,7 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
                 f"are {sum(gpus)}; fewer services.engines or ranks, or services.on=false, which shares them"
             )
         return
-    rl = RankLoad(
+    load = RankLoad(
         tokens=s.rl.microbatch_tokens,
         longest=s.limits.tokens,
         optimizer=s.optimizer.name,
@@ -132,7 +132,7 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
     )
     ranks = s.trainers if s.services.on else s.ranks
     memory_per_rank = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
-    require_memory(s.agent_model, s.mesh, ranks, rl, memory_per_rank, more_ranks=False)
+    require_memory(s.agent_model, s.mesh, ranks, load, memory_per_rank, more_ranks=False)
 
 
 def _require_gpus(settings: Settings, machines: Sequence[MachineCapacity], meshed: bool) -> list[int]:

@@ -84,14 +84,14 @@ class Cluster:
     def lost(self) -> str | None:
         """Name the part of the cluster that does not answer; None if all do, or after `close`."""
         host, _, port = self.address.rpartition(":")
-        for part, family, where in (
+        for part, family, endpoint in (
             ("control service", socket.AF_INET, (host, int(port))),
             ("raylet", socket.AF_UNIX, self._raylet),
         ):
             with socket.socket(family) as connection:
                 connection.settimeout(ANSWER_S)
                 try:
-                    connection.connect(where)
+                    connection.connect(endpoint)
                 except OSError as error:
                     return None if self._closed else f"Ray's {part} is gone ({error.strerror or error})"
         return None

@@ -140,6 +140,7 @@ class Coordinator:
         self._feed()
 
     def _restore(self) -> None:
+        """Make the orchestrator: a new one, or the one of the stored state, which is then stored again."""
         schedule = self.settings.schedule()
         self.saved, _, self.before = self.run.pointer("rl") or (0, None, 0.0)
         self.live = max(0, self.run.last_live_step() - 1)
@@ -159,6 +160,7 @@ class Coordinator:
         self.trainer = TrainerGroup(self.actors, self.run.path, self.started_with)
 
     def _make_pair(self) -> None:
+        """Start an engine and its environment worker; the worker joins when its first reply comes."""
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
         s = self.settings
@@ -181,6 +183,8 @@ class Coordinator:
     # What happens
 
     def _on_reply(self, reply: Future[Any]) -> list[Event]:
+        """Handle a reply, or the death of the service that was called; return the resulting events. Raises what a service raised
+        and nothing here handles."""
         service, on_reply = self.pending.pop(reply)
         if isinstance(service, EnginePair) and self.pairs.get(service.name) is not service:
             return []  # from a pair that was given up
@@ -213,28 +217,28 @@ class Coordinator:
         events, s = list[Event](), self.settings
         for report in reports:
             if isinstance(report, Finished):
-                name, total = (report.slot, report.attempt, report.place), None
-                self.rollout_seconds[name] = report.seconds
+                rollout_key, reward_total = (report.slot, report.attempt, report.place), None
+                self.rollout_seconds[rollout_key] = report.seconds
                 if s.rl.refill:
-                    attempt = self.finished.load(name, self.tasks[report.slot])
-                    total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
-                report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
+                    attempt = self.finished.load(rollout_key, self.tasks[report.slot])
+                    reward_total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
+                report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=reward_total)
             events.append(report)
         return events
 
-    def _pair_died(self, pair: EnginePair, died: Exception) -> list[Event]:
+    def _pair_died(self, pair: EnginePair, error: Exception) -> list[Event]:
         self.stillborn += not pair.joined
         if self.stillborn > self.settings.services.deaths:
-            raise RunStopped(f"{died}; so did {self.stillborn - 1} before it: more than services.deaths allows")
-        self.say(f"{died}; made again")
+            raise RunStopped(f"{error}; so did {self.stillborn - 1} before it: more than services.deaths allows")
+        self.say(f"{error}; made again")
         del self.pairs[pair.name]
         for remote in (pair.engine, pair.worker):
             remote.kill()
         self._make_pair()
         return [Left(worker=pair.name), *self._served()]
 
-    def _trainer_died(self, died: Exception) -> list[Event]:
-        self.say(f"{died}; resuming from step {self.saved}")
+    def _trainer_died(self, error: Exception) -> list[Event]:
+        self.say(f"{error}; resuming from step {self.saved}")
         self.trainer.kill()
         self.pending = {reply: call for reply, call in self.pending.items() if call[0] is not self.trainer}
         self._make_trainer()
@@ -280,24 +284,24 @@ class Coordinator:
 
     def _changed(self) -> list[Event]:
         """Apply live settings. Unknown or unfit ones are refused with a log line, and the run continues."""
-        before, at = self.settings, self.orchestrator.version
-        at += batch_file(self.run.path, at).is_file()  # this batch has its rewards
-        for number, name, value in self.journal.asked(at):
+        settings_before, step = self.settings, self.orchestrator.version
+        step += batch_file(self.run.path, step).is_file()  # this batch has its rewards
+        for request_number, name, value in self.journal.asked(step):
             try:
                 self.settings = change_live(self.settings, name, value, self.graded)
-                self.journal.judge(number, at)
-                self.say(f"{name} is {value!r} from step {at + 1} on")
+                self.journal.judge(request_number, step)
+                self.say(f"{name} is {value!r} from step {step + 1} on")
             except ValueError as error:
-                self.journal.judge(number, None)
+                self.journal.judge(request_number, None)
                 self.say(f"refused: {error}")
-        return [Changed(schedule=self.settings.schedule())] if self.settings != before else []
+        return [Changed(schedule=self.settings.schedule())] if self.settings != settings_before else []
 
     def _time_is_up(self) -> list[Event]:
-        limit, o = self.settings.rl.max_seconds, self.orchestrator
-        if not limit or self.seconds < limit or self.stopped_early or o.version >= self.settings.rl.steps:
+        s, orchestrator = self.settings.rl, self.orchestrator
+        if not s.max_seconds or self.seconds < s.max_seconds or self.stopped_early or orchestrator.version >= s.steps:
             return []
-        self.stopped_early, steps = True, max(1, o.version + (o.training is not None))
-        self.say(time_is_up(limit, steps, self.settings.rl.steps))
+        self.stopped_early, steps = True, max(1, orchestrator.version + (orchestrator.training is not None))
+        self.say(time_is_up(s.max_seconds, steps, s.steps))
         self.settings = override(self.settings, {"rl.steps": steps})
         return [Changed(schedule=self.settings.schedule())]
 
@@ -326,6 +330,7 @@ class Coordinator:
             pair.update_waits(self.orchestrator.running(pair.name) > 0)
 
     def _carry_out(self, command: Command) -> None:
+        """Carry out a command of the orchestrator. Raises RunStopped for `Stop`."""
         match command:
             case Dispatch(worker=name, slot=slot):
                 _ = self.tasks[slot]  # its task is recorded before the worker looks for it
@@ -363,6 +368,7 @@ class Coordinator:
         return self.run.steps("rl")
 
     def next_batch(self) -> Batch | None:
+        """Wait for the next batch and return it, with its stored rewards if it is repeated; None after the last one."""
         while self.due is None and not self.ended:
             self._turn()
         if self.due is None:
@@ -374,21 +380,21 @@ class Coordinator:
         if train.step == self.orchestrator.version:
             self.lost = faulted
         in_flight = sum(map(self.orchestrator.running, self.pairs))
-        more = {"refilled": self.orchestrator.books.counts["refilled"]} if self.settings.rl.refill else {}
-        batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **more})
-        file = batch_file(self.run.path, train.step)
-        if file.is_file():
-            return batch(scored=load_batch(file, tasks_by_id(self.run.path)))
-        size = len(train.rollouts) // len(train.slots)
+        refill_metrics = {"refilled": self.orchestrator.books.counts["refilled"]} if self.settings.rl.refill else {}
+        make_batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **refill_metrics})
+        stored_file = batch_file(self.run.path, train.step)
+        if stored_file.is_file():
+            return make_batch(scored=load_batch(stored_file, tasks_by_id(self.run.path)))
+        group_size = len(train.rollouts) // len(train.slots)
         attempts = [self.finished.load(name, self.tasks[name[0]]) for name in train.rollouts]
-        return batch(groups=[attempts[at : at + size] for at in range(0, len(attempts), size)])
+        return make_batch(groups=[attempts[at : at + group_size] for at in range(0, len(attempts), group_size)])
 
     def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         self.graded = [(scored.attempt.rollout, scored.attempt.grade) for group in groups for scored in group]
-        names = self.train.rollouts
-        slots, dispatches, _ = zip(*names, strict=True)
+        rollout_keys = self.train.rollouts
+        slots, dispatches, _ = zip(*rollout_keys, strict=True)
         columns = {"slot": slots, "dispatch": dispatches}
-        save_batch(batch_file(self.run.path, batch.step), groups, columns, self.finished.packed(names))
+        save_batch(batch_file(self.run.path, batch.step), groups, columns, self.finished.packed(rollout_keys))
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
         self.live = batch.step if streams else self.live
@@ -410,19 +416,21 @@ class Coordinator:
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
-        step, hash = batch.step, point.pop("hash")
-        self.records.append(partial(self.journal.log_version, point["version"], step, hash))
+        """Record the version of a trained batch and, unless it is repeated, its metrics, times and ledger of tokens; report it to
+        the orchestrator."""
+        step, weights_hash = batch.step, point.pop("hash")
+        self.records.append(partial(self.journal.log_version, point["version"], step, weights_hash))
         train_s = point.pop("train_s")
         self.train_s += train_s
         if step == self.orchestrator.version:
             # otherwise it was recorded before the trainer returned to its checkpoint
-            wall, self.last = time.perf_counter() - self.last, time.perf_counter()
+            wall_s, self.last = time.perf_counter() - self.last, time.perf_counter()
             # Unknown for rollouts from before a restart.
-            seconds = [self.rollout_seconds.pop(name, None) for name in self.train.rollouts]
-            point["time"] = {"wall_s": wall, "train_s": train_s, "rollouts_s": seconds}
+            rollout_seconds = [self.rollout_seconds.pop(name, None) for name in self.train.rollouts]
+            point["time"] = {"wall_s": wall_s, "train_s": train_s, "rollouts_s": rollout_seconds}
             if waits := self.waits:
-                mean = {name: sum(wait[name] for wait in waits) / len(waits) for name in waits[0]}
-                point["time"]["engine_waits"], self.waits = mean, []
+                mean_waits = {name: sum(wait[name] for wait in waits) / len(waits) for name in waits[0]}
+                point["time"]["engine_waits"], self.waits = mean_waits, []
             self.records.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
         self._handle([Trained(step=step)])
@@ -433,19 +441,20 @@ class Coordinator:
     # The end
 
     def _finish(self) -> dict[str, Any]:
-        while rest := [reply for reply, (service, _) in self.pending.items() if not isinstance(service, EnginePair)]:
-            for reply in wait(rest, return_when=FIRST_COMPLETED).done:
+        """Wait for evaluations and checkpoints, publish the last versions and close the journal; return the stage's results."""
+        while replies := [reply for reply, (service, _) in self.pending.items() if not isinstance(service, EnginePair)]:
+            for reply in wait(replies, return_when=FIRST_COMPLETED).done:
                 self._on_reply(reply)
         self._handle([])
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
-        ends = {"before_final": min(version, self.live * self.per_step), "final": version}
-        self.trainer.call("finish", ends).result()
+        version_by_name = {"before_final": min(version, self.live * self.per_step), "final": version}
+        self.trainer.call("finish", version_by_name).result()
         books = self.orchestrator.report()
-        unused = Counter({why: n for why, n in books["ledger"].items() if why != "trained"})
-        unused["unused_at_the_end"] += books["held_tokens"]
+        unused_tokens = Counter({reason: count for reason, count in books["ledger"].items() if reason != "trained"})
+        unused_tokens["unused_at_the_end"] += books["held_tokens"]
         with self.journal.transaction():
-            self.journal.log_ledger(0, unused)
+            self.journal.log_ledger(0, unused_tokens)
         self.journal.close()
         return {
             "seconds_before": self.before,

@@ -127,53 +127,55 @@ class EnvironmentService:
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
         and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
-        until = time.monotonic() + seconds
-        for a in start:
-            base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
-            self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
+        deadline = time.monotonic() + seconds
+        for dispatch in start:
+            slot, attempt = dispatch.slot, dispatch.attempt
+            first = (attempt - 1) * ATTEMPT_STRIDE + slot * self._group  # as in the plain loop at the first attempt
+            self._waiting += [(first + place, (slot, attempt, place)) for place in dispatch.places]
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
-            time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
+            time_is_up = time.monotonic() >= deadline and (self._conversations or self._grading)
             if time_is_up or (self._lockstep and reports):
                 break
             while self._waiting and self._driver.room:
                 rollout, name = self._waiting.pop(0)
                 self._conversations[rollout] = name, time.monotonic()
                 self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
-            waits = not self._conversations or (self._lockstep and self._grading)  # for grades alone
-            for rollout, ended in () if waits else self._driver.wait(max(0.0, until - time.monotonic())):
-                name, since = self._conversations.pop(rollout)
+            only_grades = not self._conversations or (self._lockstep and self._grading)  # for grades alone
+            for rollout, ended in () if only_grades else self._driver.wait(max(0.0, deadline - time.monotonic())):
+                name, start_s = self._conversations.pop(rollout)
                 functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
                 env = self._agent.environment(functions)
-                self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
+                self._grading[name] = self._graders.submit(self._report, name, ended, env, start_s)
             if self._lockstep or not self._conversations:
-                left = max(0.0, until - time.monotonic())
-                wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
+                left_s = max(0.0, deadline - time.monotonic())
+                wait(self._grading.values(), left_s, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
-        moved, self._driver.moved = self._driver.moved, set()
-        alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
+        progressed, self._driver.moved = self._driver.moved, set()
+        alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in progressed}
         alive |= {name[:2] for _, name in self._waiting}
         reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
         for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
             reports.append(Alive(slot=slot, attempt=attempt, place=place))
         return reports
 
-    def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
+    def _report(self, name: RolloutName, ended: Attempt, env: Environment, start_s: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
         attempt = rewarded(graded(ended, env), self._reward)
-        key = dict(zip(("slot", "attempt", "place"), name, strict=True))
+        identity = dict(zip(("slot", "attempt", "place"), name, strict=True))
         rollout, grade = attempt.rollout, attempt.grade
         if not grade.known:
-            return Faulted(**key, reason=grade.output or grade.status, sampled=rollout.sampled)
+            return Faulted(**identity, reason=grade.output or grade.status, sampled=rollout.sampled)
         self._finished.save(name, attempt)
-        oldest = int(rollout.versions.min()) if len(rollout.versions) else 0
-        seconds = time.monotonic() - since
-        return Finished(**key, oldest_version=oldest, sampled=rollout.sampled, seconds=seconds)
+        oldest_version = int(rollout.versions.min()) if len(rollout.versions) else 0
+        seconds = time.monotonic() - start_s
+        return Finished(**identity, oldest_version=oldest_version, sampled=rollout.sampled, seconds=seconds)
 
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Faulted]:
+        """Drop the rollouts of cancelled dispatches (slot, attempt), and return their reports."""
         if not cancelled:
             return []
         names = [name for _, name in self._waiting if name[:2] in cancelled]

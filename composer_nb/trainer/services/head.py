@@ -86,8 +86,8 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
         return head
     reap(folder)
     command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
-    if why := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
-        raise ValueError(f"the head in {folder} {why}")
+    if reason := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
+        raise ValueError(f"the head in {folder} {reason}")
     head = find(folder)
     if head is None:
         raise ValueError(f"the head in {folder} ended as soon as it had started; see {folder / 'head.log'}")
@@ -151,15 +151,15 @@ def begin(
 ) -> str:
     """Run a module as `detach` does, and wait until it is `ready`. If it ends without a holder of `lock`, or takes longer than
     `seconds` (more on a busy machine), return the reason with the last line of its log."""
-    start, longest = log.stat().st_size if log.is_file() else 0, patience(seconds)
+    log_start, limit_s = log.stat().st_size if log.is_file() else 0, patience(seconds)
     process = detach(words, log)
-    deadline = time.monotonic() + longest
+    deadline = time.monotonic() + limit_s
     while not ready(process):
-        ended = process.poll() is not None and holder(lock) is None
-        if ended or time.monotonic() > deadline:
+        has_ended = process.poll() is not None and holder(lock) is None
+        if has_ended or time.monotonic() > deadline:
             process.kill()
-            why = f"ended with {process.returncode}" if ended else f"did not start within {longest:.0f} s"
-            return f"{why}: {last_words(log, start)}"
+            reason = f"ended with {process.returncode}" if has_ended else f"did not start within {limit_s:.0f} s"
+            return f"{reason}: {last_words(log, log_start)}"
         time.sleep(0.05)
     return ""
 
@@ -171,27 +171,27 @@ def last_words(log: Path, begin: int) -> str:
 
 
 def end(
-    lock: Path, pid: int, number: signal.Signals, seconds: float, say: Callable[[str], None] = lambda line: None
+    lock: Path, pid: int, signal_number: signal.Signals, seconds: float, say: Callable[[str], None] = lambda line: None
 ) -> None:
     """Send a signal to the holder of a lock, and SIGKILL if it holds the lock after `seconds`. Say what is waited for. Raises
     TimeoutError if even that has not ended it after KILLED_S."""
-    began = reported = time.monotonic()
+    start_s = reported_s = time.monotonic()
     with suppress(ProcessLookupError):
-        os.kill(pid, number)
-        killed = False
+        os.kill(pid, signal_number)
+        is_killed = False
         while holder(lock) == pid:
-            now = time.monotonic()
-            if not killed and now - began > seconds:
+            now_s = time.monotonic()
+            if not is_killed and now_s - start_s > seconds:
                 os.kill(pid, signal.SIGKILL)
-                killed = True
+                is_killed = True
                 say(f"process {pid} was killed: it had not ended within {seconds:g} s")
-            if now - began > seconds + KILLED_S:
+            if now_s - start_s > seconds + KILLED_S:
                 raise TimeoutError(
                     f"process {pid} outlives SIGKILL: it waits for its disk; look at {lock.parent} later"
                 )
-            if not killed and now - reported > SAY_S:
-                reported = now
-                say(f"waiting for process {pid} to end, {now - began:.0f} s of {seconds:g} s")
+            if not is_killed and now_s - reported_s > SAY_S:
+                reported_s = now_s
+                say(f"waiting for process {pid} to end, {now_s - start_s:.0f} s of {seconds:g} s")
             time.sleep(0.05)
 
 
@@ -244,6 +244,8 @@ def holder(lock: Path) -> int | None:
 
 
 def main(arguments: list[str]) -> None:
+    """Start Ray and keep it until its lease has run out unused, it is lost, or SIGTERM; `arguments` are the folder and the lease
+    in seconds."""
     folder, lease_s = Path(arguments[0]), float(arguments[1])
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well
@@ -254,23 +256,23 @@ def main(arguments: list[str]) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    now, record = time.time(), folder / "head.json"
-    head = Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=now, until=now + lease_s)
+    start_s, head_file = time.time(), folder / "head.json"
+    head = Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=start_s, until=start_s + lease_s)
     try:
-        write_json(record, asdict(head))
-        why = ""
-        while not why:
+        write_json(head_file, asdict(head))
+        end_reason = ""
+        while not end_reason:
             if stop.wait(POLL_S):
-                why = "it was asked to"
+                end_reason = "it was asked to"
             elif lost := cluster.lost():
-                why = lost
-            elif time.time() >= json.loads(record.read_text())["until"]:
+                end_reason = lost
+            elif time.time() >= json.loads(head_file.read_text())["until"]:
                 with suppress(BlockingIOError), _locked(folder / "users.lock", fcntl.LOCK_EX):
-                    why = "its lease has run out, and nobody uses it"
-                    record.unlink()  # before a new user can come
-        print(f"{time.ctime()}: ended: {why}", flush=True)
+                    end_reason = "its lease has run out, and nobody uses it"
+                    head_file.unlink()  # before a new user can come
+        print(f"{time.ctime()}: ended: {end_reason}", flush=True)
     finally:
-        record.unlink(missing_ok=True)
+        head_file.unlink(missing_ok=True)
         cluster.close()
 
 

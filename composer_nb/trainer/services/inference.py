@@ -60,9 +60,9 @@ class RunningVersion:
 
 def fetch(receiver: Receiver, version: int) -> Fetched:
     """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
-    until = time.monotonic() + APPEARS_S
+    deadline = time.monotonic() + APPEARS_S
     while (newest := receiver.newest()) is None or newest < version:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
         time.sleep(0.01)
     return receiver.fetch(version)
@@ -116,23 +116,23 @@ class Updates:
 
         Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears, ValueError
         for the weights of another model."""
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         fetched = fetch(self.receiver, version) if full is None else None
         tensors = full if fetched is None else fetched.tensors
         assert tensors is not None
-        plain = self.model(tensors)
-        model = as_engine(plain, self.numerics).to(self.device)
-        pause = time.perf_counter()
+        trained_model = self.model(tensors)
+        model = as_engine(trained_model, self.numerics).to(self.device)
+        pause_s = time.perf_counter()
         between(lambda: engine.swap(model, version))
-        now = time.perf_counter()
+        end_s = time.perf_counter()
         if fetched is not None:
             self.receiver.install(fetched)
         return RunningVersion(
             version=version,
-            hash=state_hash(published(plain)),
+            hash=state_hash(published(trained_model)),
             read_bytes=fetched.read_bytes if fetched else 0,
-            seconds=now - start,
-            paused=now - pause,
+            seconds=end_s - start_s,
+            paused=end_s - pause_s,
         )
 
 
@@ -162,25 +162,25 @@ class Inference(Shared):
         Raises what the engine raises, and ProviderFailure when it has ended."""
         if self.lockstep:
             return self.advance(*requests)
-        mine, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
+        ended, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
         answers = self.start(*requests)
         under_way |= {*answers}
         for answer in answers:
-            answer.add_done_callback(mine.put)
+            answer.add_done_callback(ended.put)
         completions: list[Completion | ProviderFailure] = []
-        while under_way and not (completions and mine.empty()):
-            ended = mine.get()
-            under_way.discard(ended)
-            if not ended.cancelled():  # it was released
-                completions.append(ended.result())
+        while under_way and not (completions and ended.empty()):
+            turn = ended.get()
+            under_way.discard(turn)
+            if not turn.cancelled():  # it was released
+                completions.append(turn.result())
         return completions
 
     def update(self, version: int, full: Weights | None = None) -> RunningVersion:
         """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
         assert self.updates is not None
         report = self.updates.update(self.policy, version, self.between, full)
-        (then, before), self._told = self._told, (time.perf_counter(), self.idle_s)
-        return replace(report, idle=(self._told[1] - before) / (self._told[0] - then))
+        (last_report_s, idle_before_s), self._told = self._told, (time.perf_counter(), self.idle_s)
+        return replace(report, idle=(self._told[1] - idle_before_s) / (self._told[0] - last_report_s))
 
 
 @contextmanager
@@ -197,16 +197,17 @@ def following(service: Inference) -> Iterator[None]:
 
 
 def _follow(service: Inference, ended: threading.Event) -> None:
+    """Look for the version that should run, and take it, until `ended` is set."""
     updates, engine, target = service.updates, service.policy, None
     assert updates is not None
     with suppress(StoreError):  # what is reported is not pruned
         updates.receiver.report()
     while not ended.wait(LOOK_S):
         try:
-            target, now = updates.wanted(), engine.version
-            if target is None or target == now or target < now <= updates.rule.most:
+            target, running = updates.wanted(), engine.version
+            if target is None or target == running or target < running <= updates.rule.most:
                 continue
-            service.update(target, updates.receiver.back(target) if target < now else None)
+            service.update(target, updates.receiver.back(target) if target < running else None)
             updates.receiver.report()
         except (StoreError, TimeoutError) as error:
             LOG.warning("version %d goes on: %s", engine.version, error)

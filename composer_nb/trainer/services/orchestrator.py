@@ -204,8 +204,8 @@ class Orchestrator:
             return []
         self.now = max(self.now, event.at)
         self._commands = []
-        if why := self._apply(event):
-            self.books.counts[f"ignored_{why}"] += 1
+        if ignored_reason := self._apply(event):
+            self.books.counts[f"ignored_{ignored_reason}"] += 1
         self._give_up_hung()
         if not self.ended:
             self._train()
@@ -263,6 +263,7 @@ class Orchestrator:
         return None
 
     def _rollout(self, event: Finished | Faulted | Alive) -> str | None:
+        """Apply an event of a rollout, or return why it is ignored."""
         group = self.groups.get(event.slot)
         if group is None:
             return "late" if event.slot < self.next_slot else "unknown"
@@ -274,13 +275,13 @@ class Orchestrator:
                     lease.graded.append(event.place)
                     self.workers[lease.worker].busy -= 1
             return None if lease else "late" if event.attempt <= self._attempt(group) else "unknown"
-        key = (event.attempt, event.place)
+        rollout_key = (event.attempt, event.place)
         if lease is None or event.place not in lease.places:
-            if key in group.gone:
-                why, worker = group.gone.pop(key)
-                self.books.receive(event.sampled, why)
-                if worker in self.workers:
-                    self.workers[worker].suspect = False
+            if rollout_key in group.gone:
+                drop_reason, worker_name = group.gone.pop(rollout_key)
+                self.books.receive(event.sampled, drop_reason)
+                if worker_name in self.workers:
+                    self.workers[worker_name].suspect = False
                 return "late"
             finished = group.done.get(event.place)
             return "duplicate" if finished and finished.attempt == event.attempt else "unknown"
@@ -295,6 +296,7 @@ class Orchestrator:
         return None
 
     def _finished(self, group: Group, event: Finished) -> None:
+        """Accept a rollout; drop its group if it is too old, or replace it if it is complete and has no signal."""
         self.books.receive(event.sampled)
         self.books.counts["finished"] += 1
         group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.sampled, event.reward)
@@ -311,14 +313,16 @@ class Orchestrator:
         lease.heard = self.now
         self.workers[lease.worker].suspect = False
 
-    def _left(self, name: str) -> str | None:
-        if name not in self.workers:
+    def _left(self, worker_name: str) -> str | None:
+        """Give up what a worker ran, and stop the run if that was one worker too many for a group. Return why the event is
+        ignored, if it is."""
+        if worker_name not in self.workers:
             return "unknown"
-        del self.workers[name]
+        del self.workers[worker_name]
         for group in self.groups.values():
-            mine = [attempt for attempt, lease in group.leases.items() if lease.worker == name]
-            group.deaths += bool(mine)
-            for attempt in mine:
+            lost_attempts = [attempt for attempt, lease in group.leases.items() if lease.worker == worker_name]
+            group.deaths += bool(lost_attempts)
+            for attempt in lost_attempts:
                 self._give_up(group, attempt, "left")
             if group.deaths > self.schedule.deaths:
                 self._stop(
@@ -328,14 +332,15 @@ class Orchestrator:
         return None
 
     def _trained(self, step: int) -> str | None:
-        todo = self.redo[0] if self.redo else self.training
-        if todo is None or not self.issued or step != todo.step:
+        """Take note of a trained or repeated batch, or return why the event is ignored."""
+        due_batch = self.redo[0] if self.redo else self.training
+        if due_batch is None or not self.issued or step != due_batch.step:
             return "duplicate" if step < self.version else "unknown"
         self.issued, self.trainer_deaths = False, 0
         if self.redo:
             del self.redo[0]
             return None
-        for slot in todo.slots:
+        for slot in due_batch.slots:
             for finished in self.groups.pop(slot).done.values():
                 self.books.trained(finished, step)
         self.version, self.training = self.version + 1, None
@@ -353,23 +358,23 @@ class Orchestrator:
 
     # What is given up
 
-    def _close(self, group: Group, attempt: int, member: int) -> None:
+    def _close(self, group: Group, attempt: int, place: int) -> None:
         lease = group.leases[attempt]
-        lease.places.remove(member)
-        if lease.worker in self.workers and member not in lease.graded:
+        lease.places.remove(place)
+        if lease.worker in self.workers and place not in lease.graded:
             self.workers[lease.worker].busy -= 1
         if not lease.places:
             del group.leases[attempt]
 
-    def _give_up(self, group: Group, attempt: int, why: str) -> list[int]:
+    def _give_up(self, group: Group, attempt: int, reason: str) -> list[int]:
         """End a dispatch and return the rollouts that are missing as a result."""
         lease = group.leases[attempt]
         places = list(lease.places)
         if lease.worker in self.workers:
             self._commands.append(Cancel(worker=lease.worker, slot=group.slot, attempt=attempt))
-        for member in places:
-            group.gone[attempt, member] = (why, lease.worker)
-            self._close(group, attempt, member)
+        for place in places:
+            group.gone[attempt, place] = (reason, lease.worker)
+            self._close(group, attempt, place)
         return places
 
     def _give_up_hung(self) -> None:
@@ -378,8 +383,8 @@ class Orchestrator:
                 if self.now - lease.heard >= self.schedule.hang_s:
                     self.workers[lease.worker].suspect = True
                     group.avoid.add(lease.worker)
-                    for member in self._give_up(group, attempt, "hung"):
-                        self._fault(group, member, f"no event for {self.schedule.hang_s:g} s")
+                    for place in self._give_up(group, attempt, "hung"):
+                        self._fault(group, place, f"no event for {self.schedule.hang_s:g} s")
 
     def _drop(self, group: Group) -> None:
         """Restart a group that is too old to train on, as a whole: resampling its long rollouts alone would select by length."""
@@ -394,11 +399,11 @@ class Orchestrator:
             if group.oldest(self.version) + self.schedule.bound < self.version:
                 self._drop(group)
 
-    def _fault(self, group: Group, member: int, reason: str) -> None:
-        group.faults[member] += 1
-        if group.faults[member] > self.schedule.retries:
+    def _fault(self, group: Group, place: int, reason: str) -> None:
+        group.faults[place] += 1
+        if group.faults[place] > self.schedule.retries:
             self._stop(
-                f"slot {group.slot}, rollout {member}: {group.faults[member]} infrastructure faults, the last one "
+                f"slot {group.slot}, rollout {place}: {group.faults[place]} infrastructure faults, the last one "
                 f"{reason!r}; run `composer-nb doctor`, or raise services.retries ({self.schedule.retries})"
             )
 
@@ -411,11 +416,11 @@ class Orchestrator:
 
     def _train(self) -> None:
         if not self.redo and self.training is None and not (0 < self.schedule.steps <= self.version):
-            picked = pick(list(self._open()), self.schedule, self.version, self.served)
-            self.training = self._batch(picked) if picked else None
-        todo = self.redo[0] if self.redo else self.training
-        if todo and not self.issued:
-            self._commands.append(todo)
+            batch_groups = pick(list(self._open()), self.schedule, self.version, self.served)
+            self.training = self._batch(batch_groups) if batch_groups else None
+        due_batch = self.redo[0] if self.redo else self.training
+        if due_batch and not self.issued:
+            self._commands.append(due_batch)
             self.issued = True
 
     def _dispatch(self) -> None:
@@ -435,18 +440,18 @@ class Orchestrator:
 
     def _place(self, group: Group) -> bool:
         """Dispatch a group's missing rollouts as far as workers have room. Return whether any was dispatched."""
-        missing = group.missing()
-        first = group.attempts
-        while missing and (name := choose(self.workers, group.avoid)) is not None:
-            worker = self.workers[name]
-            places, missing = missing[: worker.free], missing[worker.free :]
+        missing_places = group.missing()
+        attempts_before = group.attempts
+        while missing_places and (worker_name := choose(self.workers, group.avoid)) is not None:
+            worker = self.workers[worker_name]
+            places, missing_places = missing_places[: worker.free], missing_places[worker.free :]
             group.attempts += 1
-            command = Dispatch(worker=name, slot=group.slot, attempt=self._attempt(group), places=tuple(places))
-            group.leases[command.attempt] = DispatchLease(name, places, self.served, self.now)
+            command = Dispatch(worker=worker_name, slot=group.slot, attempt=self._attempt(group), places=tuple(places))
+            group.leases[command.attempt] = DispatchLease(worker_name, places, self.served, self.now)
             worker.busy += len(places)
             self.books.counts["dispatched"] += len(places)
             self._commands.append(command)
-        return group.attempts > first
+        return group.attempts > attempts_before
 
     def _free(self) -> bool:
         return any(worker.free for worker in self.workers.values())
@@ -462,10 +467,11 @@ class Orchestrator:
     def _end(self) -> None:
         if self.ended or not self._closed() or self.training or self.redo:
             return
-        live = list(self._open())
-        reached = 0 < self.schedule.steps <= self.version
-        if reached or (all(group.complete for group in live) and len(live) < self.schedule.prompts):
-            self._commands.append(Drained(left=tuple(group.slot for group in live if group.complete)))
+        open_groups = list(self._open())
+        all_steps_trained = 0 < self.schedule.steps <= self.version
+        too_few = all(group.complete for group in open_groups) and len(open_groups) < self.schedule.prompts
+        if all_steps_trained or too_few:
+            self._commands.append(Drained(left=tuple(group.slot for group in open_groups if group.complete)))
             self.ended = True
 
     def _stop(self, error: str) -> None:
@@ -512,9 +518,9 @@ class Orchestrator:
         for group in self.groups.values() if stored is not None else ():
             for finished in group.forget(stored or ()):
                 self.books.settle(finished, "lost")
-        picked = [self.groups[slot] for slot in snapshot["training"]]
-        if picked and all(group.complete for group in picked):
-            self.training = self._batch(picked)
+        training_groups = [self.groups[slot] for slot in snapshot["training"]]
+        if training_groups and all(group.complete for group in training_groups):
+            self.training = self._batch(training_groups)
         self.redo = self._checked(redo)
         self._sweep()
         return self
@@ -525,8 +531,6 @@ class Orchestrator:
             raise ValueError(f"redo has steps {steps}, not every logged batch from the checkpoint to {self.version}")
         return list(redo)
 
-    def _batch(self, picked: Sequence[Group]) -> Train:
-        rollouts = [
-            (group.slot, group.done[member].attempt, member) for group in picked for member in range(group.size)
-        ]
-        return Train(step=self.version, slots=tuple(group.slot for group in picked), rollouts=tuple(rollouts))
+    def _batch(self, groups: Sequence[Group]) -> Train:
+        rollouts = [(group.slot, group.done[place].attempt, place) for group in groups for place in range(group.size)]
+        return Train(step=self.version, slots=tuple(group.slot for group in groups), rollouts=tuple(rollouts))

@@ -38,6 +38,7 @@ def _end_when_lost(actors: RayActors) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Run RL as services. Exits with LOST if the cluster is lost, and with a message if RL cannot continue."""
     [path] = arguments
     run = RunDir(Path(path))
     settings = from_dict(run.settings())
@@ -51,8 +52,8 @@ def main(arguments: list[str]) -> None:
     say("rl, as services …")
     journal = ResourceJournal(run.path / FOLDER, run.path.name)
     address = settings.services.address
-    begun = threading.Event()
-    threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()
+    has_begun = threading.Event()
+    threading.Thread(target=_end_unless_begun, args=(has_begun,), daemon=True).start()
     try:
         with held(address) as cluster:
             actors = RayActors(cluster, namespace=run.path.name, journal=journal)
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
         print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
         sys.exit(1 if address else LOST)
     finally:
-        begun.set()
+        has_begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
         if address and not run.steps("rl"):  # in a resumed run, dead processes may still hold memory

@@ -126,7 +126,7 @@ def learn_batch(
         denominator=rl.denominator(s.loss),
         lr=lr,
         clip=rl.clip,
-        budget=rl.microbatch_tokens,
+        microbatch_tokens=rl.microbatch_tokens,
         after=after,
     )
 

@@ -75,8 +75,8 @@ class TrainerRank:
         self._newest = self._weights()
         # The version before the last batch with a signal, and its weights.
         self._before = (self.version, self._newest)
-        url, every = store_url(self._run.path, s), s.services.full_every
-        self._publisher = Publisher(url, owner="trainer", full_every=every, group=group)
+        url, full_every = store_url(self._run.path, s), s.services.full_every
+        self._publisher = Publisher(url, owner="trainer", full_every=full_every, group=group)
         self._background = BackgroundPublisher(self._publisher)
         self._publisher.publish(self.version, self._newest, self._files)
 
@@ -129,9 +129,9 @@ class TrainerRank:
             raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
         for report in running:
             self._publisher.acknowledge(report.version, report.hash)
-        every, minibatches = self._settings.services.full_every, self._settings.rl.minibatches
-        if step % every == 0:
-            self._background.prune(2 * every, since=saved * minibatches)
+        full_every, minibatches = self._settings.services.full_every, self._settings.rl.minibatches
+        if step % full_every == 0:
+            self._background.prune(2 * full_every, since=saved * minibatches)
         start = time.perf_counter()
         if streams:
             self._before = (self.version, self._newest)
@@ -181,8 +181,8 @@ class TrainerRank:
         for name, version in versions.items() if self._ranks.first else ():
             model, path = empty_model(self._learner.model.config), run / "weights" / name
             # A rank has only its part, and another process may have made the version.
-            stored = weights.get(version) or Receiver(store_url(run, s), name="trainer").fetch(version).tensors
-            from_hugging_face(model, stored)
+            tensors = weights.get(version) or Receiver(store_url(run, s), name="trainer").fetch(version).tensors
+            from_hugging_face(model, tensors)
             model.companions = self._learner.model.companions
             save_pretrained(model, path, dtype=torch.bfloat16)
             carry(path, s.env, s.limits)
@@ -212,16 +212,18 @@ class TrainerGroup:
         self._calls.put(None)
 
     def _work(self, meshed: bool) -> None:
-        failed: Exception | None = None
+        """Execute the calls on all ranks, one after another, until `kill`. If the ranks cannot start, every call raises that
+        error."""
+        start_error: Exception | None = None
         try:
             self._everywhere("begin", self._members[0].call("meet").result() if meshed else "")
         except Exception as error:  # all calls raise it
-            failed = error
+            start_error = error
         while (call := self._calls.get()) is not None:
             method, values, reply = call
             try:
-                if failed is not None:
-                    raise failed
+                if start_error is not None:
+                    raise start_error
                 first, *others = self._everywhere(method, *values)
             except Exception as error:
                 reply.set_exception(error)

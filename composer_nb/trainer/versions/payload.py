@@ -216,8 +216,10 @@ class Decoded(Mapping[str, Tensor]):
 
 
 def _resolved(name: str, form: Form, base: WeightState | None, links: Sequence[Link]) -> Tensor:
+    """Return a tensor after the versions of `links`, from that of the base, if any. Raises DamagedVersion for a payload that does
+    not fit."""
     tensor = None if base is None else base.tensors[name]
-    now: Bits | None = None if tensor is None else bits(tensor)
+    current_bits: Bits | None = None if tensor is None else bits(tensor)
     for link in links:
         entry = link.manifest.tensors[name]
         if entry.encoding == "same":
@@ -228,17 +230,17 @@ def _resolved(name: str, form: Form, base: WeightState | None, links: Sequence[L
                 raise DamagedVersion(
                     f"{link.what}: {name} is {payload.dtype} {tuple(payload.shape)}, the manifest has {entry.form}"
                 )
-            tensor, now = payload, bits(payload)
+            tensor, current_bits = payload, bits(payload)
             continue
         if entry.encoding not in CODECS:
             raise DamagedVersion(f"{link.what}: {name} is encoded as {entry.encoding!r}, unknown to this release")
-        if now is None or payload.dtype != torch.uint8:
+        if current_bits is None or payload.dtype != torch.uint8:
             raise DamagedVersion(f"{link.what}: {name} has no weights to begin with, or a payload that is none")
         try:
-            now = CODECS[entry.encoding].decode(now, payload.numpy().tobytes(), entry.dtype)
+            current_bits = CODECS[entry.encoding].decode(current_bits, payload.numpy().tobytes(), entry.dtype)
         except ValueError as error:
             raise DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
-        tensor = torch.from_numpy(now.view(np.uint8)).view(form[0]).reshape(form[1])
+        tensor = torch.from_numpy(current_bits.view(np.uint8)).view(form[0]).reshape(form[1])
     if tensor is None:
         raise DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")
     return tensor

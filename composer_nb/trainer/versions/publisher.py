@@ -150,10 +150,10 @@ class Publisher:
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
         manifest = self._write(plan, files)
-        due = self._on_first(lambda: self._anchor(manifest))
-        if due is not None:
+        anchor_plan = self._on_first(lambda: self._anchor(manifest))
+        if anchor_plan is not None:
             with suppress(StoreError):
-                self._write(due, files)
+                self._write(anchor_plan, files)
         return manifest
 
     def _begin(self, version: int, surveys: Sequence[Mapping[str, TensorEntry]], files: SideFiles) -> VersionPlan:
@@ -166,34 +166,34 @@ class Publisher:
         side_names(files)
         if self._form is not None:
             check_same_form(self._form, entries)
-        hash = hash_of(entries)
-        again = there = self._store.exists(version) or version <= self.last
-        if again:
+        version_hash = hash_of(entries)
+        is_repeated = there = self._store.exists(version) or version <= self.last
+        if is_repeated:
             published = self._store.manifest(version) if self._store.exists(version) else None
-            if published is None or published.hash != hash:
+            if published is None or published.hash != version_hash:
                 raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
             try:
                 for name, file in published.files.items():
                     check_file(self._store, f"{folder(version)}/{name}", file)
             except WeightFault:  # damaged since: it is written again, in full
                 there = False
-        base = None if again else self._base()
+        base = None if is_repeated else self._base()
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
             self._store.remove(folder(version))
-        needs = self._needs(version)
-        return VersionPlan(version=version, base=base, where=folder(version), hash=hash, needs=needs, there=there)
+        where, needs = folder(version), self._needs(version)
+        return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
 
     def _base(self) -> BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
-        notes = self._store.names("refused")
-        for name in notes:  # before the answer is written: a later note refers to the answer
+        refusals = self._store.names("refused")
+        for name in refusals:  # before the answer is written: a later note refers to the answer
             self._store.remove(f"refused/{name}")
         for report in self._store.reports():
             with suppress(ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)
         with self._lock:
-            if notes:
+            if refusals:
                 self._end_chain()
             self._begun = self._chain
             return self._baseline
@@ -231,6 +231,7 @@ class Publisher:
             raise
 
     def _finish(self, plan: VersionPlan, parts: Sequence[WriterPart], files: SideFiles) -> Manifest:
+        """Write the manifest of a version or an anchor, and record it as published."""
         if plan.base is not None:  # the others are those of the base
             files = {"config.json": files["config.json"]}
         manifest = seal(plan.version, plan.base, parts, write_side(self._store, plan.where, parts, files))
@@ -300,18 +301,18 @@ class BackgroundPublisher:
         """Queue a version; blocks while `DEPTH` versions are under way. The future is the hash of all ranks' tensors together.
         Raises the error of an earlier version."""
         self._settle(DEPTH - 1)
-        hash: Future[str] = Future()
+        hash_future: Future[str] = Future()
 
         def work() -> None:
             try:
-                self._publisher.publish(version, tensors, files, hash.set_result)
+                self._publisher.publish(version, tensors, files, hash_future.set_result)
             except BaseException as error:
-                if not hash.done():
-                    hash.set_exception(error)
+                if not hash_future.done():
+                    hash_future.set_exception(error)
                 raise
 
         self._under_way.append(self._pool.submit(work))
-        return hash
+        return hash_future
 
     def prune(self, keep: int, since: float) -> None:
         """Queue `Publisher.prune`."""
@@ -322,6 +323,6 @@ class BackgroundPublisher:
         self._pool.shutdown()
         self._settle(0)
 
-    def _settle(self, most: int) -> None:
-        while self._under_way and (len(self._under_way) > most or self._under_way[0].done()):
+    def _settle(self, max_under_way: int) -> None:
+        while self._under_way and (len(self._under_way) > max_under_way or self._under_way[0].done()):
             self._under_way.popleft().result()

@@ -136,18 +136,18 @@ class VersionStore:
 
     def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
-        path, count, hashed = self._at(name), 0, hashlib.blake2b(digest_size=20)
+        path, byte_count, digest = self._at(name), 0, hashlib.blake2b(digest_size=20)
         with self._placing(path) as part:
             with self._fs.open(part, "wb") as stream:
                 for piece in pieces:
                     view = memoryview(piece).cast("B")
                     for begin in range(0, len(view), CHUNK):
                         stream.write(view[begin : begin + CHUNK])
-                    hashed.update(view)
-                    count += len(view)
+                    digest.update(view)
+                    byte_count += len(view)
             if part != path:
                 os.replace(part, path)
-        return PayloadFile(bytes=count, hash=hashed.hexdigest())
+        return PayloadFile(bytes=byte_count, hash=digest.hexdigest())
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:
@@ -225,11 +225,11 @@ class VersionStore:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         folders = [v for v in self.folders() if v <= last]
-        there = [v for v in folders if self.exists(v)]
-        needed_versions = {*there[-keep:], *(v for v in there if v >= since), *needed}
-        needed_versions |= {report.version for report in self.reports()} & set(there[-2 * keep :])
+        complete = [v for v in folders if self.exists(v)]
+        needed_versions = {*complete[-keep:], *(v for v in complete if v >= since), *needed}
+        needed_versions |= {report.version for report in self.reports()} & set(complete[-2 * keep :])
         anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
-        retained, anchors_kept = needed_versions & set(there), set(anchors[-1:])
+        retained, anchors_kept = needed_versions & set(complete), set(anchors[-1:])
         try:
             for version in sorted(retained):
                 while version not in anchors and (base := self.manifest(version).base) is not None:
@@ -275,12 +275,13 @@ def log(url: str | Path) -> list[dict[str, Any]]:
         rows[line.version] = {**line.model_dump(exclude={"files"}), "there": False}
     for version in store.folders():
         try:
-            m = store.manifest(version)
+            manifest = store.manifest(version)
         except WeightFault as fault:
             rows[version] = {"version": version, "fault": type(fault).__name__, "detail": str(fault)}
             continue
         row = rows.setdefault(version, {"version": version, "owner": "", "anchor_bytes": 0, "acknowledged": []})
-        row |= {"base": m.base and m.base.version, "bytes": m.size, "hash": m.hash, "there": True}
+        base = manifest.base and manifest.base.version
+        row |= {"base": base, "bytes": manifest.size, "hash": manifest.hash, "there": True}
     return [rows[version] for version in sorted(rows)]
 
 
@@ -288,17 +289,17 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
     """Return the number of full versions and of deltas that were ever published, with their mean bytes."""
     rows = [row for row in log(url) if "bytes" in row]
     totals: dict[str, float] = {}
-    for name, full in (("full", True), ("delta", False)):
-        sizes = [row["bytes"] for row in rows if (row["base"] is None) == full]
+    for name, is_full in (("full", True), ("delta", False)):
+        sizes = [row["bytes"] for row in rows if (row["base"] is None) == is_full]
         totals |= {name: len(sizes)} | ({f"{name}_bytes": sum(sizes) / len(sizes)} if sizes else {})
     return totals
 
 
 def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:
     """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
-    count, hashed = 0, hashlib.blake2b(digest_size=20)
+    byte_count, digest = 0, hashlib.blake2b(digest_size=20)
     for piece in store.chunks(name):
-        hashed.update(piece)
-        count += len(piece)
-    if (count, hashed.hexdigest()) != (file.bytes, file.hash):
-        raise DamagedVersion(f"{store.url}/{name} ({count} bytes of {file.bytes}) is not what was published")
+        digest.update(piece)
+        byte_count += len(piece)
+    if (byte_count, digest.hexdigest()) != (file.bytes, file.hash):
+        raise DamagedVersion(f"{store.url}/{name} ({byte_count} bytes of {file.bytes}) is not what was published")

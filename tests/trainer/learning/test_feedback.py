@@ -68,7 +68,9 @@ def learner_of(model, feedback: float) -> Learner:
 
 
 def learn(learner: Learner, streams: list[Stream], lr: float = 0.0) -> dict[str, float]:
-    return learner.learn(streams, Ranks(), Random(0), minibatches=1, denominator=50.0, lr=lr, clip=1e9, budget=256)
+    return learner.learn(
+        streams, Ranks(), Random(0), minibatches=1, denominator=50.0, lr=lr, clip=1e9, microbatch_tokens=256
+    )
 
 
 def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make_model, stream: Stream) -> None:

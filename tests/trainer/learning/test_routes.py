@@ -22,7 +22,7 @@ from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.rl import Scored, to_streams
 
-LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
+LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "microbatch_tokens": 64}
 NAMES = ("routes", "route_valid", "checks")
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from composer_nb.trainer.learning.data import CODE_ROW, TokenRow, deal, mixture, mixture_code
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
-from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
+from composer_nb.trainer.learning.supervised import cross_entropy, rows_of_rank, supervise, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows, balance_loss
 from composer_nb.trainer.recipe.recipe import midtrain_plan
 from composer_nb.trainer.settings import MidtrainSettings
@@ -172,7 +172,7 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
     optimizer, each = FlatOptimizer(by_step, weight_decay=m.weight_decay), []
     for step, batch in enumerate(batches):
         lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
-        mine = share(batch, Ranks())
+        mine = rows_of_rank(batch, Ranks())
         each.append(train_step(by_step, mine, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
     for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
         net = model()

@@ -79,7 +79,7 @@ def made(config: ModelConfig, dtype: torch.dtype, recompute: bool) -> Model:
 def learn(learner: Learner, ranks: Ranks, given: list[Stream], steps: range = range(2)) -> list[dict[str, float]]:
     return [
         learner.learn(
-            given, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-3, clip=0.02, budget=48
+            given, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-3, clip=0.02, microbatch_tokens=48
         )
         for step in steps
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from composer_nb.harness.environment import Sandboxes
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, share, train_step
+from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, rows_of_rank, train_step
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
@@ -62,7 +62,7 @@ def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None
         (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
     )
     for batch in BATCHES:
-        mine = {id(model): batch if ranks.world == 1 else share(batch, team) for model, _, ranks in pairs}
+        mine = {id(model): batch if ranks.world == 1 else rows_of_rank(batch, team) for model, _, ranks in pairs}
         one, many = (
             {
                 "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
@@ -88,7 +88,7 @@ def _balanced() -> None:
     optimizers = FlatOptimizer(alone), ShardedOptimizer(cut, team, OptimizerSettings())
     for batch in BATCHES:
         for model, optimizer, ranks in zip((alone, cut), optimizers, (plain, team), strict=True):
-            train_step(model, share(batch, team), optimizer, ranks, lr=1e-3, balance=0.3, clip=0.5)
+            train_step(model, rows_of_rank(batch, team), optimizer, ranks, lr=1e-3, balance=0.3, clip=0.5)
     assert_same(cut, alone, 1e-11)
 
 

@@ -70,7 +70,7 @@ def test_wrong_routes_are_seen_in_both_numbers(make_model, converse):
     assert found["on"]["logprob_gap_p50"] > 0.01 and found["off"]["logprob_gap_p99"] < 5e-5
 
 
-LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
+LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "microbatch_tokens": 64}
 SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
 
 
