@@ -183,7 +183,7 @@ def examine(
     c, plain, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
     _require_fit(batch, c)
     engine = replace(engine or plain, replay="weights") if batch.routed else engine or plain
-    values = {program: observe(program, batch, streams=True, variants=variants) for program in (engine, plain)}
+    values = {program: observe(program, batch, keep_streams=True, variants=variants) for program in (engine, plain)}
     top, below = values[engine], values[plain]
     recorded_S = batch.of_written("logprob").astype(np.float64)
 
