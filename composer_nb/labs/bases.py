@@ -104,16 +104,14 @@ def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> fl
         )
     stream = np.array([base.first, *base.ids(text)], np.int32)
     rows = []
-    for predicted_from in range(0, len(stream) - 1, stride):
-        end = min(len(stream), predicted_from + 1 + stride)
-        window_start = max(0, end - window)
-        rows.append(
-            TokenRow(stream[window_start:end], (np.arange(window_start, end) > predicted_from).astype(np.float32))
-        )
+    for begin in range(0, len(stream) - 1, stride):
+        end = min(len(stream), begin + 1 + stride)
+        low = max(0, end - window)
+        rows.append(TokenRow(stream[low:end], (np.arange(low, end) > begin).astype(np.float32)))
     return cross_entropy(base.model, rows, Ranks()) * (len(stream) - 1)
 
 
-def make_questions(texts: Sequence[str], count: int, choice_count: int, seed: int) -> list[Question]:
+def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) -> list[Question]:
     """Return at most `count` questions about functions with two parameters or more, each asked once, in an order that the seed
     decides. The wrong choices are parameters of other functions. Raises ValueError where too few differ."""
     parameters: dict[str, str] = {}
@@ -124,15 +122,13 @@ def make_questions(texts: Sequence[str], count: int, choice_count: int, seed: in
                 if len(parameter_names) >= 2:
                     parameters.setdefault(node.name, ", ".join(parameter_names) + ")")
     answers = sorted(set(parameters.values()))
-    if len(answers) < choice_count:
-        raise ValueError(
-            f"questions: {len(answers)} functions differ in their parameters, and {choice_count} are needed"
-        )
+    if len(answers) < choices:
+        raise ValueError(f"questions: {len(answers)} functions differ in their parameters, and {choices} are needed")
     random = Random(f"questions {seed}")
     questions = []
     for name in random.sample(sorted(parameters), min(count, len(parameters))):
-        wrong_choices = random.sample([choice for choice in answers if choice != parameters[name]], choice_count - 1)
-        answer_index = random.randrange(choice_count)
+        wrong_choices = random.sample([choice for choice in answers if choice != parameters[name]], choices - 1)
+        answer_index = random.randrange(choices)
         options = (*wrong_choices[:answer_index], parameters[name], *wrong_choices[answer_index:])
         questions.append(Question(prompt=f"def {name}(", choices=options, answer=answer_index))
     return questions
@@ -150,37 +146,29 @@ def chosen(base: BaseCandidate, question: Question) -> int:
     return int(np.argmin(losses))
 
 
-def make_histories(
-    texts: Sequence[str], history_count: int, line_count: int, edit_count: int, seed: int
-) -> list[History]:
-    """Return histories of pieces of `line_count` lines, which have at most `WIDTH` characters on average.
+def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, seed: int) -> list[History]:
+    """Return histories of pieces of `lines` lines, which have at most `WIDTH` characters on average.
 
     Each edit deletes a line, repeats one elsewhere, or puts one in the place of another. Raises ValueError where there is no
     such piece."""
     lines_by_text = [text.replace("\r", "").splitlines(keepends=True) for text in texts]
-    pieces = [
-        file_lines[first_line : first_line + line_count]
-        for file_lines in lines_by_text
-        for first_line in range(len(file_lines) - line_count)
-    ]
-    short_pieces = [piece for piece in pieces if len("".join(piece)) <= WIDTH * line_count]
+    pieces = [file_lines[at : at + lines] for file_lines in lines_by_text for at in range(len(file_lines) - lines)]
+    short_pieces = [piece for piece in pieces if len("".join(piece)) <= WIDTH * lines]
     if not short_pieces:
-        raise ValueError(f"lines={line_count}: no text has so many lines of {WIDTH} characters on average; lower it")
+        raise ValueError(f"lines={lines}: no text has so many lines of {WIDTH} characters on average; lower it")
     random = Random(f"histories {seed}")
     histories = []
-    for _ in range(history_count):
-        current_lines = start_lines = random.choice(short_pieces)
+    for _ in range(count):
+        current = start_lines = random.choice(short_pieces)
         diffs = []
-        for _ in range(edit_count):
-            edited_lines = list(current_lines)
-            line_index, line = random.randrange(len(edited_lines)), random.choice(current_lines)
+        for _ in range(edits):
+            edited = list(current)
+            row, line = random.randrange(len(edited)), random.choice(current)
             kind = random.choice(["delete", "repeat", "replace"])
-            edited_lines[line_index : line_index + (kind != "repeat")] = (
-                [] if kind == "delete" and len(edited_lines) > 1 else [line]
-            )
-            diffs.append("".join(islice(unified_diff(current_lines, edited_lines, n=1), 2, None)))
-            current_lines = edited_lines
-        histories.append(History(start="".join(start_lines), diffs=tuple(diffs), end="".join(current_lines)))
+            edited[row : row + (kind != "repeat")] = [] if kind == "delete" and len(edited) > 1 else [line]
+            diffs.append("".join(islice(unified_diff(current, edited, n=1), 2, None)))
+            current = edited
+        histories.append(History(start="".join(start_lines), diffs=tuple(diffs), end="".join(current)))
     return histories
 
 
@@ -202,18 +190,15 @@ def rebuilt(base: BaseCandidate, histories: Sequence[History]) -> list[str]:
     """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
     requests = [[base.first, *base.ids(history.prompt)] for history in histories]
     max_tokens = [len(base.ids(history.end + END)) + 16 for history in histories]
-    needed_positions = max(len(ids) + room for ids, room in zip(requests, max_tokens, strict=True))
-    if needed_positions > base.model.config.max_position_embeddings:
-        raise ValueError(
-            f"lines, edits: a history needs {needed_positions} positions, more than {base.name} has; lower them"
-        )
-    engine = Engine(base.model, stop=frozenset(), slots=SLOTS, max_length=needed_positions, temperature=0.0)
+    positions = max(len(ids) + room for ids, room in zip(requests, max_tokens, strict=True))
+    if positions > base.model.config.max_position_embeddings:
+        raise ValueError(f"lines, edits: a history needs {positions} positions, more than {base.name} has; lower them")
+    engine = Engine(base.model, stop=frozenset(), slots=SLOTS, max_length=positions, temperature=0.0)
     texts = []
-    for part_start in range(0, len(requests), SLOTS):
-        part_indices = range(part_start, min(len(requests), part_start + SLOTS))
-        for request in engine.generate(
-            [Request(rollout=index, token_ids=requests[index], max_tokens=max_tokens[index]) for index in part_indices]
-        ):
+    for first in range(0, len(requests), SLOTS):
+        part = range(first, min(len(requests), first + SLOTS))
+        asked = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
+        for request in engine.generate(asked):
             texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
             engine.release(request.rollout)
     return texts
@@ -264,16 +249,8 @@ def compare_bases(
         distances = [distance(rebuilt_file, history.end) for rebuilt_file, history in rebuilt_files]
         weight_count = sum(parameter.numel() for parameter in base.model.parameters())
         nats = rolling_loss(base, code, sizes.window, sizes.stride)
-        rows.append(
-            _scores(
-                base.name,
-                float(np.mean(answered_right)) if answered_right else float("nan"),
-                distances,
-                nats,
-                code_bytes,
-                weight_count,
-            )
-        )
+        right_share = float(np.mean(answered_right)) if answered_right else float("nan")
+        rows.append(_scores(base.name, right_share, distances, nats, code_bytes, weight_count))
     return [row | {"questions": len(questions)} for row in rows]
 
 

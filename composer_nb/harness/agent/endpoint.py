@@ -188,20 +188,11 @@ class Endpoint:
                 usage = more.get("usage")
             case answer:
                 raise ProviderFailure(f"{self.url}: an answer without a message: {str(answer)[:200]}")
-        token_counts = [
-            usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")
-        ]
-        read_tokens, written_tokens = (
-            min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in token_counts
-        )
-        is_cut, turn = choice.get("finish_reason") == "length", choice.get("turn")
-        return Answer(
-            message=message,
-            read=read_tokens,
-            written=written_tokens,
-            cut=is_cut,
-            turn=turn if isinstance(turn, dict) else None,
-        )
+        counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+        read_tokens, written_tokens = (min(n, 1 << 40) if isinstance(n, int) and n > 0 else 0 for n in counts)
+        cut, turn = choice.get("finish_reason") == "length", choice.get("turn")
+        turn = turn if isinstance(turn, dict) else None
+        return Answer(message=message, read=read_tokens, written=written_tokens, cut=cut, turn=turn)
 
     def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON of an answer; failed requests are repeated up to `retries` times.
@@ -211,12 +202,10 @@ class Endpoint:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.url.rstrip('/')}/{path}"
-        body_json = None if body is None else json.dumps(body).encode()
+        content = None if body is None else json.dumps(body).encode()
         for try_index in range(self.retries + 1):
             retry_after = None
-            request = _exchange(
-                self._client, method, address, until, self.timeout_s, content=body_json, headers=headers
-            )
+            request = _exchange(self._client, method, address, until, self.timeout_s, content=content, headers=headers)
             pending = asyncio.run_coroutine_threadsafe(request, _loop())
             try:
                 status, reply_headers, reply = pending.result()
@@ -315,9 +304,8 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         if answer.cut and not calls:
             ids, calls = [""], [invalid("the turn was cut off")]
         written_calls = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-        return Spoken(
-            said=Said(text=turn["content"].strip(), calls=written_calls), read=answer.read, written=answer.written
-        )
+        said = Said(text=turn["content"].strip(), calls=written_calls)
+        return Spoken(said=said, read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room.

@@ -88,16 +88,14 @@ def chunk_file(path: str, data: bytes) -> FileChunks:
     """Cut a file that is not `unfit`."""
     lines = text_lines(data)
     spans = cut(path, data, lines)
-    weights_by_term = [_weights(path, span, lines) for span in spans]
-    counts = np.array([len(chunk_weights) for chunk_weights in weights_by_term], np.int32)
+    chunk_weights = [_weights(path, span, lines) for span in spans]
+    counts = np.array([len(row) for row in chunk_weights], np.int32)
     term_count = int(counts.sum())
     return FileChunks(
         spans=np.array([(span.first, span.last) for span in spans], np.int32).reshape(-1, 2),
         counts=counts,
-        terms=np.fromiter((term for chunk_weights in weights_by_term for term in chunk_weights), np.uint64, term_count),
-        weights=np.fromiter(
-            (weight for chunk_weights in weights_by_term for weight in chunk_weights.values()), np.float32, term_count
-        ),
+        terms=np.fromiter((term for row in chunk_weights for term in row), np.uint64, term_count),
+        weights=np.fromiter((weight for row in chunk_weights for weight in row.values()), np.float32, term_count),
     )
 
 
@@ -174,21 +172,19 @@ def _chunks(definitions: Sequence[Span], lines: Sequence[str], import_lines: set
 
     The lines of a class or of the file around its definitions are chunks if they hold more than imports and _FEW lines; fewer
     lines belong to the definition after them."""
-    owner_by_line = np.zeros(len(lines) + 2, np.int32)
+    owner = np.zeros(len(lines) + 2, np.int32)
     for number, span in enumerate(definitions, 1):  # inner definitions come later
-        owner_by_line[span.first : span.last + 1] = number
-    outer_numbers = {
-        number
-        for number, span in enumerate(definitions, 1)
-        if (owner_by_line[span.first : span.last + 1] != number).any()
+        owner[span.first : span.last + 1] = number
+    outer = {
+        number for number, span in enumerate(definitions, 1) if (owner[span.first : span.last + 1] != number).any()
     }
-    run_ends = np.flatnonzero(np.diff(owner_by_line[1:-1])) + 1
+    run_ends = np.flatnonzero(np.diff(owner[1:-1])) + 1
     runs = [(int(a) + 1, int(b)) for a, b in zip([0, *run_ends], [*run_ends, len(lines)], strict=True)]
     carried_first: int | None = None
     for first, last in runs:
-        number = int(owner_by_line[first])
+        number = int(owner[first])
         span = definitions[number - 1] if number else Span(first=1, last=len(lines))
-        if number and number not in outer_numbers:
+        if number and number not in outer:
             yield from _windows(Span(first=carried_first or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
             carried_first = None
             continue
@@ -203,10 +199,8 @@ def _chunks(definitions: Sequence[Span], lines: Sequence[str], import_lines: set
 
 def _windows(span: Span, lines: Sequence[str], max_lines: int) -> Iterator[Span]:
     """Yield a span without blank ends, in windows of `_WINDOW` lines if it is longer than `max_lines`."""
-    filled_lines = [number for number in range(span.first, span.last + 1) if lines[number - 1].strip()]
-    if filled_lines:
-        window_lines = (
-            _WINDOW if filled_lines[-1] - filled_lines[0] >= max_lines else filled_lines[-1] - filled_lines[0] + 1
-        )
-        for start in range(filled_lines[0], filled_lines[-1] + 1, window_lines):
-            yield Span(first=start, last=min(start + window_lines - 1, filled_lines[-1]), name=span.name)
+    filled = [number for number in range(span.first, span.last + 1) if lines[number - 1].strip()]
+    if filled:
+        size = _WINDOW if filled[-1] - filled[0] >= max_lines else filled[-1] - filled[0] + 1
+        for start in range(filled[0], filled[-1] + 1, size):
+            yield Span(first=start, last=min(start + size - 1, filled[-1]), name=span.name)

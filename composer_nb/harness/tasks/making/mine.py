@@ -206,26 +206,24 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
                         parent = repo[commit.parents[0]]
                         assert isinstance(parent, Commit)
                         before, after = state(parent.tree), state(commit.tree)
-                    except RepositoryTooLarge as error:
-                        yield Candidate(id=candidate_id, unfit=f"unfit: {error}")
-                    except ValueError:
-                        yield Candidate(id=candidate_id, unfit="no suite")
+                    except ValueError as error:
+                        yield Candidate(id=candidate_id, unfit=_unfit(error))
                     except KeyError as error:
                         if not fetch_command:
                             raise
-                        yield Candidate(
-                            id=candidate_id, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch_command}` brings it"
-                        )
+                        unfit = f"{UNFETCHED}: {_short(error)}; `{fetch_command}` brings it"
+                        yield Candidate(id=candidate_id, unfit=unfit)
                     else:
-                        logged_request = (
-                            request_behind(before.files, after.files)[:MAX_REQUEST] if request_behind else ""
-                        )
-                        request = logged_request or request_in_message
-                        yield Candidate(
-                            id=candidate_id, before=before, after=after, request=request, logged=bool(logged_request)
-                        )
+                        logged_request = request_behind(before.files, after.files) if request_behind else ""
+                        request, logged = logged_request[:MAX_REQUEST] or request_in_message, bool(logged_request)
+                        yield Candidate(id=candidate_id, before=before, after=after, request=request, logged=logged)
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
+
+
+def _unfit(error: ValueError) -> str:
+    """Return the verdict on a state that cannot be read."""
+    return f"unfit: {error}" if isinstance(error, RepositoryTooLarge) else "no suite"
 
 
 def _short(error: KeyError) -> str:
@@ -248,11 +246,8 @@ def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
         candidate_id = new.resolve().name
         try:
             before, after = read_repository(old), read_repository(new)
-        except RepositoryTooLarge as error:
-            yield Candidate(id=candidate_id, unfit=f"unfit: {error}")
-            continue
-        except ValueError:
-            yield Candidate(id=candidate_id, unfit="no suite")
+        except ValueError as error:
+            yield Candidate(id=candidate_id, unfit=_unfit(error))
             continue
         yield Candidate(id=candidate_id, before=before, after=after, request=changelog(before, after))
 
