@@ -202,6 +202,7 @@ def open_session(task: Task, env: Environment) -> Iterator[Session]:
 
 
 def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
+    """Play an attempt in a sandbox of its task; its grade is `ungraded`, or says what ended it."""
     outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     grade_ = Grade(status="infra_error")

@@ -321,6 +321,8 @@ class Conversations:
     def _claim(
         self, new: _LiveConversation, seed: int | None, index: int, digests: Sequence[bytes]
     ) -> tuple[_LiveConversation, int]:
+        """Return a conversation that is in use from now on, and how many of its messages are known: an idle one that ends at the
+        longest known prefix of `digests`, a branch of one that goes on, or else one made from `new`."""
         drawn_by = (next(self._seeds) if seed is None else seed + (index << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])

@@ -107,6 +107,7 @@ class _Played:
 
 
 def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
+    """Return the figures of attempts, with a 95 % interval over examples. Raises ValueError if none has a reward."""
     rewarded = [attempt for attempt in played if attempt.reward is not None]
     lost = len(played) - len(rewarded)
     if not rewarded:

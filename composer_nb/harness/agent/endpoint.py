@@ -277,6 +277,9 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         self._most = min(limits.tokens, limits.rollout_tokens, endpoint.context or limits.tokens)
 
     def say(self, news: News, until: float) -> Spoken | None:
+        """Take a turn; None if the limits or the model's context leave no room for one.
+
+        Raises ProviderFailure, also if no answer has ever come in time, and TimeIsUp after the first answer."""
         for message in news:
             if isinstance(message, CallResult) and message.id:
                 self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})

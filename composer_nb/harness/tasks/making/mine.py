@@ -262,15 +262,18 @@ def request_of(message: str) -> str:
 
 def changelog(before: Repository, after: Repository) -> str:
     """Return the lines that a release adds to its changelog; empty if there are none."""
-    added: list[str] = []
+    added_lines: list[str] = []
     for path, text in after.files.items():
         if CHANGELOG.search(path) and text != before.files.get(path):
-            new = text.splitlines()
-            blocks = opcodes(before.files.get(path, "").splitlines(), new)
-            added += [
-                NUMBER.sub("", x[:MAX_MESSAGE]) for kind, _, _, a, b in blocks if kind != "equal" for x in new[a:b]
+            new_lines = text.splitlines()
+            blocks = opcodes(before.files.get(path, "").splitlines(), new_lines)
+            added_lines += [
+                NUMBER.sub("", x[:MAX_MESSAGE])
+                for kind, _, _, a, b in blocks
+                if kind != "equal"
+                for x in new_lines[a:b]
             ]
-    text = "\n".join(added).strip()[:MAX_REQUEST]
+    text = "\n".join(added_lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 
 
@@ -290,16 +293,16 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
     scope = tuple(sorted({*before.scope, *after.scope}))
     paths = [path for path in changed - hidden.keys() if in_scope(path, scope)]
     solution = {path: after.files[path] for path in paths if not supports_tests(path)}
-    size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
+    line_count = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
     if not any(path in after.sources for path in solution):
         raise NoTask("no source")
     if not modules:
         raise NoTask("no tests")
-    if size > most_lines:
+    if line_count > most_lines:
         raise NoTask("too much")
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
-    facts = {"kind": "history", "repository": after.name, "lines": str(size), SECONDS: f"{running.suite_s:g}"}
+    facts = {"kind": "history", "repository": after.name, "lines": str(line_count), SECONDS: f"{running.suite_s:g}"}
     try:
         return Task(
             id=candidate.id,
