@@ -28,7 +28,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import is_test
-from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, start_sandbox, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.session import FOLDER, Session
@@ -195,13 +195,14 @@ def open_session(task: Task, env: Environment) -> Iterator[Session]:
     """Open an agent's session in a new sandbox with a task's workspace. Raises ValueError for a task that cannot run here."""
     if env.backend is None:
         raise ValueError(f"task {task.id}: its grader {task.grader!r}, or its tools, need a backend of sandboxes")
-    with start(task, env.backend) as box:
+    with start_sandbox(task, env.backend) as box:
         if not task.image:  # a task's image has a history of its own
             add_history(box)
         yield env.tools.open(box)
 
 
 def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
+    """Play an attempt in a sandbox of its task; its grade is `ungraded`, or says what ended it."""
     outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     grade_ = Grade(status="infra_error")

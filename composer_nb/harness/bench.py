@@ -109,23 +109,24 @@ class Course:
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
+        """Return the course of a rollout with these turns."""
         names = [called(turn)[0] for turn in turns]
         edits = [n for n, turn in enumerate(turns) if names[n] in EDITS and turn.error is None]
         tests = [n for n, turn in enumerate(turns) if turn.tests_run]
-        first = edits[0] if edits else len(turns)
-        failures = [n for n in tests if n > first and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
-        last = tests[-1] if tests else len(turns)
+        first_edit = edits[0] if edits else len(turns)
+        failures = [n for n in tests if n > first_edit and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
+        last_test = tests[-1] if tests else len(turns)
         effective, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests, len(turns)])
         return cls(
             edited=bool(edits),
             failed=bool(failures),
             retried=any(edit > failures[0] for edit in edits) if failures else False,
-            tested=any(n > first for n in tests),
+            tested=any(n > first_edit for n in tests),
             accepted=bool(tests)
-            and turns[last].tests_passed == turns[last].tests_run
-            and last > max(edits, default=-1),
-            looks=sum(name in LOOKS for name in names[:first]),
-            tries=sum(any(before < edit < test for edit in effective) for before, test in spans),
+            and turns[last_test].tests_passed == turns[last_test].tests_run
+            and last_test > max(edits, default=-1),
+            looks=sum(name in LOOKS for name in names[:first_edit]),
+            tries=sum(any(start < edit < end for edit in effective) for start, end in spans),
         )
 
 

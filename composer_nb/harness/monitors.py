@@ -192,12 +192,12 @@ def _plain(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 def _strength(text: str) -> int:
     """Return the number of assertions of a test file minus the number of its skips."""
-    count = 0
+    strength = 0
     for node in nodes_of(text):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        count += isinstance(node, ast.Assert) or name.startswith("assert") or name == "raises"
-        count -= name in ("skip", "skipif", "xfail", "importorskip", "skipTest")
-    return count
+        strength += isinstance(node, ast.Assert) or name.startswith("assert") or name == "raises"
+        strength -= name in ("skip", "skipif", "xfail", "importorskip", "skipTest")
+    return strength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,36 +244,36 @@ class Watch:
         repeated step. Return the flagged share and a message, empty if there is none. Raises GamedError above `monitor.stop`."""
         self.steps[step] = step_counts
         sums = Counter[str]()
-        for number in sorted((past for past in self.steps if past <= step), reverse=True):
+        for past_step in sorted((past for past in self.steps if past <= step), reverse=True):
             if sums["samples"] < settings.window:
-                sums += self.steps[number]
+                sums += self.steps[past_step]
         share = sums["suspects"] / max(settings.window, sums["samples"])
-        by = ", ".join(f"{name} {sums[name]}" for name in (*DETECTORS, "tampered") if sums[name])
-        message = f"{share:.1%} of the last {settings.window} rollouts flagged" + (by and f" ({by})")
+        detectors = ", ".join(f"{name} {sums[name]}" for name in (*DETECTORS, "tampered") if sums[name])
+        message = f"{share:.1%} of the last {settings.window} rollouts flagged" + (detectors and f" ({detectors})")
         if sums["unparsed"]:
             message += f", {sums['unparsed']} with a change that is not parsed, of more than {MAX_TOKENS} tokens"
         if share > settings.stop:
             raise GamedError(
                 f"{message}: the reward is being gamed; close the hole, or raise monitor.stop={settings.stop:g}"
             )
-        length, begun = step_counts["sampled"] / max(1, step_counts["samples"]), self.steps[min(self.steps)]
-        first = begun["sampled"] / max(1, begun["samples"])
-        moved = [f"{length:.0f} tokens a rollout, {first:.0f} at first (monitor.drift)"]
-        if 1 / settings.drift <= max(length, 1) / max(first, 1) <= settings.drift:
-            moved = []
+        length, first_counts = step_counts["sampled"] / max(1, step_counts["samples"]), self.steps[min(self.steps)]
+        first_length = first_counts["sampled"] / max(1, first_counts["samples"])
+        warns = [f"{length:.0f} tokens a rollout, {first_length:.0f} at first (monitor.drift)"]
+        if 1 / settings.drift <= max(length, 1) / max(first_length, 1) <= settings.drift:
+            warns = []
         for name, (part, whole) in SHARES.items():
-            now, then = (of[part] / max(1, of[whole]) for of in (sums, begun))
-            if now > then + settings.shift:
-                moved.append(f"{name} {now:.0%}, {then:.0%} at first (monitor.shift)")
-        return share, "; ".join([message, *moved]) if moved or share > settings.alarm or step_counts["unparsed"] else ""
+            share_now, share_first = (tally[part] / max(1, tally[whole]) for tally in (sums, first_counts))
+            if share_now > share_first + settings.shift:
+                warns.append(f"{name} {share_now:.0%}, {share_first:.0%} at first (monitor.shift)")
+        return share, "; ".join([message, *warns]) if warns or share > settings.alarm or step_counts["unparsed"] else ""
 
 
 def counts(attempts: Sequence[Attempt]) -> Counter[str]:
     """Return the number of attempts that each detector flags, as `suspects` that any flags, and as `unparsed` of those with a
     change that is too large to be parsed."""
     flags = [flags_of(attempt) for attempt in attempts]
-    more = Counter(suspects=sum(map(bool, flags)), unparsed=sum(bool(unparsed(attempt)) for attempt in attempts))
-    return Counter(name for names in flags for name in names) + more
+    totals = Counter(suspects=sum(map(bool, flags)), unparsed=sum(bool(unparsed(attempt)) for attempt in attempts))
+    return Counter(name for names in flags for name in names) + totals
 
 
 # Shares that rise if the form of rollouts drifts, or if the visible tests (the proxy) and the hidden tests diverge. Each is a
@@ -290,10 +290,10 @@ def forms(attempts: Sequence[Attempt]) -> Counter[str]:
     totals = Counter[str]()
     for attempt in attempts:
         turns, grade = attempt.rollout.turns, attempt.grade
-        last = [turn.tests_passed == turn.tests_run for turn in turns if turn.tests_run][-1:] == [True]
+        accepted = [turn.tests_passed == turn.tests_run for turn in turns if turn.tests_run][-1:] == [True]
         totals["calls"] += attempt.rollout.calls
         totals["invalid"] += attempt.rollout.invalid_calls
         totals["terminal"] += sum(called(turn)[0] == "run_terminal_cmd" for turn in turns)
-        totals["accepted"] += last and grade.known
-        totals["refused"] += last and grade.known and not grade.passed
+        totals["accepted"] += accepted and grade.known
+        totals["refused"] += accepted and grade.known and not grade.passed
     return totals

@@ -139,6 +139,7 @@ def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[T
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:
+    """Return an attempt as a row of the store, without its tokens."""
     rollout, grade = attempt.rollout, attempt.grade
     plain = {name: getattr(grade, name) for name in ("passed", *_GRADE)}
     return plain | {
@@ -178,6 +179,7 @@ def _segments(row: Mapping[str, Any], trace: Trace) -> tuple[Segment, ...]:
 
 
 def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) -> Attempt:
+    """Return the attempt that `_row` turned into a row."""
     row = {**dict.fromkeys(_COUNTS, 0), "segments": [len(row["token_ids"])], "parents": [-1], **row}
     before = tasks[row["task_id"]].files
     files: dict[str, str | None] = before | json.loads(row["files"])

@@ -5,7 +5,7 @@
     codebase          its files one after another; summed negative log-likelihood, each token read in a rolling window
 
 Scores of a coding agent are left out on purpose: RL changes them most. There, questions came from what earlier models had to look
-up; here they ask for the parameters of a function, among those of others, and `against` drops what an earlier model knows.
+up; here they ask for the parameters of a function, among those of others, and `earlier` drops what an earlier model knows.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class BaseCandidate:
     tokenizer: Tokenizer
 
     @classmethod
-    def open(cls, named: str, seed: int = 0) -> BaseCandidate:
+    def open(cls, address: str, seed: int = 0) -> BaseCandidate:
         """Read a checkpoint folder or a GGUF file, in float32; `random:DIR` has random weights, its sizes and its tokenizer."""
-        path = Path(named.removeprefix("random:")).expanduser()
+        path = Path(address.removeprefix("random:")).expanduser()
         model, tokenizer = read_model(path)
         name = path.resolve().name
-        if named.startswith("random:"):
+        if address.startswith("random:"):
             torch.manual_seed(seed)
             name, model = f"random {name}", Model(model.config)
         return cls(name=name, model=model, tokenizer=tokenizer)
@@ -118,59 +118,61 @@ def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) ->
     for text in texts:
         for node in ast.walk(parsed(text) or ast.Module([], [])):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-                if len(names) >= 2:
-                    parameters.setdefault(node.name, ", ".join(names) + ")")
+                parameter_names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
+                if len(parameter_names) >= 2:
+                    parameters.setdefault(node.name, ", ".join(parameter_names) + ")")
     answers = sorted(set(parameters.values()))
     if len(answers) < choices:
         raise ValueError(f"questions: {len(answers)} functions differ in their parameters, and {choices} are needed")
     random = Random(f"questions {seed}")
     questions = []
     for name in random.sample(sorted(parameters), min(count, len(parameters))):
-        wrong = random.sample([choice for choice in answers if choice != parameters[name]], choices - 1)
-        answer = random.randrange(choices)
-        options = (*wrong[:answer], parameters[name], *wrong[answer:])
-        questions.append(Question(prompt=f"def {name}(", choices=options, answer=answer))
+        wrong_choices = random.sample([choice for choice in answers if choice != parameters[name]], choices - 1)
+        answer_index = random.randrange(choices)
+        options = (*wrong_choices[:answer_index], parameters[name], *wrong_choices[answer_index:])
+        questions.append(Question(prompt=f"def {name}(", choices=options, answer=answer_index))
     return questions
 
 
 def chosen(base: BaseCandidate, question: Question) -> int:
     """Return the choice with the smallest loss per byte of text after the prompt."""
-    before = [base.first, *base.ids(question.prompt)]
+    prompt_ids = [base.first, *base.ids(question.prompt)]
     losses = []
     for choice in question.choices:
-        ids = base.ids(choice)
-        weight = np.repeat(np.array([0.0, 1.0], np.float32), [len(before), len(ids)])
-        row = TokenRow(np.array([*before, *ids], np.int32), weight)
-        losses.append(cross_entropy(base.model, [row], Ranks()) * len(ids) / len(choice.encode()))
+        choice_ids = base.ids(choice)
+        token_weights = np.repeat(np.array([0.0, 1.0], np.float32), [len(prompt_ids), len(choice_ids)])
+        row = TokenRow(np.array([*prompt_ids, *choice_ids], np.int32), token_weights)
+        losses.append(cross_entropy(base.model, [row], Ranks()) * len(choice_ids) / len(choice.encode()))
     return int(np.argmin(losses))
 
 
 def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, seed: int) -> list[History]:
-    """Return histories of pieces of `lines` lines, which have at most `WIDTH` characters on average. Each edit deletes a line,
-    repeats one elsewhere, or puts one in the place of another. Raises ValueError where there is no such piece."""
-    whole = [text.replace("\r", "").splitlines(keepends=True) for text in texts]
-    pieces = [file_lines[at : at + lines] for file_lines in whole for at in range(len(file_lines) - lines)]
-    able = [piece for piece in pieces if len("".join(piece)) <= WIDTH * lines]
-    if not able:
+    """Return histories of pieces of `lines` lines, which have at most `WIDTH` characters on average.
+
+    Each edit deletes a line, repeats one elsewhere, or puts one in the place of another. Raises ValueError where there is no
+    such piece."""
+    lines_by_text = [text.replace("\r", "").splitlines(keepends=True) for text in texts]
+    pieces = [file_lines[at : at + lines] for file_lines in lines_by_text for at in range(len(file_lines) - lines)]
+    short_pieces = [piece for piece in pieces if len("".join(piece)) <= WIDTH * lines]
+    if not short_pieces:
         raise ValueError(f"lines={lines}: no text has so many lines of {WIDTH} characters on average; lower it")
     random = Random(f"histories {seed}")
     histories = []
     for _ in range(count):
-        now = first = random.choice(able)
+        current = start_lines = random.choice(short_pieces)
         diffs = []
         for _ in range(edits):
-            new = list(now)
-            row, line = random.randrange(len(new)), random.choice(now)
+            edited = list(current)
+            row, line = random.randrange(len(edited)), random.choice(current)
             kind = random.choice(["delete", "repeat", "replace"])
-            new[row : row + (kind != "repeat")] = [] if kind == "delete" and len(new) > 1 else [line]
-            diffs.append("".join(islice(unified_diff(now, new, n=1), 2, None)))
-            now = new
-        histories.append(History(start="".join(first), diffs=tuple(diffs), end="".join(now)))
+            edited[row : row + (kind != "repeat")] = [] if kind == "delete" and len(edited) > 1 else [line]
+            diffs.append("".join(islice(unified_diff(current, edited, n=1), 2, None)))
+            current = edited
+        histories.append(History(start="".join(start_lines), diffs=tuple(diffs), end="".join(current)))
     return histories
 
 
-def distance(char: str, other: str) -> int:
+def distance(text: str, other: str) -> int:
     """Return the Levenshtein distance in characters: insertions, deletions and replacements.
 
     Raises ValueError without ukkonen."""
@@ -178,7 +180,7 @@ def distance(char: str, other: str) -> int:
         from ukkonen import distance as bounded
     except ImportError:
         raise ValueError("edit distances need ukkonen: pip install 'composer_nb[corpus]'") from None
-    return int(bounded(char, other, max(len(char), len(other), 1)))
+    return int(bounded(text, other, max(len(text), len(other), 1)))
 
 
 SLOTS = 16  # histories that are continued at a time
@@ -187,15 +189,16 @@ SLOTS = 16  # histories that are continued at a time
 def rebuilt(base: BaseCandidate, histories: Sequence[History]) -> list[str]:
     """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
     requests = [[base.first, *base.ids(history.prompt)] for history in histories]
-    most = [len(base.ids(history.end + END)) + 16 for history in histories]
-    needed = max(len(ids) + room for ids, room in zip(requests, most, strict=True))
-    if needed > base.model.config.max_position_embeddings:
-        raise ValueError(f"lines, edits: a history needs {needed} positions, more than {base.name} has; lower them")
-    engine = Engine(base.model, stop=frozenset(), slots=SLOTS, max_length=needed, temperature=0.0)
+    max_tokens = [len(base.ids(history.end + END)) + 16 for history in histories]
+    positions = max(len(ids) + room for ids, room in zip(requests, max_tokens, strict=True))
+    if positions > base.model.config.max_position_embeddings:
+        raise ValueError(f"lines, edits: a history needs {positions} positions, more than {base.name} has; lower them")
+    engine = Engine(base.model, stop=frozenset(), slots=SLOTS, max_length=positions, temperature=0.0)
     texts = []
-    for at in range(0, len(requests), SLOTS):
-        part = range(at, min(len(requests), at + SLOTS))
-        for request in engine.generate([Request(rollout=n, token_ids=requests[n], max_tokens=most[n]) for n in part]):
+    for first in range(0, len(requests), SLOTS):
+        part = range(first, min(len(requests), first + SLOTS))
+        asked = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
+        for request in engine.generate(asked):
             texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
             engine.release(request.rollout)
     return texts
@@ -221,34 +224,44 @@ class Measures:
 
 
 def compare_bases(
-    bases: Sequence[BaseCandidate], texts: Sequence[str], m: Measures, against: BaseCandidate | None = None
+    bases: Sequence[BaseCandidate], texts: Sequence[str], sizes: Measures, earlier: BaseCandidate | None = None
 ) -> list[dict[str, Any]]:
     """Return a row for each base, after one that needs no model: guessing, the first version as the answer, and 8 bits a byte.
-    `texts` are the files of the codebase, in order; `against` drops the questions that it answers right."""
-    questions = make_questions(texts, m.questions, m.choices, m.seed)
-    if against:
-        questions = [candidate for candidate in questions if chosen(against, candidate) != candidate.answer]
-    histories = make_histories(texts, m.histories, m.lines, m.edits, m.seed)
-    code = "\n".join(texts).encode()[: m.bytes].decode(errors="ignore")
-    size = len(code.encode())
-    unread = [distance(history.start, history.end) for history in histories]
-    rows = [_scores("no model", 1 / m.choices, unread, size * np.log(256), size, 0)]
+
+    Keys of a row: `base` (name), `weights` (number of parameters), `fresh_knowledge` (share of questions answered right, NaN
+    without questions), `state_distance` (mean edits in characters), `codebase_nats` (sum), `bits_per_byte`, and `questions`
+    (number asked). `texts`: the files of the codebase, in order. `earlier`: questions that this model answers right are dropped.
+
+    Raises ValueError if `texts` hold too few different functions or no piece of `sizes.lines` lines, if the window or a history
+    does not fit a base's positions, and without ukkonen.
+    """
+    questions = make_questions(texts, sizes.questions, sizes.choices, sizes.seed)
+    if earlier:
+        questions = [question for question in questions if chosen(earlier, question) != question.answer]
+    histories = make_histories(texts, sizes.histories, sizes.lines, sizes.edits, sizes.seed)
+    code = "\n".join(texts).encode()[: sizes.bytes].decode(errors="ignore")
+    code_bytes = len(code.encode())
+    start_distances = [distance(history.start, history.end) for history in histories]
+    rows = [_scores("no model", 1 / sizes.choices, start_distances, code_bytes * np.log(256), code_bytes, 0)]
     for base in bases:
-        right = [chosen(base, candidate) == candidate.answer for candidate in questions]
-        answers = zip(rebuilt(base, histories), histories, strict=True)
-        off = [distance(answer, history.end) for answer, history in answers]
-        weights = sum(weight.numel() for weight in base.model.parameters())
-        nats = rolling_loss(base, code, m.window, m.stride)
-        rows.append(_scores(base.name, float(np.mean(right)) if right else float("nan"), off, nats, size, weights))
+        answered_right = [chosen(base, question) == question.answer for question in questions]
+        rebuilt_files = zip(rebuilt(base, histories), histories, strict=True)
+        distances = [distance(rebuilt_file, history.end) for rebuilt_file, history in rebuilt_files]
+        weight_count = sum(parameter.numel() for parameter in base.model.parameters())
+        nats = rolling_loss(base, code, sizes.window, sizes.stride)
+        right_share = float(np.mean(answered_right)) if answered_right else float("nan")
+        rows.append(_scores(base.name, right_share, distances, nats, code_bytes, weight_count))
     return [row | {"questions": len(questions)} for row in rows]
 
 
-def _scores(name: str, right: float, off: Sequence[int], nats: float, size: int, weights: int) -> dict[str, Any]:
+def _scores(
+    name: str, right_share: float, distances: Sequence[int], nats: float, code_bytes: int, weight_count: int
+) -> dict[str, Any]:
     return {
         "base": name,
-        "weights": weights,
-        "fresh_knowledge": right,
-        "state_distance": float(np.mean(off)),
+        "weights": weight_count,
+        "fresh_knowledge": right_share,
+        "state_distance": float(np.mean(distances)),
         "codebase_nats": float(nats),
-        "bits_per_byte": float(bits_per_byte(nats, size)),
+        "bits_per_byte": float(bits_per_byte(nats, code_bytes)),
     }

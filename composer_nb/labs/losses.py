@@ -107,8 +107,8 @@ def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> 
         if settings.beta:
             if tokens.reference_S is None:
                 raise ValueError("loss.beta is above 0: the KL weight needs a reference model")
-            taken_S, penalty = kl_penalty(leaf_S, tokens.reference_S, tokens.rollout_S, settings, denominator)
-            advantage_S = advantage_S - taken_S
+            penalty_S, penalty = kl_penalty(leaf_S, tokens.reference_S, tokens.rollout_S, settings, denominator)
+            advantage_S = advantage_S - penalty_S
         loss, _ = policy_loss(leaf_S, tokens.sampled_S, advantage_S, tokens.rollout_S, settings, denominator)
         [policy_S] = torch.autograd.grad(loss, leaf_S)
         kl_S = torch.autograd.grad(penalty, leaf_S)[0] if penalty.requires_grad else torch.zeros_like(leaf_S)
@@ -119,13 +119,16 @@ def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> 
 def exact(tokens: SampledTokens, denominator: float) -> Slope:
     """Return the on-policy policy gradient, estimated without bias from what another policy drew."""
     gap_S = (tokens.logprob_S.detach() - tokens.sampled_S).to(tokens.logprob_S.dtype)
-    count = int(tokens.rollout_S.max()) + 1
-    whole_S = gap_S.new_zeros(count).index_add(0, tokens.rollout_S, gap_S).clamp(-20, 20).exp()[tokens.rollout_S]
-    live_S = tokens.advantage_S.abs() > NO_SIGNAL
-    per_token = whole_S.new_ones(()) / denominator  # as autograd rounds it: on policy it is ours to the last bit
-    slope_S = torch.where(live_S, -whole_S * tokens.advantage_S * per_token, 0.0)
-    reason_S = torch.where(live_S, REASONS.index("trains"), REASONS.index("no advantage"))
-    return Slope(slope_S, torch.where(live_S, whole_S, math.nan), reason_S)
+    rollout_count = int(tokens.rollout_S.max()) + 1
+    rollout_ratio_S = (
+        gap_S.new_zeros(rollout_count).index_add(0, tokens.rollout_S, gap_S).clamp(-20, 20).exp()[tokens.rollout_S]
+    )
+    has_advantage_S = tokens.advantage_S.abs() > NO_SIGNAL
+    # As autograd rounds it: on policy it is ours to the last bit.
+    per_token = rollout_ratio_S.new_ones(()) / denominator
+    slope_S = torch.where(has_advantage_S, -rollout_ratio_S * tokens.advantage_S * per_token, 0.0)
+    reason_S = torch.where(has_advantage_S, REASONS.index("trains"), REASONS.index("no advantage"))
+    return Slope(slope_S, torch.where(has_advantage_S, rollout_ratio_S, math.nan), reason_S)
 
 
 def _reasons(
@@ -163,10 +166,10 @@ def group_tokens(
         with torch.no_grad():
             reference_S, _ = score(reference, batch, batch.recorded)
     # Advantages are centred: their root mean square is the rewards' standard deviation, and this is `advantages`' division by it.
-    values = [np.unique(stream.advantage[1:][stream.acted[1:]]) for stream in group]
-    if wrong := [len(value) for value in values if len(value) != 1]:
-        raise ValueError(f"the bench needs one advantage a stream, not {wrong[0]}")
-    std = math.sqrt(np.mean([float(value[0]) ** 2 for value in values]))
+    stream_advantages = [np.unique(stream.advantage[1:][stream.acted[1:]]) for stream in group]
+    if wrong_counts := [len(advantages) for advantages in stream_advantages if len(advantages) != 1]:
+        raise ValueError(f"the bench needs one advantage a stream, not {wrong_counts[0]}")
+    std = math.sqrt(np.mean([float(advantages[0]) ** 2 for advantages in stream_advantages]))
     per_std = 1 / (std + 1e-6) if std > NO_SIGNAL else 0.0
     return SampledTokens(
         logprob_S=logprob_S,
@@ -228,55 +231,64 @@ def bench(
     """Compare the gradients of `losses` on a batch with respect to all W weights of `model`, which stays unchanged; the exact
     gradient is the last row.
 
-    Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens. Raises ValueError
-    for a KL weight without a reference, and for routes that cannot be replayed.
+    Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens.
+
+    Raises ValueError for a loss named 'exact', for a KL weight without a reference, for routes that cannot be replayed, and
+    for streams whose advantage is missing or differs between tokens.
     """
     if EXACT in losses:
         raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
     if replay.recorded:
         require_routes([stream for group in groups for stream in group], model.config, replay)
     policy = copy.deepcopy(model).requires_grad_()
-    weights = list(policy.parameters())
-    rollouts = float(len({id(stream.whole or stream) for group in groups for stream in group}))
-    sampled = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
-    names = (*losses, EXACT)
-    gradients_LW = torch.zeros(len(names), sum(w.numel() for w in weights), dtype=weights[0].dtype)
-    slopes: list[list[Slope]] = [[] for _ in names]
+    parameters = list(policy.parameters())
+    rollout_count = float(len({id(stream.whole or stream) for group in groups for stream in group}))
+    sampled_count = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
+    loss_names = (*losses, EXACT)
+    gradients_LW = torch.zeros(
+        len(loss_names), sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype
+    )
+    slopes_by_loss: list[list[Slope]] = [[] for _ in loss_names]
     for group in groups:
         tokens = group_tokens(policy, group, reference, replay)
-        gradients: dict[bytes, Tensor] = {}
-        for number, name in enumerate(names):
-            if name == EXACT:
-                group_slope = exact(tokens, sampled)
+        gradient_by_slope: dict[bytes, Tensor] = {}
+        for loss_index, loss_name in enumerate(loss_names):
+            if loss_name == EXACT:
+                group_slope = exact(tokens, sampled_count)
             else:
-                group_slope = slope(tokens, losses[name], rollouts if losses[name].length_norm else sampled)
-            slopes[number].append(group_slope)
+                group_slope = slope(
+                    tokens, losses[loss_name], rollout_count if losses[loss_name].length_norm else sampled_count
+                )
+            slopes_by_loss[loss_index].append(group_slope)
             if group_slope.slope_S.any():
-                same = group_slope.slope_S.numpy().tobytes()  # on policy many losses are one
-                if same not in gradients:
-                    gradients[same] = flat_gradient(tokens.logprob_S, weights, group_slope.slope_S)
-                gradients_LW[number] += gradients[same]
+                slope_bytes = group_slope.slope_S.numpy().tobytes()  # on policy many losses are one
+                if slope_bytes not in gradient_by_slope:
+                    gradient_by_slope[slope_bytes] = flat_gradient(tokens.logprob_S, parameters, group_slope.slope_S)
+                gradients_LW[loss_index] += gradient_by_slope[slope_bytes]
     inner_LL = inner_products(gradients_LW)
     norm_L = np.sqrt(np.maximum(np.diag(inner_LL), 0.0))
-    lengths_LL = np.outer(norm_L, norm_L)
-    cosines = np.where(lengths_LL > 0, inner_LL / np.where(lengths_LL > 0, lengths_LL, 1.0), np.nan).clip(-1, 1)
+    norm_products_LL = np.outer(norm_L, norm_L)
+    cosines_LL = np.where(
+        norm_products_LL > 0, inner_LL / np.where(norm_products_LL > 0, norm_products_LL, 1.0), np.nan
+    ).clip(-1, 1)
     rows = tuple(
-        _row(name, loss_slopes, norm) for name, loss_slopes, norm in zip(names, slopes, norm_L.tolist(), strict=True)
+        _row(loss_name, loss_slopes, norm)
+        for loss_name, loss_slopes, norm in zip(loss_names, slopes_by_loss, norm_L.tolist(), strict=True)
     )
-    return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines)
+    return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines_LL)
 
 
-def _row(name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
-    reason = torch.cat([group_slope.reason_S for group_slope in slopes]).numpy()
-    weight = torch.cat([group_slope.weight_S for group_slope in slopes]).double().numpy()
-    counts = np.bincount(reason, minlength=len(REASONS)) / len(reason)
-    reasons = dict(zip(REASONS, counts.tolist(), strict=True))
-    live = weight[~np.isnan(weight)]
+def _row(loss_name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
+    reason_S = torch.cat([group_slope.reason_S for group_slope in slopes]).numpy()
+    weight_S = torch.cat([group_slope.weight_S for group_slope in slopes]).double().numpy()
+    reason_shares = np.bincount(reason_S, minlength=len(REASONS)) / len(reason_S)
+    shares = dict(zip(REASONS, reason_shares.tolist(), strict=True))
+    finite_weight_S = weight_S[~np.isnan(weight_S)]
     return LossRow(
-        loss=name,
-        masked=reasons["above"] + reasons["below"],
-        reasons=reasons,
-        ess=effective_share(live) if len(live) else math.nan,
+        loss=loss_name,
+        masked=shares["above"] + shares["below"],
+        reasons=shares,
+        ess=effective_share(finite_weight_S) if len(finite_weight_S) else math.nan,
         norm=norm,
     )
 

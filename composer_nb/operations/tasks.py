@@ -145,7 +145,7 @@ def mine(args: argparse.Namespace) -> int:
     find_request = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
     run_options = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, _progress() as report:
-        options = pick(args, "limit", "commits", "most_lines") | {"request_behind": find_request}
+        options = pick(args, "limit", "most_lines") | {"max_commits": args.commits, "request_behind": find_request}
         summary = mine(args.paths, args.out, backend, running=run_options, report=report, **options)
     rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
     line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"

@@ -413,20 +413,20 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
     for out, scores_by_arm in zip((first, second), arms, strict=True):
         if not scores_by_arm:
             raise FileNotFoundError(f"{out}: neither a run nor the folder of an evaluation (composer-nb eval --out)")
-    rows: dict[str, Any] = {}
+    row_by_arm: dict[str, Any] = {}
     for arm in sorted(arms[0].keys() & arms[1].keys()):
         old, new = arms[0][arm], arms[1][arm]
         shared = sorted(old.keys() & new.keys())
-        rows[arm] = {
+        row_by_arm[arm] = {
             "n_tasks": len(shared),
             "left_out": [sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())],
         }
         if shared:
             before, after = (np.array([solved[task] for task in shared]) for solved in (old, new))
-            rows[arm] |= {"scores": [figure(before), figure(after)], "difference": figure(after - before)}
-    if not rows:
+            row_by_arm[arm] |= {"scores": [figure(before), figure(after)], "difference": figure(after - before)}
+    if not row_by_arm:
         raise ValueError(f"{first} has the arms {', '.join(arms[0])}, {second} {', '.join(arms[1])}: no arm is in both")
-    return {"evals": [str(first), str(second)], "arms": rows}
+    return {"evals": [str(first), str(second)], "arms": row_by_arm}
 
 
 def _solved(file: Path) -> dict[str, float]:

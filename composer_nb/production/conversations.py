@@ -129,10 +129,13 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, body: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
+        self, body: AnyAsked, alive: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
+        """Answer a request; `alive` says whether its client still waits, `report` takes the parts of a streamed answer.
+
+        Raises Refused for a request that cannot be met, and TimeIsUp when the client goes away."""
         if not isinstance(body, RequestBody):
-            return self._generate(body, there, report)
+            return self._generate(body, alive, report)
         if body.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         if body.rollout and body.user and self._users.setdefault(body.rollout, body.user) != body.user:
@@ -148,18 +151,18 @@ class Conversations:
         instruction = next((message["content"] for message in spoken if message["role"] == "user"), "")
         row = ConversationRow(name=body.rollout or "", instruction=instruction, user=body.user or "")
         new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)
-        talks = self._held(new, body.n or 1, body.seed, digests, there)
-        most, sampling = body.max_completion_tokens or body.max_tokens, _drawn(body, body.top_logprobs)
+        talks = self._held(new, body.n or 1, body.seed, digests, alive)
+        max_tokens, sampling = body.max_completion_tokens or body.max_tokens, _drawn(body, body.top_logprobs)
         work, grammars = list[tuple[Request, StreamedTurn]](), list[Grammar | None]()
         try:
             reads = [self._read(talk, system, spoken, prefix) for talk, prefix in talks]
-            for number, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
+            for index, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
-                request = self._request(talk, read, most, "messages", sampling | held_to)
-                work.append((request, StreamedTurn(talk.renderer, body, partial(report, number))))
-            before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
-            self._run(work, there)
+                request = self._request(talk, read, max_tokens, "messages", sampling | held_to)
+                work.append((request, StreamedTurn(talk.renderer, body, partial(report, index))))
+            prompt_tokens = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
+            self._run(work, alive)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
                 raise Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
@@ -167,14 +170,14 @@ class Conversations:
             for talk, _ in talks:
                 self._end(talk, drop=True)
             raise
-        answers, how = [], _own_distribution(sampling, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (_, turn), (choice, whole) in zip(talks, reads, work, choices, strict=True):
-            talk.row.add(read, news, turn.completion, talk.renderer, how)
-            if whole:  # otherwise the policy holds more than the client is shown
+        answers, own_sampling = [], _own_distribution(sampling, self.temperature, bool(grammar))
+        for (talk, _), (read, news), (_, turn), (choice, is_whole) in zip(talks, reads, work, choices, strict=True):
+            talk.row.add(read, news, turn.completion, talk.renderer, own_sampling)
+            if is_whole:  # otherwise the policy holds more than the client is shown
                 self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
-            self._end(talk, drop=not whole, wrote=True)
+            self._end(talk, drop=not is_whole, wrote=True)
             answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
-        return Answered(choices=answers, read=before)
+        return Answered(choices=answers, read=prompt_tokens)
 
     def _mark(self, talk: _LiveConversation, digest: bytes, choice: Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""
@@ -217,27 +220,27 @@ class Conversations:
         if self.record and talks:
             self.record.keep(name, [talk.row for talk in talks])
 
-    def _generate(self, body: Generate | Complete, there: Callable[[], bool], report: Told) -> Answered:
+    def _generate(self, body: Generate | Complete, alive: Callable[[], bool], report: Told) -> Answered:
         """Continue tokens, in conversations that nothing goes on with."""
-        renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), StreamedTurn
+        renderer, vocabulary, turn_type = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), StreamedTurn
         parameters: Complete | Sampling
         if isinstance(body, Complete):
-            param, parameters, how, kind = "prompt", body, body.asked, Continuation
+            param, parameters, turn_body, turn_type = "prompt", body, body.asked, Continuation
             text = body.prompt if isinstance(body.prompt, str) else ""
             self._fits(len(text), param)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*body.prompt]
         else:
-            param, parameters, how = "prompt_token_ids", body.sampling_params, RequestBody(messages=[{}])
+            param, parameters, turn_body = "prompt_token_ids", body.sampling_params, RequestBody(messages=[{}])
             ids = body.prompt_token_ids
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
-        new = _LiveConversation(renderer=renderer, digest=b"", row=ConversationRow(name="", user=how.user or ""))
-        conversations = self._held(new, parameters.n or 1, parameters.seed, [b""], there)
+        new = _LiveConversation(renderer=renderer, digest=b"", row=ConversationRow(name="", user=turn_body.user or ""))
+        conversations = self._held(new, parameters.n or 1, parameters.seed, [b""], alive)
         sampling = _drawn(parameters, parameters.logprobs)
         try:
-            turns = [kind(renderer, how, partial(report, number)) for number in range(len(conversations))]
+            turns = [turn_type(renderer, turn_body, partial(report, index)) for index in range(len(conversations))]
             requests = [self._request(talk, ids, parameters.max_tokens, param, sampling) for talk, _ in conversations]
-            self._run([*zip(requests, turns, strict=True)], there)
+            self._run([*zip(requests, turns, strict=True)], alive)
         finally:
             traces = [self._end(talk, drop=True) for talk, _ in conversations]
         if isinstance(body, Complete):
@@ -251,61 +254,64 @@ class Conversations:
     ) -> Request:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
         tokens = talk.row.transcript.token_ids
-        if (before := len(tokens) + len(read)) >= self.tokens:
-            raise PromptTooLong(self.tokens, before, param)
-        room, again = min(limit or self.tokens, self.tokens - before), talk.rollout is None
-        if again:
+        if (prompt_tokens := len(tokens) + len(read)) >= self.tokens:
+            raise PromptTooLong(self.tokens, prompt_tokens, param)
+        room_tokens, restarts = min(limit or self.tokens, self.tokens - prompt_tokens), talk.rollout is None
+        if restarts:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
         assert talk.rollout is not None
-        named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
-        return Request(**named, token_ids=[*(tokens if again else ()), *read], max_tokens=room, priority=0, **sampling)
+        names: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
+        token_ids = [*(tokens if restarts else ()), *read]
+        return Request(**names, token_ids=token_ids, max_tokens=room_tokens, priority=0, **sampling)
 
-    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], there: Callable[[], bool]) -> None:
+    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], alive: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
-        puts = [lambda event, number=number: news.put((number, event)) for number in range(len(work))]
+        puts = [lambda event, index=index: news.put((index, event)) for index in range(len(work))]
         requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
             answer.add_done_callback(put)
         open_turns = dict(enumerate(turn for _, turn in work))
         while open_turns:
-            if not there():
+            if not alive():
                 raise TimeIsUp
             with suppress(Empty):
-                number, what = news.get(timeout=LOOK_S)
-                events = [(number, what), *(news.get() for _ in range(news.qsize()))]
-                for number, what in events:
-                    if number in open_turns and open_turns[number].hear(what):
-                        del open_turns[number]
-                for number in {number for number, _ in events} & open_turns.keys():
-                    if open_turns[number].tell():
-                        del open_turns[number]
-                        self.policy.release(work[number][0].rollout)
+                index, piece = news.get(timeout=LOOK_S)
+                events = [(index, piece), *(news.get() for _ in range(news.qsize()))]
+                for index, piece in events:
+                    if index in open_turns and open_turns[index].hear(piece):
+                        del open_turns[index]
+                for index in {index for index, _ in events} & open_turns.keys():
+                    if open_turns[index].tell():
+                        del open_turns[index]
+                        self.policy.release(work[index][0].rollout)
             if open_turns:
                 time.sleep(GATHER_S)
 
     def _held(
-        self, new: _LiveConversation, count: int, seed: int | None, digests: Sequence[bytes], there: Callable[[], bool]
+        self, new: _LiveConversation, count: int, seed: int | None, digests: Sequence[bytes], alive: Callable[[], bool]
     ) -> list[tuple[_LiveConversation, int]]:
         """Return a conversation for each choice of a request, and how many of its messages are known; 0 for a `new` one.
-        Waits while too many are in use. Raises TimeIsUp when the client goes away."""
-        most = self.policy.capacity
-        if count > most:
-            raise Refused(f"n: {count} choices, and {most} conversations are held at a time", param="n")
+
+        Waits while too many are in use. Raises Refused for more choices than the policy holds, and TimeIsUp when the client goes
+        away."""
+        capacity = self.policy.capacity
+        if count > capacity:
+            raise Refused(f"n: {count} choices, and {capacity} conversations are held at a time", param="n")
         with self._door, self._room:
-            while sum(talk.busy for talk in self._talks) + count > most:
-                if not there():
+            while sum(talk.busy for talk in self._talks) + count > capacity:
+                if not alive():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            talks = [self._claim(new, seed, number, digests) for number in range(count)]
+            talks = [self._claim(new, seed, index, digests) for index in range(count)]
             idle = [talk for talk in self._talks if not talk.busy and talk.rollout is not None]
-            used = sum(talk.busy or talk.rollout is not None for talk in self._talks)
-            for talk in idle[: max(used - most, 0)]:
+            used_slots = sum(talk.busy or talk.rollout is not None for talk in self._talks)
+            for talk in idle[: max(used_slots - capacity, 0)]:
                 self._forget(talk)
             forgotten = [talk for talk in self._talks if not talk.busy and talk.rollout is None]
-            size = sum(len(talk.row.transcript.token_ids) for talk in forgotten)
-            while not self.record and forgotten and (len(self._talks) > KEPT or size > KEPT_TOKENS):
-                size -= len(forgotten[0].row.transcript.token_ids)
+            kept_tokens = sum(len(talk.row.transcript.token_ids) for talk in forgotten)
+            while not self.record and forgotten and (len(self._talks) > KEPT or kept_tokens > KEPT_TOKENS):
+                kept_tokens -= len(forgotten[0].row.transcript.token_ids)
                 self._talks.remove(forgotten.pop(0))
         if self.record and len(self._talks) > KEPT:
             with suppress(StopIteration, Refused):
@@ -313,28 +319,30 @@ class Conversations:
         return talks
 
     def _claim(
-        self, new: _LiveConversation, seed: int | None, number: int, digests: Sequence[bytes]
+        self, new: _LiveConversation, seed: int | None, index: int, digests: Sequence[bytes]
     ) -> tuple[_LiveConversation, int]:
-        drawn_by = (next(self._seeds) if seed is None else seed + (number << 32)) % ATTEMPT_STRIDE
+        """Return a conversation that is in use from now on, and how many of its messages are known: an idle one that ends at the
+        longest known prefix of `digests`, a branch of one that goes on, or else one made from `new`."""
+        drawn_by = (next(self._seeds) if seed is None else seed + (index << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
         for prefix in range(len(digests) - 2, 0, -1):
-            holding = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
-            if not holding:
+            holders = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
+            if not holders:
                 continue
-            ended = [talk for talk in holding if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
-            talk = next((talk for talk in ended if not talk.busy), holding[-1])
-            at = talk.marks[digests[prefix]]
+            unextended = [talk for talk in holders if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
+            talk = next((talk for talk in unextended if not talk.busy), holders[-1])
+            length = talk.marks[digests[prefix]]
             if self.record and not self._owners.get(digests[prefix]):
-                row = talk.row.copy(at, row)
-            elif talk in ended and not talk.busy:
+                row = talk.row.copy(length, row)
+            elif talk in unextended and not talk.busy:
                 self._talks.remove(talk)
                 self._talks.append(talk)
                 talk.busy = True
                 return talk, prefix
             else:
-                row = talk.row.branch(at, self._next(talk.row.name))
-            unread = {at: talk.unread[at]} if at in talk.unread else {}
+                row = talk.row.branch(length, self._next(talk.row.name))
+            unread = {length: talk.unread[length]} if length in talk.unread else {}
             break
         else:
             prefix, unread = 0, {}

@@ -107,6 +107,7 @@ class _Played:
 
 
 def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
+    """Return the figures of attempts, with a 95 % interval over examples. Raises ValueError if none has a reward."""
     rewarded = [attempt for attempt in played if attempt.reward is not None]
     lost = len(played) - len(rewarded)
     if not rewarded:
@@ -308,7 +309,7 @@ def audit_verifiers(name: str) -> dict[str, Any]:
 
 
 def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
-    probes = {kind: {"tried": len(wrong), "wrong": sum(wrong)} for kind, wrong in wrongs.items()}
+    probes = {kind: {"tried": len(flags), "wrong": sum(flags)} for kind, flags in wrongs.items()}
     return {"probes": probes, "faults": [*faults]}
 
 
@@ -319,49 +320,54 @@ def _blind(env: Any, play: Play, seed: int) -> _Episode:
         return _Episode(error=f"{error!r:.200}")
 
 
-def audit_openenv(name: str, count: int = 16, seconds: float = 55.0, seed: int = 0) -> dict[str, Any]:
-    """Play episodes with actions that solve nothing, at `count` seeds or until the time is up.
+def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: int = 0) -> dict[str, Any]:
+    """Play episodes with actions that solve nothing, at `seed_count` seeds or until the time is up.
 
     Return for each probe how often it was tried and wrong, `faults` (probes that were wrong too often), `tasks` (seeds with
     different episodes) and `errors`. A play is wrong at a task if its reward is above 0 and the best of all plays; random actions
     are if all of them earn it. Chance may pay a play, so it is a fault at nine of ten tasks, as RULE says."""
     began, (shared, action) = time.monotonic(), load_openenv(name)
     plays = _plays(action, seed)
-    first = plays[RANDOM][0]
+    first_play = plays[RANDOM][0]
     wrongs: dict[str, list[bool]] = {kind: [] for kind in ("a new environment", "the same environment")}
-    tasks, every = dict[str, dict[str, list[_Episode]]](), list[_Episode]()
-    for at in range(seed, seed + count):
+    tasks, all_episodes = dict[str, dict[str, list[_Episode]]](), list[_Episode]()
+    for play_seed in range(seed, seed + seed_count):
         if tasks and time.monotonic() - began > seconds:
             break
-        played = {kind: [_blind(load_openenv(name)[0], play, at) for play in some] for kind, some in plays.items()}
-        episodes = [episode for some in played.values() for episode in some]
-        more = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # further actions, for exceptions
-        again, reused = _blind(load_openenv(name)[0], first, at), _blind(shared, first, at)
+        played = {
+            kind: [_blind(load_openenv(name)[0], play, play_seed) for play in kind_plays]
+            for kind, kind_plays in plays.items()
+        }
+        episodes = [episode for kind_plays in played.values() for episode in kind_plays]
+        extra = [
+            _blind(shared, play, play_seed) for play in _plays(action, play_seed)[RANDOM]
+        ]  # further actions, for exceptions
+        repeated, reused = _blind(load_openenv(name)[0], first_play, play_seed), _blind(shared, first_play, play_seed)
         resets = {str(episode.observations[:1]) for episode in episodes}
-        differs = len(resets) > 1 or repr(again) != repr(played[RANDOM][0])
+        differs = len(resets) > 1 or repr(repeated) != repr(played[RANDOM][0])
         wrongs["a new environment"].append(differs)
-        wrongs["the same environment"].append(repr(reused) != repr(again) and not differs)
-        tasks[repr(episodes)], every = played, [*every, *episodes, again, *more]
-    unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in every]
+        wrongs["the same environment"].append(repr(reused) != repr(repeated) and not differs)
+        tasks[repr(episodes)], all_episodes = played, [*all_episodes, *episodes, repeated, *extra]
+    unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in all_episodes]
     wrongs["no reward"] = [
-        none or not math.isfinite(outcome.total) for none, outcome in zip(unpaid, every, strict=True)
+        is_unpaid or not math.isfinite(outcome.total) for is_unpaid, outcome in zip(unpaid, all_episodes, strict=True)
     ]
-    wrongs["an exception"] = [bool(episode.error) for episode in every]
-    faults = [kind for kind, wrong in wrongs.items() if any(wrong)]
-    wrongs["no end"] = [not (episode.ended or episode.error) for episode in every]
+    wrongs["an exception"] = [bool(episode.error) for episode in all_episodes]
+    faults = [kind for kind, flags in wrongs.items() if any(flags)]
+    wrongs["no end"] = [not (episode.ended or episode.error) for episode in all_episodes]
     faults += ["no end"] if all(wrongs["no end"]) else []
-    for kind, some in plays.items():
-        wrong = [[_paid(played, kind, n) for played in tasks.values()] for n in range(len(some))]
-        wrongs[kind] = max(wrong, key=sum) if kind != ONE or len(tasks) >= LEAST else []
+    for kind, kind_plays in plays.items():
+        flags = [[_paid(played, kind, index) for played in tasks.values()] for index in range(len(kind_plays))]
+        wrongs[kind] = max(flags, key=sum) if kind != ONE or len(tasks) >= LEAST else []
         faults += [kind] if sum(wrongs[kind]) >= max(1, RULE * len(tasks)) else []
-    errors = list(dict.fromkeys(episode.error for episode in every if episode.error))
-    return {"episodes": len(every), "tasks": len(tasks), **_probed(wrongs, faults), "errors": errors[:3]}
+    errors = list(dict.fromkeys(episode.error for episode in all_episodes if episode.error))
+    return {"episodes": len(all_episodes), "tasks": len(tasks), **_probed(wrongs, faults), "errors": errors[:3]}
 
 
-def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, number: int) -> bool:
-    best = max(episode.total for some in played.values() for episode in some)
-    return best > 0 and all(
-        outcome.total == best for outcome in (played[kind] if kind == RANDOM else [played[kind][number]])
+def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, play_index: int) -> bool:
+    best_total = max(episode.total for episodes in played.values() for episode in episodes)
+    return best_total > 0 and all(
+        outcome.total == best_total for outcome in (played[kind] if kind == RANDOM else [played[kind][play_index]])
     )
 
 
@@ -370,16 +376,18 @@ def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
     schema.get("properties", {}).pop("metadata", None)
 
     def act(random: Random | None, text: str = "") -> Any:
-        for again in range(100):  # a schema does not say all that is checked
+        for redraw in range(100):  # a schema does not say all that is checked
             with suppress(ValueError):
-                return action.model_validate(drawn(schema, schema, random or (Random(again) if again else None), text))
+                return action.model_validate(
+                    drawn(schema, schema, random or (Random(redraw) if redraw else None), text)
+                )
         raise ValueError(f"{action.__name__}: no action that was drawn from its schema is valid")
 
     def lazy(make: Callable[[str], str]) -> Play:
         return lambda turn, observation: act(None, make(observation))
 
-    def drawing(n: int, always: bool) -> Play:
-        return lambda turn, observation: act(Random(f"{seed} {n} {0 if always else turn}"))
+    def drawing(number: int, same_each_turn: bool) -> Play:
+        return lambda turn, observation: act(Random(f"{seed} {number} {0 if same_each_turn else turn}"))
 
     plays = {"the smallest action": [lazy(lambda observation: "")]}
     if act(None, "text") != act(None):
@@ -387,33 +395,34 @@ def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
     return plays | {ONE: [drawing(n, True) for n in range(SOME)], RANDOM: [drawing(n, False) for n in range(SOME)]}
 
 
-def drawn(schema: Mapping[str, Any], whole: Mapping[str, Any], random: Random | None, text: str) -> Any:
+def drawn(schema: Mapping[str, Any], root_schema: Mapping[str, Any], random: Random | None, text: str) -> Any:
     """Return a value of a JSON schema: a random one, or the smallest, with `text` for its texts."""
 
-    def value(of: Mapping[str, Any]) -> Any:
-        return drawn(of, whole, random, text)
+    def value(subschema: Mapping[str, Any]) -> Any:
+        return drawn(subschema, root_schema, random, text)
 
     if "$ref" in schema:
-        return value(whole["$defs"][schema["$ref"].rpartition("/")[2]])
+        return value(root_schema["$defs"][schema["$ref"].rpartition("/")[2]])
     if "const" in schema or ("default" in schema and not (random or text)):
         return schema.get("const", schema.get("default"))
-    kind, choices = schema.get("type"), [*schema.get("anyOf", schema.get("oneOf", ()))]
-    if "enum" in schema or choices or kind == "boolean":
-        several = schema.get("enum", choices or [False, True])
-        chosen = random.choice(several) if random else several[0]
-        return value(chosen) if choices else chosen
-    if kind in ("integer", "number"):
-        step = int(kind == "integer")
+    json_type, choices = schema.get("type"), [*schema.get("anyOf", schema.get("oneOf", ()))]
+    if "enum" in schema or choices or json_type == "boolean":
+        options = schema.get("enum", choices or [False, True])
+        option = random.choice(options) if random else options[0]
+        return value(option) if choices else option
+    if json_type in ("integer", "number"):
+        step = int(json_type == "integer")
         low = schema.get("minimum", schema.get("exclusiveMinimum", -100 - step) + step)
         high = schema.get("maximum", schema.get("exclusiveMaximum", max(low, 0) + 100 + step) - step)
-        number = random.uniform(low, high) if random else min(max(0, low), high)
-        return round(number) if step else number
-    more, least = random.randrange(4) if random else 0, schema.get("minItems", schema.get("minLength", 0))
-    if kind == "string":
-        written = text or (random.choice([make("") for make in LAZY.values()]) if random else "")
-        return written.ljust(least, "a")[: schema.get("maxLength")]
-    if kind == "array":
-        return [value(schema.get("items", {})) for _ in range(min(least + more, schema.get("maxItems", least + more)))]
-    needed, properties = schema.get("required", ()), schema.get("properties", {})
-    names = [name for name in properties if name in needed or text or (random and random.random() < 0.5)]
-    return {name: value(properties[name]) for name in names} if kind == "object" else None
+        drawn_number = random.uniform(low, high) if random else min(max(0, low), high)
+        return round(drawn_number) if step else drawn_number
+    extra, min_length = random.randrange(4) if random else 0, schema.get("minItems", schema.get("minLength", 0))
+    if json_type == "string":
+        drawn_text = text or (random.choice([make("") for make in LAZY.values()]) if random else "")
+        return drawn_text.ljust(min_length, "a")[: schema.get("maxLength")]
+    if json_type == "array":
+        length = min(min_length + extra, schema.get("maxItems", min_length + extra))
+        return [value(schema.get("items", {})) for _ in range(length)]
+    required, properties = schema.get("required", ()), schema.get("properties", {})
+    names = [name for name in properties if name in required or text or (random and random.random() < 0.5)]
+    return {name: value(properties[name]) for name in names} if json_type == "object" else None

@@ -87,7 +87,7 @@ def improve(
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
     began, tasks, training = time.monotonic(), load_tasks(gate), trained_with(start)
     gate_digest = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
-    first = first_of(start, gate_digest)
+    first_figures = first_of(start, gate_digest)
     judged = [session for run in records for session in conversations(run) if session[1].grade.known]
     if len(judged) < 2:
         raise ValueError(f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update needs two")
@@ -99,8 +99,9 @@ def improve(
     fresh = [session for session in plain if gap(model, session[1], replay) <= STALE]
     if len(fresh) < 2:
         fit = f"{len(fresh)} of {len(plain)} have its log-probabilities"
-        others = {turn.sampling for _, attempt in judged for turn in attempt.rollout.turns if turn.sampling}
-        left = f"; {len(judged) - len(plain)} were drawn otherwise ({'; '.join(sorted(others)[:3])})" if others else ""
+        samplings = {turn.sampling for _, attempt in judged for turn in attempt.rollout.turns if turn.sampling}
+        others = "; ".join(sorted(samplings)[:3])
+        left = f"; {len(judged) - len(plain)} were drawn otherwise ({others})" if samplings else ""
         raise ValueError(f"--model {start}: did not sample these rollouts at temperature 1; {fit}{left}")
     groups = score_groups(grouped(fresh), settings.reward, settings.loss)
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
@@ -109,7 +110,7 @@ def improve(
     save_pretrained(model, out / "candidate", dtype=torch.bfloat16)
     LOG.info(f"scoring {out / 'candidate'}")
     after = attempts_of(model, training, start, tasks, samples, settings)
-    gate_result = {"tasks": gate_digest, **judge(before, after, first)}
+    gate_result = {"tasks": gate_digest, **judge(before, after, first_figures)}
     version = publish(store, model) if store and not gate_result["stopped"] else None
     if not gate_result["stopped"]:
         (out / "weights").symlink_to("candidate")

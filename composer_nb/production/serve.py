@@ -202,6 +202,8 @@ class ChatServer(ThreadServer):
         await reply(scope, receive, send)
 
     async def _reply(self, request: Request) -> Response:
+        """Answer one HTTP request. Raises Refused for an unknown path or a request that cannot be met, and TimeIsUp while
+        the server drains."""
         self._authorize(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
         listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._listed

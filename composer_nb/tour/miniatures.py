@@ -120,28 +120,28 @@ def _deal(
     """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants, which all fail the first
     hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many."""
     failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
-    places = range(len(outcomes))
+    indices = range(len(outcomes))
     if candidate.kind == "lint":
-        return [*places[:VISIBLE]], [*places[VISIBLE:]], []
+        return [*indices[:VISIBLE]], [*indices[VISIBLE:]], []
     if len(failing) < 3:
         return None
-    first, *rest = failing
+    first, *others = failing
     if candidate.kind != "tests":
-        order = [first, *(i for i in places if i not in (first, rest[-1])), rest[-1]]
+        order = [first, *(i for i in indices if i not in (first, others[-1])), others[-1]]
         return order[:VISIBLE], order[VISIBLE:], []
-    weak = [i for i in places if i not in failing][:OTHERS]
-    if len(weak) < OTHERS:
+    passing = [i for i in indices if i not in failing][:OTHERS]
+    if len(passing) < OTHERS:
         return None
     first = min(failing, key=lambda i: len(repr((candidate.inputs[i], candidate.wanted[i]))))
-    hidden = [first, *(i for i in places if i not in (first, *weak))]
-    mutants, source, tried = [candidate.buggy], candidate.program.source, (first, *weak)
+    hidden = [first, *(i for i in indices if i not in (first, *passing))]
+    mutants, source, tested = [candidate.buggy], candidate.program.source, (first, *passing)
     near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
-    inputs = tuple(candidate.inputs[i] for i in tried)
+    inputs = tuple(candidate.inputs[i] for i in tested)
     pattern = [False, *[True] * OTHERS]
     for text, results in zip(near, run_programs(near, [inputs] * len(near), executor), strict=True):
-        if results and [result == candidate.right[i] for result, i in zip(results, tried, strict=True)] == pattern:
+        if results and [result == candidate.right[i] for result, i in zip(results, tested, strict=True)] == pattern:
             mutants.append(text)
-    return weak, hidden, mutants[:MUTANTS]
+    return passing, hidden, mutants[:MUTANTS]
 
 
 def _task(
@@ -152,42 +152,45 @@ def _task(
         return None
     visible, hidden, mutants = dealt
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
-    name, *names = rng.sample(NAMES, 2 * MOST)
+    function, *spare_names = rng.sample(NAMES, 2 * MOST)
     modules = rng.sample(MODULES, rng.randint(1, MOST))
     home = rng.randrange(len(modules))
-    texts: dict[str, list[str]] = {module: [] for module in modules}
+    sources: dict[str, list[str]] = {module: [] for module in modules}
     tests: dict[str, str] = {}
     hidden_tests: dict[str, str] = {}
     for index, module in enumerate(modules):
         if index != home or rng.random() < 0.3:
-            other, examples = _sibling(rng, program.heldout)
-            called = names.pop()
-            texts[module].append(_named(other.source, called))
-            tests[f"test_{called}.py"] = render_tests(module, called, examples[:OTHERS])
-            hidden_tests[f"test_hidden_{called}.py"] = render_tests(module, called, examples[OTHERS:])
+            sibling, examples = _sibling(rng, program.heldout)
+            sibling_name = spare_names.pop()
+            sources[module].append(_named(sibling.source, sibling_name))
+            tests[f"test_{sibling_name}.py"] = render_tests(module, sibling_name, examples[:OTHERS])
+            hidden_tests[f"test_hidden_{sibling_name}.py"] = render_tests(module, sibling_name, examples[OTHERS:])
         if index == home:
-            texts[module].append(_named(candidate.buggy, name))
-            tests[f"test_{name}.py"] = render_tests(module, name, [cases[i] for i in visible])
-            hidden_tests[f"test_hidden_{name}.py"] = render_tests(module, name, [cases[i] for i in hidden])
-    path, code = f"{modules[home]}.py", _named(program.source, name)
-    files = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
-    scope, right = tuple(files), files[path].replace(_named(candidate.buggy, name), code)
+            sources[module].append(_named(candidate.buggy, function))
+            tests[f"test_{function}.py"] = render_tests(module, function, [cases[i] for i in visible])
+            hidden_tests[f"test_hidden_{function}.py"] = render_tests(module, function, [cases[i] for i in hidden])
+    path, right_code = f"{modules[home]}.py", _named(program.source, function)
+    files = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in sources.items()}
+    scope, right = tuple(files), files[path].replace(_named(candidate.buggy, function), right_code)
     solution = {path: right}
     digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
     kind = candidate.kind if candidate.kind in PLANTS else "bug"
-    metadata = {"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name}
+    metadata = {"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": function}
     metadata |= {"kind": kind} if kind != "bug" else {}
     if kind == "tests":
-        metadata["mutants"] = json.dumps([{path: right.replace(code, _named(mutant, name))} for mutant in mutants])
-        added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
-        written = f"test_{name}.py"
-        files, scope = files | {path: right}, (written,)
-        solution = {written: tests[written].replace("def test_0", f"{added}\n\ndef test_0")}
-    what = f"{name}: {program.spec}"
-    instructions = {"bug": f"fix {what}" if specified else "fix the tests", "lint": "fix the lints"}
+        metadata["mutants"] = json.dumps(
+            [{path: right.replace(right_code, _named(mutant, function))} for mutant in mutants]
+        )
+        rendered = render_tests(modules[home], function, [cases[hidden[0]]])
+        added = rendered.partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
+        test_path = f"test_{function}.py"
+        files, scope = files | {path: right}, (test_path,)
+        solution = {test_path: tests[test_path].replace("def test_0", f"{added}\n\ndef test_0")}
+    summary = f"{function}: {program.spec}"
+    instructions = {"bug": f"fix {summary}" if specified else "fix the tests", "lint": "fix the lints"}
     return Task(
         id=f"{program.family}-{digest}",
-        instruction=(instructions | {"feature": f"add {what}", "tests": f"test {what}"})[kind],
+        instruction=(instructions | {"feature": f"add {summary}", "tests": f"test {summary}"})[kind],
         files=files | tests,
         tests=hidden_tests,
         solution=solution,

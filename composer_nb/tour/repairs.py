@@ -104,6 +104,8 @@ def _operate(node: Any, operator: Any) -> None:
 
 
 def _plant(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
+    """Change a node in place by a bug of this kind; `names`: variables that may replace one."""
+
     def other(choices: Sequence[Any], now: object) -> Any:
         return rng.choice([choice for choice in choices if choice != now])
 

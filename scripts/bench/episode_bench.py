@@ -31,7 +31,7 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
-from composer_nb.harness.tasks.runtime import start
+from composer_nb.harness.tasks.runtime import start_sandbox
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
@@ -121,7 +121,7 @@ def in_sandboxes(backend: Backend, episodes: int, seconds: Callable[[], float]) 
             meter, besides = Meter(seconds), Meter(seconds)
             spent: dict[str, list[float]] = {}
         with meter.step("sandbox, git history"):
-            box = start(task, backend)
+            box = start_sandbox(task, backend)
             add_history(box)
             session = tools.open(box)
         with box:

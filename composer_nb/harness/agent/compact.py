@@ -191,6 +191,7 @@ class CompactRenderer(ChatRenderer):
         return f"call_{number}", form.tool, self.begun_json(arguments, last)
 
     def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
+        """Yield the grammar's rules for these tools. Raises ValueError for a schema that the format cannot express."""
         yield "start: call" + " (<|call|> call)*" * several
         yield f' | "{DONE}" (<|to|> TEXT)?\n' if text and not self.ends else "\n"
         yield f"call: {alternatives(len(tools))}\n"

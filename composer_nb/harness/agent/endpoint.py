@@ -78,19 +78,19 @@ async def _exchange(
     longest pause between two pieces of the answer. Raises TimeIsUp or httpx.HTTPError.
     """
     timeout = httpx.Timeout(silence_s, connect=min(CONNECT_S, silence_s), pool=None)
-    left, data = until - time.monotonic(), b""
-    if left <= 0:
+    left_s, reply = until - time.monotonic(), b""
+    if left_s <= 0:
         raise TimeIsUp
-    limit = asyncio.timeout(None if left == math.inf else left)
+    deadline = asyncio.timeout(None if left_s == math.inf else left_s)
     try:
-        async with limit, client.stream(method, url, timeout=timeout, **options) as answer:
-            async for part in answer.aiter_raw():
-                data += part
-                if len(data) > MAX_REPLY_BYTES:
+        async with deadline, client.stream(method, url, timeout=timeout, **options) as answer:
+            async for received in answer.aiter_raw():
+                reply += received
+                if len(reply) > MAX_REPLY_BYTES:
                     break
     except TimeoutError:
         raise TimeIsUp from None
-    return answer.status_code, answer.headers, data
+    return answer.status_code, answer.headers, reply
 
 
 def context_of(entry: Mapping[str, Any]) -> int:
@@ -174,10 +174,11 @@ class Endpoint:
         until: float = math.inf,
         seed: int | None = None,
     ) -> Answer:
-        """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
+        """Return the answer to a conversation. `tools`: schemas in OpenAI's form. `max_tokens`: maximum tokens of the answer.
+        `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
 
-        Raises ProviderFailure if the request fails, TooLong for a conversation without room, and TimeIsUp if that time passes
-        first."""
+        Raises ProviderFailure if the request fails, its subclass ContextExceeded if conversation and answer do not fit into the
+        model's context, and TimeIsUp if that time passes first."""
         body = {"model": self.model, "messages": [*messages], "max_tokens": max_tokens, "temperature": self.temperature}
         body |= {} if seed is None else {"seed": seed}
         if tools:
@@ -188,47 +189,48 @@ class Endpoint:
             case answer:
                 raise ProviderFailure(f"{self.url}: an answer without a message: {str(answer)[:200]}")
         counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-        read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
+        read_tokens, written_tokens = (min(n, 1 << 40) if isinstance(n, int) and n > 0 else 0 for n in counts)
         cut, turn = choice.get("finish_reason") == "length", choice.get("turn")
-        return Answer(
-            message=message, read=read, written=written, cut=cut, turn=turn if isinstance(turn, dict) else None
-        )
+        turn = turn if isinstance(turn, dict) else None
+        return Answer(message=message, read=read_tokens, written=written_tokens, cut=cut, turn=turn)
 
     def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of an answer. Raises ProviderFailure or TimeIsUp."""
+        """Return the JSON of an answer; failed requests are repeated up to `retries` times.
+
+        Raises TimeIsUp at `until`, ContextExceeded if the conversation is too long, and ProviderFailure for other failures."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        where = f"{self.url.rstrip('/')}/{path}"
-        sent = None if body is None else json.dumps(body).encode()
-        for tried in range(self.retries + 1):
+        address = f"{self.url.rstrip('/')}/{path}"
+        content = None if body is None else json.dumps(body).encode()
+        for try_index in range(self.retries + 1):
             retry_after = None
-            request = _exchange(self._client, method, where, until, self.timeout_s, content=sent, headers=headers)
-            running = asyncio.run_coroutine_threadsafe(request, _loop())
+            request = _exchange(self._client, method, address, until, self.timeout_s, content=content, headers=headers)
+            pending = asyncio.run_coroutine_threadsafe(request, _loop())
             try:
-                status, answered, data = running.result()
-                if len(data) > MAX_REPLY_BYTES:
-                    raise ProviderFailure(f"{where}: longer than {MAX_REPLY_BYTES} bytes")
+                status, reply_headers, reply = pending.result()
+                if len(reply) > MAX_REPLY_BYTES:
+                    raise ProviderFailure(f"{address}: longer than {MAX_REPLY_BYTES} bytes")
                 if status == 200:
-                    return json.loads(data)
-                code, message = _error(data)
-                failed = f"status {status}{f' ({code})' if code else ''}: {message}"
-                retry_after = answered.get("Retry-After")
-                if status in (400, 413) and _TOO_LONG.search(failed):
-                    raise ContextExceeded(f"{where}: {failed}")
+                    return json.loads(reply)
+                code, message = _error(reply)
+                failure = f"status {status}{f' ({code})' if code else ''}: {message}"
+                retry_after = reply_headers.get("Retry-After")
+                if status in (400, 413) and _TOO_LONG.search(failure):
+                    raise ContextExceeded(f"{address}: {failure}")
                 if status not in AGAIN or code in FINAL:
                     break
             except (ValueError, RecursionError) as error:  # such as an answer that was cut short
-                failed = f"no JSON: {str(error)[:200]}"
+                failure = f"no JSON: {str(error)[:200]}"
             except (httpx.HTTPError, OSError) as error:
-                failed = f"{type(error).__name__}: {str(error)[:300]}"
+                failure = f"{type(error).__name__}: {str(error)[:300]}"
             finally:
-                running.cancel()
-            pause = _pause(retry_after, self.wait_s * 2**tried)
-            if tried == self.retries or time.monotonic() + pause >= until:
+                pending.cancel()
+            pause_s = _pause(retry_after, self.wait_s * 2**try_index)
+            if try_index == self.retries or time.monotonic() + pause_s >= until:
                 break
-            time.sleep(pause)
-        raise ProviderFailure(f"{where}: {failed}")
+            time.sleep(pause_s)
+        raise ProviderFailure(f"{address}: {failure}")
 
 
 def _error(data: bytes) -> tuple[str, str]:
@@ -240,17 +242,17 @@ def _error(data: bytes) -> tuple[str, str]:
     return "", data[:300].decode("utf-8", "replace")
 
 
-def _pause(retry_after: str | None, usual: float) -> float:
+def _pause(retry_after: str | None, usual_s: float) -> float:
     """Return the seconds until the next try: the usual wait with jitter, and at least the server's, if that is readable.
 
     The wait grows and varies in either case, so that many clients with the same Retry-After do not all return at once."""
-    least: float = 0
+    least_s: float = 0
     with suppress(ValueError, OverflowError):
         if retry_after is not None and retry_after.strip().isdecimal():
-            least = int(retry_after)
+            least_s = int(retry_after)
         elif retry_after is not None:
-            least = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    return min(LONGEST_WAIT_S, max(least, usual * (1 + random.random())))
+            least_s = parsedate_to_datetime(retry_after).timestamp() - time.time()
+    return min(LONGEST_WAIT_S, max(least_s, usual_s * (1 + random.random())))
 
 
 class EndpointTurnPolicy(TokenlessTurnPolicy):
@@ -275,20 +277,23 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         self._most = min(limits.tokens, limits.rollout_tokens, endpoint.context or limits.tokens)
 
     def say(self, news: News, until: float) -> Spoken | None:
+        """Take a turn; None if the limits or the model's context leave no room for one.
+
+        Raises ProviderFailure, also if no answer has ever come in time, and TimeIsUp after the first answer."""
         for message in news:
             if isinstance(message, CallResult) and message.id:
                 self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
             else:
                 self._talk.append({"role": "user", "content": message.text})
-        begun = any(message["role"] == "assistant" for message in self._talk)
+        has_answered = any(message["role"] == "assistant" for message in self._talk)
         try:
             answer = self._answer(until)
         except ContextExceeded:
-            if begun:
+            if has_answered:
                 return None
             raise  # the requested length of the answer may be at fault
         except TimeIsUp:
-            if begun:
+            if has_answered:
                 raise
             # No answer ever came: this is the endpoint's fault, not the agent's.
             raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
@@ -301,25 +306,29 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         ids = [call["id"] for call in turn.get("tool_calls", ())]
         if answer.cut and not calls:
             ids, calls = [""], [invalid("the turn was cut off")]
-        written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-        return Spoken(said=Said(text=turn["content"].strip(), calls=written), read=answer.read, written=answer.written)
+        written_calls = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
+        said = Said(text=turn["content"].strip(), calls=written_calls)
+        return Spoken(said=said, read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
-        """Return the next answer; None if the limits of tokens leave no room. Raises TooLong if the room is unknown."""
-        room = min(self.limits.turn_tokens, self._most)
+        """Return the next answer; None if the limits of tokens leave no room.
+
+        Raises ContextExceeded if the endpoint's error does not say how much room is left, or contradicts it; also like
+        `Endpoint.complete`."""
+        room_tokens = min(self.limits.turn_tokens, self._most)
         for _ in range(3):
-            if room < 1:
+            if room_tokens < 1:
                 break
             try:
-                answer = self.endpoint.complete(self._talk, self.tools, room, self.parallel, until, self.seed)
+                answer = self.endpoint.complete(self._talk, self.tools, room_tokens, self.parallel, until, self.seed)
                 if answer.read + answer.written <= self._most:
                     return answer
-                read = answer.read
+                read_tokens = answer.read
             except ContextExceeded as error:
-                read, self._most = error.read, min(self._most, error.context or self._most)
-                if not read or self._most - read >= room:
+                read_tokens, self._most = error.read, min(self._most, error.context or self._most)
+                if not read_tokens or self._most - read_tokens >= room_tokens:
                     raise
-            room = min(room - 1, self._most - read)
+            room_tokens = min(room_tokens - 1, self._most - read_tokens)
         return None
 
 
@@ -331,8 +340,8 @@ def _unreadable(turn: Mapping[str, Any]) -> Said:
         error = invalid(str(call["error"])) if "error" in call else _call(name, str(call.get("arguments", "")))
         return Written(id=id, call=error, text=text)
 
-    listed = [call for call in turn.get("calls") or () if isinstance(call, dict)]
-    return Said(text=str(turn.get("text", "")).strip(), calls=tuple(map(written, listed)))
+    turn_calls = [call for call in turn.get("calls") or () if isinstance(call, dict)]
+    return Said(text=str(turn.get("text", "")).strip(), calls=tuple(map(written, turn_calls)))
 
 
 def call_on_wire(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -346,15 +355,15 @@ def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | 
     turn: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
     calls: list[ToolCall | ToolError] = []
     wire_calls: list[dict[str, Any]] = []
-    listed = message.get("tool_calls") or []
-    for number, call in enumerate(listed if isinstance(listed, list) else [listed]):
+    reply_calls = message.get("tool_calls") or []
+    for call_index, call in enumerate(reply_calls if isinstance(reply_calls, list) else [reply_calls]):
         function = call.get("function") if isinstance(call, dict) else None
         function = function if isinstance(function, dict) else {}
         name, arguments = str(function.get("name", "")), function.get("arguments", "")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         id = call.get("id") if isinstance(call, dict) else None
-        wire_calls.append(call_on_wire(str(id or f"call_{number}"), name, text))
-        calls.append(_call(name, text))
+        wire_calls.append(call_on_wire(str(id or f"call_{call_index}"), name, arguments_text))
+        calls.append(_call(name, arguments_text))
     return turn | ({"tool_calls": wire_calls} if wire_calls else {}), calls
 
 

@@ -77,6 +77,7 @@ class KimiRenderer(ChatRenderer):
         return [turn.text, self.ids[SECTION], *pieces[1:], self.ids[SECTION_END]] if turn.calls else pieces
 
     def _read(self, pieces: Sequence[Piece]) -> Said:
+        """Parse the pieces of a turn: its text, and its calls, with an error for each that cannot be read."""
         text, calls = "", list[Written]()
         names = [self.names.get(piece, "?") if isinstance(piece, int) else "" for piece in pieces]
         inside, at = False, 0
@@ -111,6 +112,7 @@ class KimiRenderer(ChatRenderer):
         return self._call_so_far(token_ids, number, unread(number, ""))
 
     def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
+        """Yield the grammar's rules for these tools. Raises ValueError for a schema that is no object's."""
         calls = f"<|tool_calls_section_begin|> call{' (call)*' * several} <|tool_calls_section_end|>"
         yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
         yield f"call: <|tool_call_begin|> ({alternatives(len(tools))}) <|tool_call_end|>\n"
@@ -124,6 +126,7 @@ class KimiRenderer(ChatRenderer):
             yield f"call{number}: {head} /[0-9]{{1,9}}/ <|tool_call_argument_begin|> %json {json.dumps(schema)}\n"
 
     def _written(self, pieces: Sequence[Piece], names: Sequence[str], ended: bool, number: int) -> Written:
+        """Parse the pieces of one call; an error, not raised, for one that cannot be read."""
         if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
             return unread(number, "a call is an id, arguments and an end")
         call_id = str(pieces[0]).strip()

@@ -93,20 +93,20 @@ def converse(
     """
     turns: list[Turn] = []
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
-    until, over = began + limits.seconds, threading.Event()
+    deadline, over = began + limits.seconds, threading.Event()
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
-    session.left = lambda: until - clock()
+    session.left = lambda: deadline - clock()
     if session.concurrent:
         threading.Thread(target=_abort_in_time, args=(session, over), name="bell", daemon=True).start()
     try:
         for _ in range(limits.turns):
-            if turns and (brief := turn_policy.condense(news, until)):
+            if turns and (brief := turn_policy.condense(news, deadline)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
                 report(brief.said)
                 path, todos = session.remember(history(instruction, turns)), session.todos.values()
                 news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
-            spoken = turn_policy.say(news, until) if used < limits.tokens else None
+            spoken = turn_policy.say(news, deadline) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
                 if not turns:
@@ -116,9 +116,9 @@ def converse(
             report(spoken.said)
             calls = spoken.said.calls
             replies = tools.run(session, [written.call for written in calls])
-            answered = _turns(spoken.said, replies, tools)
-            turns += answered
-            for turn in answered:
+            new_turns = _turns(spoken.said, replies, tools)
+            turns += new_turns
+            for turn in new_turns:
                 report(turn)
             if not replies or replies[-1].ends:
                 stop = "finished"
@@ -126,7 +126,7 @@ def converse(
             if session.left() < 0:
                 stop = "time"
                 break
-            news = [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
+            news = [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, new_turns, strict=True)]
     except TimeIsUp:
         stop = "time"
     except ProviderFailure as failure:

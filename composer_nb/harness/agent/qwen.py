@@ -106,6 +106,7 @@ class QwenRenderer(ChatRenderer):
         return pieces
 
     def _read(self, pieces: Sequence[Piece]) -> Said:
+        """Parse the pieces of a turn: its text, and its calls, with an error for each that cannot be read."""
         text, calls, at = "", list[Written](), 0
         while at < len(pieces):
             piece = pieces[at]
@@ -143,6 +144,7 @@ class QwenRenderer(ChatRenderer):
         return f"call_{number}", head[1], self.begun_json(arguments, last)
 
     def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
+        """Yield the grammar's rules for these tools. Raises ValueError for a schema that the format cannot express."""
         calls = f"call{' (NEWLINE call)*' * several}"
         yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
         yield f"call: <tool_call> ({alternatives(len(tools))}) </tool_call>\n"
@@ -162,6 +164,7 @@ class QwenRenderer(ChatRenderer):
             yield f"call{number}: {head} {' '.join(parts)} {close}\n"
 
     def _call(self, body: str, closed: bool) -> ToolCall | ToolError:
+        """Parse the text between the marks of a call; an error, not raised, for one that cannot be read."""
         head = FUNCTION.match(body)
         if not closed or head is None:
             return invalid(f"a call is {CALL}, <function=NAME>, its parameters, </function>, {CALL_END}")
@@ -185,30 +188,30 @@ class QwenRenderer(ChatRenderer):
 def _value_rule(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
     """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
     a schema that is not supported in Qwen's format."""
-    literals, others, free, types = list[str](), list[str](), False, kinds(schema)
+    literals, json_rules, is_any_text, types = list[str](), list[str](), False, kinds(schema)
     options = schema.get("anyOf") or schema.get("oneOf") or [schema]
     for option in options:
         if "enum" in option or "const" in option:
             for value in option.get("enum", [option.get("const")]):
                 text = value if isinstance(value, str) else write_json(value)
-                read = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
-                if read is None or read[2] != text or write_json(read_value(text, types)) != write_json(value):
+                match = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
+                if match is None or match[2] != text or write_json(read_value(text, types)) != write_json(value):
                     raise ValueError(
                         f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
                     )
                 literals.append(json.dumps(text))
         elif "string" in kinds(option):
-            free = True
+            is_any_text = True
             string_rule(option, name, "")
         else:
-            others.append(json_rule(option, parameters))
-    if free:  # any text is a string, but text that parses as another type must be of that type
-        for option in options if literals or others else ():
+            json_rules.append(json_rule(option, parameters))
+    if is_any_text:  # any text is a string, but text that parses as another type must be of that type
+        for option in options if literals or json_rules else ():
             string_rule(option, name, "")
         return "value", ""
     end = json.dumps("\n</parameter>")
-    spelled = [f"{other} {end}" for other in others] + [rule] * bool(literals)
-    return f"({' | '.join(spelled)})", f"{rule}: ({' | '.join(literals)}) {end}\n" if literals else ""
+    branches = [f"{other} {end}" for other in json_rules] + [rule] * bool(literals)
+    return f"({' | '.join(branches)})", f"{rule}: ({' | '.join(literals)}) {end}\n" if literals else ""
 
 
 def _resolved(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,11 +76,11 @@ def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall
     old, new = before.splitlines(), after.splitlines()
     if len(old) <= SHORT:
         return None, call("read_file", target_file=path)
-    first = next((n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
-    heads = [n for n in range(first + 1) if re.match(r"\s*(async def|def|class) \w", old[n])]
-    at = heads[-1] if heads else 0
-    pattern = re.sub(r"\W", ".", re.split(r"[(:]", old[at].strip())[0]) or "."
-    read = call("read_file", target_file=path, offset=at + 1, limit=min(max(40, first - at + 20), SHORT))
+    differs_at = next((n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
+    head_lines = [n for n in range(differs_at + 1) if re.match(r"\s*(async def|def|class) \w", old[n])]
+    head = head_lines[-1] if head_lines else 0
+    pattern = re.sub(r"\W", ".", re.split(r"[(:]", old[head].strip())[0]) or "."
+    read = call("read_file", target_file=path, offset=head + 1, limit=min(max(40, differs_at - head + 20), SHORT))
     return call("grep", pattern=pattern, path=path), read
 
 
@@ -89,15 +89,15 @@ def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
     if not before:
         yield call("write", file_path=path, contents=after)
         return
-    lines, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    blocks = opcodes(lines, new)
-    for _, at, end, start, stop in [block for block in reversed(blocks) if block[0] != "equal"]:
-        first, last = at, end
+    lines, new_lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    blocks = opcodes(lines, new_lines)
+    for _, old_start, old_end, new_start, new_end in [block for block in reversed(blocks) if block[0] != "equal"]:
+        first, last = old_start, old_end
         while not (old := "".join(lines[first:last])) or (text := "".join(lines)).find(old) != text.rfind(old):
             first, last = max(0, first - 1), min(len(lines), last + 1)
-        lines[first:last] = [*lines[first:at], *new[start:stop], *lines[end:last]]
-        changed = "".join(lines[first : last + stop - start - (end - at)])
-        yield call("search_replace", file_path=path, old_string=old, new_string=changed)
+        lines[first:last] = [*lines[first:old_start], *new_lines[new_start:new_end], *lines[old_end:last]]
+        replaced = "".join(lines[first : last + new_end - new_start - (old_end - old_start)])
+        yield call("search_replace", file_path=path, old_string=old, new_string=replaced)
 
 
 class _ScriptedCall(BaseModel):

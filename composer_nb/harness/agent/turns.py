@@ -123,10 +123,11 @@ class TokenTurnPolicy:
         return self.rollout + len(self._segments) * SEGMENT_STRIDE
 
     def say(self, news: News, until: float) -> Spoken | None:
-        begun = self._transcript.token_ids or self._kept
+        """Take a turn; None if the limits leave no room for one. `until`: a time of `time.monotonic`."""
+        has_begun = self._transcript.token_ids or self._kept
         news_ids = self.renderer.read(news, self.system)
         self._prompt = self._prompt or news_ids
-        parts = ((self._kept, Kind.PROMPT), (news_ids, Kind.OBSERVATION if begun else Kind.PROMPT))
+        parts = ((self._kept, Kind.PROMPT), (news_ids, Kind.OBSERVATION if has_begun else Kind.PROMPT))
         completion = self._turn(parts, self.limits.turn_tokens, until)
         if completion is None:
             return None
@@ -136,6 +137,7 @@ class TokenTurnPolicy:
         return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 
     def condense(self, news: News, until: float) -> Spoken | None:
+        """Return a summary if the segment has reached its trigger, and end the segment; else None, also after `truncate`."""
         results = self.renderer.answers([message for message in news if isinstance(message, CallResult)])
         if not 0 < self.summary.trigger <= len(self._transcript.token_ids) + len(results) or len(self._starts) < 2:
             return None  # after one turn a segment would end where it began
@@ -148,29 +150,29 @@ class TokenTurnPolicy:
         if completion is None:
             return None
         text, kinds = self.renderer.summary(completion.token_ids)
-        before = len(self._transcript.token_ids)
+        read_tokens = len(self._transcript.token_ids)
         self._transcript.wrote(completion, kinds)
         self._starts = []
         self._end()
-        return Spoken(said=Said(text=text), read=before, written=len(completion.token_ids))
+        return Spoken(said=Said(text=text), read=read_tokens, written=len(completion.token_ids))
 
     def close(self) -> tuple[Segment, ...]:
         self._end()
         # A segment without a turn teaches nothing.
         return tuple([segment for segment in self._segments if segment.acted.any()] or self._segments)
 
-    def _turn(self, parts: Sequence[tuple[list[int], Kind]], most: int, until: float) -> Completion | None:
+    def _turn(self, parts: Sequence[tuple[list[int], Kind]], max_tokens: int, until: float) -> Completion | None:
         """Have the policy read the parts and continue. Return None if the limits leave no room for a token."""
-        read = [token for token_ids, _ in parts for token in token_ids]
-        here = len(self._transcript.token_ids) + len(read)
-        whole = here + sum(len(segment.token_ids) for segment in self._segments)
-        room = min(most, self.limits.tokens - here, self.limits.rollout_tokens - whole)
-        if room < 1:
+        read_ids = [token for token_ids, _ in parts for token in token_ids]
+        segment_tokens = len(self._transcript.token_ids) + len(read_ids)
+        rollout_tokens = segment_tokens + sum(len(segment.token_ids) for segment in self._segments)
+        room_tokens = min(max_tokens, self.limits.tokens - segment_tokens, self.limits.rollout_tokens - rollout_tokens)
+        if room_tokens < 1:
             return None
         for token_ids, kind in parts:
             self._transcript.read(token_ids, kind)
-        completion = self.ask(Request(rollout=self._name, token_ids=read, max_tokens=room), until)
-        assert len(completion.token_ids) <= room
+        completion = self.ask(Request(rollout=self._name, token_ids=read_ids, max_tokens=room_tokens), until)
+        assert len(completion.token_ids) <= room_tokens
         return completion
 
     def _truncate(self) -> None:

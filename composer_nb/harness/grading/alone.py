@@ -76,6 +76,9 @@ class _Cut:
     """A test module reduced to one expectation. Changes its syntax tree in place."""
 
     def __init__(self, text: str, twin: Twin) -> None:
+        """Find the test of `twin` in its module's `text`, and reduce the module to what that test needs.
+
+        Raises _Unfit if it cannot stand alone."""
         self.source, self.at = ModuleSource(twin.path, text), twin.start
         base, _, number = twin.keys[0].rpartition("#")
         _, *classes, name = base.split("::")

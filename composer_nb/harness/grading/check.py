@@ -22,7 +22,7 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, start_sandbox, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 
 NOT_GUARDED = "code that only claims to be right could pass it"
@@ -112,7 +112,7 @@ def _validated(task: Task, backend: Backend) -> dict[str, Any]:
 def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
     """Return the workspace as it is at the start, or as `solve.sh` leaves it."""
     settings = task.settings
-    with start(task, backend) as box:
+    with start_sandbox(task, backend) as box:
         if solve:
             result = run_script(box, task, "solution", settings.agent.timeout_sec or SOLVE_S, settings.solution.env)
             if result.exit_code:

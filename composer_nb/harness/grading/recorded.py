@@ -250,52 +250,54 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
     gold = gold_files(task)
     changed = tuple(path for path, text in task.solution.items() if task.files.get(path) != text)
     names = set(failing)
-    first = frozenset(key for key, name in plan.tests.items() if name in names)
-    rest = frozenset(plan.tests) - first
-    noting = [replace(job(task, gold, (), keys), record=changed) for keys in (first, rest) if keys and changed]
+    failing_keys = frozenset(key for key, name in plan.tests.items() if name in names)
+    other_keys = frozenset(plan.tests) - failing_keys
+    noting_jobs = [
+        replace(job(task, gold, (), keys), record=changed) for keys in (failing_keys, other_keys) if keys and changed
+    ]
     try:
         noted: dict[Call, tuple[bool, dict[str, Any]]] = {}
-        for ran in boxes.run(noting):
-            noted |= {call: facts for call, facts in ran.noted.items() if call not in noted}
+        for result in boxes.run(noting_jobs):
+            noted |= {call: facts for call, facts in result.noted.items() if call not in noted}
         candidates = [call for call in noted if len(call[2]) <= LONGEST]
         if not candidates:
             return ()
-        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((call,) for call in candidates))
-        watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
-        starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
-        right, started = boxes.run([watching, starting])
-        answers = {call: right.answers.get(index, "") for index, call in enumerate(candidates)}
+        alone_job = TestJob(files=gold, hidden={}, tests=(), calls=tuple((call,) for call in candidates))
+        watching = replace(alone_job, hash_seed=1, zone=ELSEWHERE, watch=True)
+        starting = replace(alone_job, files=workspace(task), batch_cpu_s=START_CPU_S)
+        gold_result, start_result = boxes.run([watching, starting])
+        answers = {call: gold_result.answers.get(index, "") for index, call in enumerate(candidates)}
         answers = {call: text for call, text in answers.items() if len(text) <= LONGEST and _fits(noted[call][1], text)}
-        steady = _steady(answers, alone, boxes)
+        steady = _steady(answers, alone_job, boxes)
         speaking = {call: text for call, text in answers.items() if text != NOTHING}
         if len(steady) < len(speaking):  # a call that answers None may be there for its side effect, and spoil others
-            steady = max(steady, _steady(speaking, alone, boxes), key=len)
+            steady = max(steady, _steady(speaking, alone_job, boxes), key=len)
     except (SandboxDied, RunnerEnded):
         return ()
-    last = max(started.answers, default=-1) if "timeout" in started.flags else len(candidates)
+    asked_until = max(start_result.answers, default=-1) if "timeout" in start_result.flags else len(candidates)
     telling, others = list[RecordedCall](), list[RecordedCall]()
     for index, call in enumerate(candidates):
-        answer = started.answers.get(index)
-        if call not in steady or (answer is None and index >= last):  # the latter was never asked
+        answer = start_result.answers.get(index)
+        if call not in steady or (answer is None and index >= asked_until):  # the latter was never asked
             continue
         module, name, arguments = call
-        tells = answer is None or not same(json.loads(answers[call]), json.loads(answer))
-        recorded = RecordedCall(module=module, name=name, given=arguments, said=answers[call], telling=tells)
-        if tells:
+        is_telling = answer is None or not same(json.loads(answers[call]), json.loads(answer))
+        recorded = RecordedCall(module=module, name=name, given=arguments, said=answers[call], telling=is_telling)
+        if is_telling:
             telling.append(recorded)
         elif noted[call][0]:
             others.append(recorded)
     return chosen(telling, others)
 
 
-def _steady(answers: Mapping[Call, str], alone: TestJob, boxes: Boxes) -> set[Call]:
+def _steady(answers: Mapping[Call, str], alone_job: TestJob, boxes: Boxes) -> set[Call]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
-    order = Random(0).sample(list(answers), len(answers))
-    batch = (*order, *order[::-1])
+    shuffled = Random(0).sample(list(answers), len(answers))
+    batch = (*shuffled, *shuffled[::-1])
     if not batch:
         return set()
-    [ran] = boxes.run([replace(alone, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
-    return set(order) - {call for index, call in enumerate(batch) if ran.answers.get(index) != answers[call]}
+    [result] = boxes.run([replace(alone_job, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
+    return set(shuffled) - {call for index, call in enumerate(batch) if result.answers.get(index) != answers[call]}
 
 
 def _fits(ends: Mapping[str, Any], answer: str) -> bool:

@@ -27,7 +27,7 @@ from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.runtime import bring, lay_artifacts, start, variables
+from composer_nb.harness.tasks.runtime import bring, lay_artifacts, start_sandbox, variables
 from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
 MAX_REWARD_BYTES = 64 << 10
@@ -61,7 +61,7 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
     began, settings = time.monotonic(), task.settings
     flags, result = {"weak"}, None
     try:
-        with start(task, backend) as box:
+        with start_sandbox(task, backend) as box:
             bring_scripts(box, task, "tests")  # before the agent's files, which could leave them no room
             try:
                 edits = _lay(task, box, files)

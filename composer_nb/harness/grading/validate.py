@@ -140,21 +140,21 @@ def standing_alone(task: Task, plan: GradePlan, failing: Iterable[str], boxes: B
     Raises SandboxFailure."""
     names, gold, pristine = set(failing), gold_files(task), workspace(task)
     tried: dict[str, list[Twin]] = {}
-    ranked = list[tuple[int, Twin]]()
-    values = Counter[tuple[str, int]]()
+    ranked_twins = list[tuple[int, Twin]]()
+    twin_counts = Counter[tuple[str, int]]()
     for twin in plan.twins:
-        ranked.append((values[twin.path, twin.start], twin))
-        values[twin.path, twin.start] += 1
+        ranked_twins.append((twin_counts[twin.path, twin.start], twin))
+        twin_counts[twin.path, twin.start] += 1
     # Other expectations of a test come before other values of one.
-    for _, twin in sorted(ranked, key=lambda pair: pair[0]):
+    for _, twin in sorted(ranked_twins, key=lambda pair: pair[0]):
         [*_, key] = twin.keys or ("",)
-        some = tried.get(key, [])
-        fits = plan.tests.get(key) in names and len(some) < TWINS_ALONE and (some or len(tried) < TESTS_ALONE)
+        key_twins = tried.get(key, [])
+        fits = plan.tests.get(key) in names and len(key_twins) < TWINS_ALONE and (key_twins or len(tried) < TESTS_ALONE)
         if fits and lone_job(task, gold, twin, False) and lone_job(task, gold, twin, True):
             tried.setdefault(key, []).append(twin)
     if len(tried) < INDEPENDENT:
         return plan
-    twins = [twin for some in tried.values() for twin in some]
+    twins = [twin for key_twins in tried.values() for twin in key_twins]
     jobs = [
         lone_job(task, files, twin, changed)
         for twin in twins
@@ -167,9 +167,9 @@ def standing_alone(task: Task, plan: GradePlan, failing: Iterable[str], boxes: B
         return plan
     lone = set[Twin]()
     for twin, runs in zip(twins, zip(*[iter(ran)] * 4, strict=True), strict=True):
-        right, twin_right, wrong, twin_wrong = (next(iter(run.results.values()), MISSING) for run in runs)
-        steady = right.passed and twin_right.outcome == "failed" and twin_right.why in ON_ASSERTION
-        if steady and not (wrong.passed or twin_wrong.passed or _shows_itself(*runs[2:])):
+        gold_result, gold_twin, start_result, start_twin = (next(iter(run.results.values()), MISSING) for run in runs)
+        is_telling = gold_result.passed and gold_twin.outcome == "failed" and gold_twin.why in ON_ASSERTION
+        if is_telling and not (start_result.passed or start_twin.passed or _shows_itself(*runs[2:])):
             lone.add(twin)
     return replace(plan, twins=tuple(replace(twin, alone=twin in lone) for twin in plan.twins))
 
@@ -252,29 +252,29 @@ def seen_to_fail(task: Task, plan: GradePlan, proposed: Sequence[TwinCandidate],
         keys_of.setdefault(key.rpartition("#")[0], []).append(key)
     rounds: list[tuple[list[TwinCandidate], dict[str, set[int | None]]]] = []
     for candidate in (candidate for candidate in proposed if candidate.base in keys_of):
-        rows = candidate.row
-        fits = (
-            number
-            for number, (_, changed_rows) in enumerate(rounds)  # a round has at most one change for each test
-            if not (used := changed_rows.get(candidate.base, set())) or not (rows is None or used & {rows, None})
+        row = candidate.row
+        free_rounds = (
+            round_index
+            for round_index, (_, changed_rows) in enumerate(rounds)  # a round has at most one change for each test
+            if not (used := changed_rows.get(candidate.base, set())) or not (row is None or used & {row, None})
         )
-        if (number := next(fits, len(rounds))) == len(rounds):
+        if (round_index := next(free_rounds, len(rounds))) == len(rounds):
             rounds.append(([], {}))
-        rounds[number][0].append(candidate)
-        rounds[number][1].setdefault(candidate.base, set()).add(rows)
-    keys = [[key for base in rows_of for key in keys_of[base]] for _, rows_of in rounds]
+        rounds[round_index][0].append(candidate)
+        rounds[round_index][1].setdefault(candidate.base, set()).add(row)
+    keys_by_round = [[key for base in rows_of for key in keys_of[base]] for _, rows_of in rounds]
     gold = gold_files(task)
     jobs = [
-        replace(job(task, gold, changes, frozenset(some)), test_s=TEST_S)
-        for (changes, _), some in zip(rounds, keys, strict=True)
+        replace(job(task, gold, changes, frozenset(round_keys)), test_s=TEST_S)
+        for (changes, _), round_keys in zip(rounds, keys_by_round, strict=True)
     ]
     twins = []
-    for (changes, _), some, run in zip(rounds, keys, boxes.run(jobs), strict=True):
-        failed = {key for key in some if not run.result(key).passed}
+    for (changes, _), round_keys, run in zip(rounds, keys_by_round, boxes.run(jobs), strict=True):
+        failed = {key for key in round_keys if not run.result(key).passed}
         # A row that is not the test of its number, as where a fixture multiplies the tests.
         strays = {key.rpartition("#")[0] for key in failed if not any(change.changes(key) for change in changes)}
         for change in changes:
-            changed = tuple(key for key in some if change.changes(key))
+            changed = tuple(key for key in round_keys if change.changes(key))
             results = [run.result(key) for key in changed]
             fails = all(result.outcome == "failed" and result.why in ON_ASSERTION for result in results)
             if results and fails and change.base not in strays:

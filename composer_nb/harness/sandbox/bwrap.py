@@ -239,6 +239,7 @@ class BwrapBackend(ResidentBackend):
         return ours
 
     def _start_zygote(self) -> _Zygote:
+        """Start the process from which sandboxes are forked."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             zygote = _Zygote(self._popen(theirs), ours)
@@ -284,6 +285,7 @@ class BwrapBackend(ResidentBackend):
                 self._end_zygote(zygote)
 
     def _end_zygote(self, zygote: _Zygote) -> None:
+        """End the process from which sandboxes are forked, and with it all of them."""
         process = zygote.process
         with contextlib.suppress(OSError):
             zygote.control.shutdown(socket.SHUT_RDWR)  # also where a forked child of this process has it too

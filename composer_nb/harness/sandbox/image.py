@@ -134,42 +134,47 @@ def _linked(programs: set[str]) -> tuple[set[str], set[str]]:
     """Return the libraries that programs need, directly or not, and the files that only `ldd` can resolve."""
     command = [shutil.which("ldconfig", path=f"{WHERE}:/sbin") or "ldconfig", "-p"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return set(), programs
-    kind = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(os.uname().machine)
-    paths = dict(reversed(re.findall(rf"^\t(\S+) \(libc6,{kind}[^)]*\) => (\S+)$", listed, re.M)))
-    libraries, odd, todo = set[str](), set[str](), set(programs)
-    while todo:
-        path = todo.pop()
-        names = _needed(path)
-        if names is None or not all(name in paths or name.startswith("/") for name in names):
-            odd.add(path)
+    machine = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(os.uname().machine)
+    paths = dict(reversed(re.findall(rf"^\t(\S+) \(libc6,{machine}[^)]*\) => (\S+)$", listing, re.M)))
+    libraries, unresolved, pending = set[str](), set[str](), set(programs)
+    while pending:
+        path = pending.pop()
+        needed = _needed(path)
+        if needed is None or not all(name in paths or name.startswith("/") for name in needed):
+            unresolved.add(path)
             continue
-        new = {paths.get(name, name) for name in names} - libraries
+        new = {paths.get(name, name) for name in needed} - libraries
         libraries |= new
-        todo |= new
-    return libraries, odd
+        pending |= new
+    return libraries, unresolved
 
 
 def _needed(path: str) -> list[str] | None:
     """Return the names of libraries in an ELF file, and the path of its loader; None if it has its own search path."""
-    load, dynamic, loader, needed, table, rpath, runpath = 1, 2, 3, 1, 5, 15, 29
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[4:6] != b"\2\1":
+    load, dynamic, loader, needed, strtab, rpath, runpath = 1, 2, 3, 1, 5, 15, 29
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
+        if elf[4:6] != b"\2\1":
             return None
-        start, (size, count) = struct.unpack_from("<Q", data, 32)[0], struct.unpack_from("<HH", data, 54)
-        segments = [struct.unpack_from("<IIQQQQ", data, start + size * number) for number in range(count)]
-        names = [data[s[2] : s[2] + s[5] - 1].decode() for s in segments if s[0] == loader]
+        table_at, (entry_size, entry_count) = struct.unpack_from("<Q", elf, 32)[0], struct.unpack_from("<HH", elf, 54)
+        segments = [struct.unpack_from("<IIQQQQ", elf, table_at + entry_size * index) for index in range(entry_count)]
+        names = [elf[seg[2] : seg[2] + seg[5] - 1].decode() for seg in segments if seg[0] == loader]
         tags = [
-            struct.unpack_from("<qQ", data, s[2] + at) for s in segments if s[0] == dynamic for at in range(0, s[5], 16)
+            struct.unpack_from("<qQ", elf, seg[2] + offset)
+            for seg in segments
+            if seg[0] == dynamic
+            for offset in range(0, seg[5], 16)
         ]
         if any(tag in (rpath, runpath) for tag, _ in tags):
             return None
-        for address in [value for tag, value in tags if tag == table]:
-            [text] = [s[2] + address - s[3] for s in segments if s[0] == load and s[3] <= address < s[3] + s[5]]
-            starts = [text + value for tag, value in tags if tag == needed]
-            names += [data[at : data.find(b"\0", at)].decode() for at in starts]
+        for address in [value for tag, value in tags if tag == strtab]:
+            [strings_at] = [
+                seg[2] + address - seg[3] for seg in segments if seg[0] == load and seg[3] <= address < seg[3] + seg[5]
+            ]
+            name_offsets = [strings_at + value for tag, value in tags if tag == needed]
+            names += [elf[offset : elf.find(b"\0", offset)].decode() for offset in name_offsets]
         return names
 
 

@@ -88,14 +88,14 @@ def chunk_file(path: str, data: bytes) -> FileChunks:
     """Cut a file that is not `unfit`."""
     lines = text_lines(data)
     spans = cut(path, data, lines)
-    rows = [_weights(path, span, lines) for span in spans]
-    counts = np.array([len(row) for row in rows], np.int32)
-    size = int(counts.sum())
+    chunk_weights = [_weights(path, span, lines) for span in spans]
+    counts = np.array([len(row) for row in chunk_weights], np.int32)
+    term_count = int(counts.sum())
     return FileChunks(
         spans=np.array([(span.first, span.last) for span in spans], np.int32).reshape(-1, 2),
         counts=counts,
-        terms=np.fromiter((term for row in rows for term in row), np.uint64, size),
-        weights=np.fromiter((weight for row in rows for weight in row.values()), np.float32, size),
+        terms=np.fromiter((term for row in chunk_weights for term in row), np.uint64, term_count),
+        weights=np.fromiter((weight for row in chunk_weights for weight in row.values()), np.float32, term_count),
     )
 
 
@@ -114,10 +114,10 @@ def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
     """Return the chunks of a file in order."""
     if path.endswith((".py", ".pyi")) and _has_few_tokens(lines):
         root = Parser(_PYTHON).parse(data).root_node
-        imports: set[int] = set()
-        spans = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
+        import_lines: set[int] = set()
+        spans = sorted(_definitions(root, import_lines), key=lambda span: (span.first, -span.last))
         if spans or not root.has_error:
-            return list(_chunks(spans, lines, imports))
+            return list(_chunks(spans, lines, import_lines))
     return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW))
 
 
@@ -129,35 +129,36 @@ def _has_few_tokens(lines: Sequence[str]) -> bool:
         return False
 
 
-def _definitions(root: Node, imports: set[int]) -> Iterator[Span]:
-    """Yield the spans of functions and classes. A definition inside a function belongs to that function.
+def _definitions(root: Node, import_lines: set[int]) -> Iterator[Span]:
+    """Yield the span of each function, method and class, with its decorators and the comments directly above it.
 
-    Adds the lines of imports to `imports`.
+    A definition inside a function belongs to that function. Nodes with more than _MOST_NODES children are skipped. The lines of
+    imports outside functions are added to `import_lines`.
     """
-    waiting: list[tuple[Node, str, int | None]] = [(root, "", None)]
-    while waiting:
-        parent, holder, begun = waiting.pop()
+    pending: list[tuple[Node, str, int | None]] = [(root, "", None)]
+    while pending:
+        parent, outer_name, decorated_from = pending.pop()
         if parent.child_count > _MOST_NODES:
             continue
-        above: int | None = None  # first line of the comments directly above the next child
-        ended = -1
+        comments_first: int | None = None  # first line of the comments directly above the next child
+        comment_last = -1
         for child in parent.children:
             kind, first, last = child.type, child.start_point.row + 1, child.end_point.row + 1
-            joined = above if above is not None and first <= ended + 1 else first
+            first_with_comments = comments_first if comments_first is not None and first <= comment_last + 1 else first
             if kind == "comment":
-                above, ended = joined, last
+                comments_first, comment_last = first_with_comments, last
                 continue
-            start = joined if begun is None else begun
-            above = None
+            span_first = first_with_comments if decorated_from is None else decorated_from
+            comments_first = None
             if kind in ("function_definition", "class_definition"):
-                name = f"{holder}.{_name(child)}".strip(".")
-                yield Span(first=start, last=last, name=name)
+                name = f"{outer_name}.{_name(child)}".strip(".")
+                yield Span(first=span_first, last=last, name=name)
                 if kind == "class_definition":
-                    waiting.append((child, name, None))
+                    pending.append((child, name, None))
             elif kind in _AROUND:
-                waiting.append((child, holder, start if kind == "decorated_definition" else None))
+                pending.append((child, outer_name, span_first if kind == "decorated_definition" else None))
             elif "import" in kind:
-                imports.update(range(first, last + 1))
+                import_lines.update(range(first, last + 1))
 
 
 def _name(definition: Node) -> str:
@@ -166,38 +167,40 @@ def _name(definition: Node) -> str:
     return ((name and name.text) or b"").decode(errors="replace")[:200]
 
 
-def _chunks(definitions: Sequence[Span], lines: Sequence[str], imports: set[int]) -> Iterator[Span]:
-    """Assign every line to the innermost definition around it; the rest of holders and of the file are chunks if they are not
-    blank."""
+def _chunks(definitions: Sequence[Span], lines: Sequence[str], import_lines: set[int]) -> Iterator[Span]:
+    """Assign every line to the innermost definition around it, and yield the chunks in order.
+
+    The lines of a class or of the file around its definitions are chunks if they hold more than imports and _FEW lines; fewer
+    lines belong to the definition after them."""
     owner = np.zeros(len(lines) + 2, np.int32)
     for number, span in enumerate(definitions, 1):  # inner definitions come later
         owner[span.first : span.last + 1] = number
-    holders = {
+    outer = {
         number for number, span in enumerate(definitions, 1) if (owner[span.first : span.last + 1] != number).any()
     }
-    ends = np.flatnonzero(np.diff(owner[1:-1])) + 1
-    runs = [(int(a) + 1, int(b)) for a, b in zip([0, *ends], [*ends, len(lines)], strict=True)]
-    carried: int | None = None
+    run_ends = np.flatnonzero(np.diff(owner[1:-1])) + 1
+    runs = [(int(a) + 1, int(b)) for a, b in zip([0, *run_ends], [*run_ends, len(lines)], strict=True)]
+    carried_first: int | None = None
     for first, last in runs:
         number = int(owner[first])
         span = definitions[number - 1] if number else Span(first=1, last=len(lines))
-        if number and number not in holders:
-            yield from _windows(Span(first=carried or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
-            carried = None
+        if number and number not in outer:
+            yield from _windows(Span(first=carried_first or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
+            carried_first = None
             continue
-        full = [n for n in range(first, last + 1) if n not in imports and re.search(r"\w", lines[n - 1])]
-        head = first == span.first and (bool(number) or (bool(full) and lines[0].startswith(_REMARK)))
-        if head or len(full) > _FEW or (full and not definitions):
-            yield from _windows(Span(first=carried or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
-            carried = None
+        filled_lines = [n for n in range(first, last + 1) if n not in import_lines and re.search(r"\w", lines[n - 1])]
+        is_head = first == span.first and (bool(number) or (bool(filled_lines) and lines[0].startswith(_REMARK)))
+        if is_head or len(filled_lines) > _FEW or (filled_lines and not definitions):
+            yield from _windows(Span(first=carried_first or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
+            carried_first = None
         else:
-            carried = (carried or full[0]) if full else None
+            carried_first = (carried_first or filled_lines[0]) if filled_lines else None
 
 
-def _windows(span: Span, lines: Sequence[str], longest: int) -> Iterator[Span]:
-    """Yield a span without blank ends, in windows of `_WINDOW` lines if it is longer than `longest`."""
-    full = [number for number in range(span.first, span.last + 1) if lines[number - 1].strip()]
-    if full:
-        size = _WINDOW if full[-1] - full[0] >= longest else full[-1] - full[0] + 1
-        for start in range(full[0], full[-1] + 1, size):
-            yield Span(first=start, last=min(start + size - 1, full[-1]), name=span.name)
+def _windows(span: Span, lines: Sequence[str], max_lines: int) -> Iterator[Span]:
+    """Yield a span without blank ends, in windows of `_WINDOW` lines if it is longer than `max_lines`."""
+    filled = [number for number in range(span.first, span.last + 1) if lines[number - 1].strip()]
+    if filled:
+        size = _WINDOW if filled[-1] - filled[0] >= max_lines else filled[-1] - filled[0] + 1
+        for start in range(filled[0], filled[-1] + 1, size):
+            yield Span(first=start, last=min(start + size - 1, filled[-1]), name=span.name)

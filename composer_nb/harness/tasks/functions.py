@@ -111,6 +111,7 @@ def parse_module(path: str, text: str) -> ast.Module:
 
 
 def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[str, str]]) -> FunctionTest:
+    """Parse a test, `assert f(arguments) == value`. Raises ValueError for any other."""
     where = f"{path}:{node.lineno}: {node.name}"
     if node.decorator_list or any(value for _, value in ast.iter_fields(node.args)):
         raise ValueError(f"{where}: a test has no decorators and no parameters")

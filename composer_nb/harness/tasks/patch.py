@@ -24,35 +24,37 @@ def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
 
     Raises ValueError if it is not such a patch or does not fit the files, and FileNotFoundError if git is missing.
     """
-    for names in _NAMES.findall(patch):
-        for name in names:
-            plain = name.split("\t")[0].rstrip("\r")
-            if plain != "/dev/null":
-                checked(plain[2:] if plain.startswith(("a/", "b/")) else plain)
+    for header in _NAMES.findall(patch):
+        for name in header:
+            header_path = name.split("\t")[0].rstrip("\r")
+            if header_path != "/dev/null":
+                checked(header_path[2:] if header_path.startswith(("a/", "b/")) else header_path)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "root")
         root.mkdir()
-        before = {path: text for path, text in files.items() if path in patch}
-        for path, text in before.items():
+        texts_before = {path: text for path, text in files.items() if path in patch}
+        for path, text in texts_before.items():
             target = beneath(root, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
-        words = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
+        command = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
         environment |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
         result = subprocess.run(
-            words, cwd=root, env=environment, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S
+            command, cwd=root, env=environment, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S
         )
         if result.returncode:
             why = result.stderr.decode("utf-8", "replace").strip().splitlines()[0][:200]
             raise ValueError(f"the patch cannot be applied: {visible(why)}")
-        entries = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]
-        after = {path.relative_to(root).as_posix(): _read(path) for path in entries}
-    changed: dict[str, str | None] = {checked(path): text for path, text in after.items() if before.get(path) != text}
-    changed |= dict.fromkeys(set(before) - set(after))
+        paths = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]
+        texts_after = {path.relative_to(root).as_posix(): _read(path) for path in paths}
+    changed: dict[str, str | None] = {
+        checked(path): text for path, text in texts_after.items() if texts_before.get(path) != text
+    }
+    changed |= dict.fromkeys(set(texts_before) - set(texts_after))
     if not changed:
         raise ValueError("the patch changes nothing")
-    for path in set(changed) - set(before):
+    for path in set(changed) - set(texts_before):
         if path in files:
             raise ValueError(f"the patch makes {path!r}, which is there already")
     return changed

@@ -182,15 +182,19 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
     return replace(limits_spec(task), image=_image(task) if task.image else named, warm=task.grader == "pytest")
 
 
-def start(task: Task, backend: Backend) -> Sandbox:
-    """Return a new sandbox with the task's initial workspace. Raises like `spec_of`, and SandboxFailure."""
+def start_sandbox(task: Task, backend: Backend) -> Sandbox:
+    """Return a new sandbox with the task's initial workspace and, at PACKAGES_AT, its packages; the caller destroys it.
+
+    Raises like `spec_of`; ValueError also for packages or artifacts that do not fit the task; SandboxFailure if the files cannot
+    be written, SandboxDied if the sandbox ends.
+    """
     sandbox = backend.create(spec_of(task, backend))
     try:
         if task.image:
             result = sandbox.exec(["cp", "-a", f"{harbor.PRISTINE}/.", "."])
             if result.exit_code:
                 raise SandboxFailure(
-                    f"task {task.id}: its image's files: {result.stderr[-300:].decode('utf-8', 'replace')}"
+                    f"task {task.id}: its image's files cannot be copied: {result.stderr[-300:].decode('utf-8', 'replace')}"
                 )
             _check_artifacts(task, sandbox)
         sandbox.upload(workspace(task))

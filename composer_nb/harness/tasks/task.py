@@ -60,6 +60,7 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Task:
+        """Raise ValueError for text that is not Unicode, unsafe or clashing paths, and tests that its grader cannot use."""
         for texts in (self.files, self.tests, self.solution, self.metadata, {self.id: self.instruction}):
             try:
                 "".join([*texts, *texts.values()]).encode()
@@ -80,9 +81,9 @@ class Task(BaseModel):
             raise ValueError(f"task {self.id}: source_scope is empty, so no change could be graded")
         if hidden := set(self.tests) & set(self.files) if self.grader == "functions" else set():
             raise ValueError(f"task {self.id}: hidden tests {sorted(hidden)} also lie in the workspace")
-        inside = (lambda path, scope: path in scope) if self.grader == "functions" else in_scope
+        is_inside = (lambda path, scope: path in scope) if self.grader == "functions" else in_scope
         solution = () if self.grader == "script" else self.solution
-        if outside := {path for path in solution if not inside(path, self.source_scope)}:
+        if outside := {path for path in solution if not is_inside(path, self.source_scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
             if self.grader == "script":
@@ -97,9 +98,9 @@ class Task(BaseModel):
                     _ = path.endswith(".py") and parse_module(path, text)
             else:
                 parse_test_files(self.tests)
-                written = self.source_scope[0]  # the test file that an agent extends
+                test_path = self.source_scope[0]  # the test file that an agent extends
                 if self.mutants and not (
-                    len(self.source_scope) == 1 and parse_tests(written, self.files.get(written, ""))
+                    len(self.source_scope) == 1 and parse_tests(test_path, self.files.get(test_path, ""))
                 ):
                     raise ValueError(
                         "a task with metadata.mutants has one test file as source_scope, which holds a test"
@@ -220,29 +221,29 @@ def load_tasks(path: Path) -> list[Task]:
 def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
     """Yield the name of each place with a task, and the task or its error. Raises FileNotFoundError, and ValueError for a file
     that cannot be read."""
-    read: Iterable[tuple[str, Callable[[], Task]]]
+    readers: Iterable[tuple[str, Callable[[], Task]]]
     if (path / "tasks.jsonl").is_file():  # output of `tasks make`
         path = path / "tasks.jsonl"
     if path.is_file():
         try:
-            text = path.read_bytes().decode().removesuffix("\n")  # bytes: line ends stay as they are
+            jsonl = path.read_bytes().decode().removesuffix("\n")  # bytes: line ends stay as they are
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
-        lines = text.split("\n") if text else []  # JSON may hold what splitlines takes for a line's end
+        lines = jsonl.split("\n") if jsonl else []  # JSON may hold what splitlines takes for a line's end
         places = ((f"{path}:{number}", line) for number, line in enumerate(lines, 1))
-        read = ((where, partial(_json_task, where, line)) for where, line in places)
+        readers = ((source, partial(_json_task, source, line)) for source, line in places)
     elif (path / "task.toml").is_file():
-        read = [(str(path), partial(Task.from_harbor, path))]
+        readers = [(str(path), partial(Task.from_harbor, path))]
     elif path.is_dir():
         folders = [entry for entry in sorted(path.iterdir()) if (entry / "task.toml").is_file()]
-        read = [(folder.name, partial(Task.from_harbor, folder)) for folder in folders]
+        readers = [(folder.name, partial(Task.from_harbor, folder)) for folder in folders]
     else:
         raise FileNotFoundError(f"{path}: no task file or folder here")
-    for where, read_one in read:
+    for source, read_one in readers:
         try:
-            yield where, read_one()
+            yield source, read_one()
         except ValueError as error:
-            yield where, error
+            yield source, error
 
 
 def _json_task(where: str, line: str) -> Task:

@@ -164,7 +164,7 @@ def _functions(node: ast.AST, top: bool = True) -> Iterator[Defined]:
 
 def _shape(function: Function) -> str:
     body: Sequence[ast.stmt] = function.body[1:] if ast.get_docstring(function, clean=False) else function.body
-    nodes = [node for part in (function.args, *body) for node in ast.walk(part)]
+    nodes = [node for subtree in (function.args, *body) for node in ast.walk(subtree)]
     if len(nodes) < SMALL:
         return ""
     renamed = {function.name: "f"}
@@ -173,7 +173,7 @@ def _shape(function: Function) -> str:
             renamed.setdefault(node.arg, f"v{len(renamed)}")
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             renamed.setdefault(node.id, f"v{len(renamed)}")
-    return "\n".join(_dump(part, renamed) for part in (function.args, *body))
+    return "\n".join(_dump(subtree, renamed) for subtree in (function.args, *body))
 
 
 def _dump(node: object, renamed: dict[str, str]) -> str:
@@ -193,15 +193,15 @@ def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
     """Return the share of the functions that the change wrote which the code had already, and still has: the same code under
     whatever names, or a new function of a module with the name and the number of arguments of another module's. Tests and
     small functions do not count."""
-    before, after = rollout.before, rollout.files
+    files_before, files_after = rollout.before, rollout.files
     helpers = [
         (path, function)
-        for path, text in before.items()
+        for path, text in files_before.items()
         if path.endswith(".py") and not is_test_module(path)
         for function in defined(text).functions
-        if function.shape and function in defined(after.get(path, "")).functions
+        if function.shape and function in defined(files_after.get(path, "")).functions
     ]
-    again = count = 0
+    rewritten = count = 0
     for path, old, new in _changed(rollout):
         earlier = defined(old).functions
         names = {function.name for function in earlier}
@@ -209,9 +209,9 @@ def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
             if function.shape and function not in earlier:
                 count += 1
                 fresh = function.top and function.name not in names
-                again += any(
+                rewritten += any(
                     function.shape == other.shape
                     or (fresh and other.top and home != path and function[:3] == other[:3] and function.name != "main")
                     for home, other in helpers
                 )
-    return again / max(1, count)
+    return rewritten / max(1, count)

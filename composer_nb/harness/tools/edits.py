@@ -17,19 +17,20 @@ def places(lines: Sequence[str], block: Sequence[str], start: int) -> Iterator[i
 
     The places do not overlap, so the time is linear in the length of the text.
     """
-    text, part = "\n".join(("", *lines[start:], "")), "\n".join(("", *block, ""))
-    number, counted = start, 0
-    at = text.find(part)
-    while at >= 0:
-        number, counted = number + text.count("\n", counted, at), at
-        yield number
-        at = text.find(part, at + len(part) - 1)
+    searched, block_text = "\n".join(("", *lines[start:], "")), "\n".join(("", *block, ""))
+    line_index, counted_to = start, 0
+    offset = searched.find(block_text)
+    while offset >= 0:
+        line_index, counted_to = line_index + searched.count("\n", counted_to, offset), offset
+        yield line_index
+        offset = searched.find(block_text, offset + len(block_text) - 1)
 
 
-def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]:
+def replace(text: str, old: str, new: str, replace_all: bool) -> tuple[str, list[int]]:
     """Return `text` with `new` for `old`, and the lines, from 1, at which `old` began.
 
-    Raises ToolError (InvalidArguments) if nothing changes, or if `old` is missing, or occurs more than once without `every`.
+    Raises ToolError (InvalidArguments) if nothing changes, or if `old` is missing, or occurs more than once without
+    `replace_all`.
     """
     if not old:
         raise invalid("old_string is empty: say what to replace, or use write")
@@ -38,16 +39,16 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     layout = TextFormat.of(text)
     old, new = (part.replace(layout.newline, "\n") for part in (old, new))
     plain = layout.plain(text)
-    starts, at = list[int](), plain.find(old)
-    while at >= 0:
-        starts.append(at)
-        at = plain.find(old, at + len(old))
+    starts, offset = list[int](), plain.find(old)
+    while offset >= 0:
+        starts.append(offset)
+        offset = plain.find(old, offset + len(old))
     if not starts:
-        first = next(line.strip() for line in (*old.split("\n"), old) if line.strip() or line is old)
-        near = [number for number, line in enumerate(plain.split("\n"), 1) if first and first == line.strip()]
+        first_line = next(line.strip() for line in (*old.split("\n"), old) if line.strip() or line is old)
+        near = [number for number, line in enumerate(plain.split("\n"), 1) if first_line and first_line == line.strip()]
         hint = f"; its first line is line {near[0]}, but what follows, or white space, differs" if near else ""
         raise invalid(f"old_string is not in the file{hint}")
-    if len(starts) > 1 and not every:
+    if len(starts) > 1 and not replace_all:
         text = f"old_string occurs {len(starts)} times: include more context, or set replace_all"
         raise invalid(text)
     return layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]

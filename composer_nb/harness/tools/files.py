@@ -35,23 +35,23 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
     if b"\0" in data[:8192]:
         raise ToolError("UnexpectedEnvironment", f"{path}: not a text file ({len(data)} bytes or more)")
     lines = data[:READ_BYTES].removeprefix(BOM_UTF8).decode("utf-8", "replace").removesuffix("\n").split("\n")
-    first = offset or 1
-    if first > len(lines):
-        raise invalid(f"{path}: has {len(lines)} lines, so none is numbered {first}")
-    parts: list[str] = []
-    room = SHOWN
-    for number, line in enumerate(lines[first - 1 :][:limit], first):
+    first_line = offset or 1
+    if first_line > len(lines):
+        raise invalid(f"{path}: has {len(lines)} lines, so none is numbered {first_line}")
+    shown_lines: list[str] = []
+    room_chars = SHOWN
+    for number, line in enumerate(lines[first_line - 1 :][:limit], first_line):
         line = line.removesuffix("\r").translate(CONTROLS)
-        cut = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
-        room -= len(cut) + 8
-        if room < 0 and parts:
+        shown = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
+        room_chars -= len(shown) + 8
+        if room_chars < 0 and shown_lines:
             break
-        parts.append(f"{number}|{cut}")
-    last = first + len(parts) - 1
-    if first > 1 or last < len(lines) or len(data) > READ_BYTES:
-        more = f" of the first {READ_BYTES} bytes" if len(data) > READ_BYTES else ""
-        parts.append(f"(lines {first} to {last} of {len(lines)}{more})")
-    return "\n".join(parts)
+        shown_lines.append(f"{number}|{shown}")
+    last_line = first_line + len(shown_lines) - 1
+    if first_line > 1 or last_line < len(lines) or len(data) > READ_BYTES:
+        of_bytes = f" of the first {READ_BYTES} bytes" if len(data) > READ_BYTES else ""
+        shown_lines.append(f"(lines {first_line} to {last_line} of {len(lines)}{of_bytes})")
+    return "\n".join(shown_lines)
 
 
 @tool(mutates=True)

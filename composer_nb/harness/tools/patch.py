@@ -84,6 +84,7 @@ def parse(patch: str) -> list[FileChange]:
 
 
 def _changes(lines: Sequence[str]) -> list[FileChange]:
+    """Parse the lines of a patch after its first. Raises ToolError (InvalidArguments), which names the line."""
     changes: list[FileChange] = []
     if lines[-1].strip() != END:
         raise invalid(f"the last line must be `{END}`")

@@ -177,6 +177,9 @@ class ToolSet:
         return replies
 
     def _answer(self, session: Session, call: ToolCall | ToolError) -> Reply:
+        """Run one call and return its reply; the error of a call that cannot be run or fails is part of the conversation.
+
+        Raises SandboxFailure and TooManyBlocked."""
         if isinstance(call, ToolError):
             return Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind)
         began = time.monotonic()

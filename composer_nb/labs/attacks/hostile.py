@@ -455,12 +455,14 @@ def listed(folder: str) -> list[str]:
     return os.listdir(folder)
 
 
-def fill_the_disk(folders: list[str], most: int, inodes: int, tries: int) -> list[str]:
+def fill_the_disk(folders: list[str], max_bytes: int, inodes: int, tries: int) -> list[str]:
+    """Write bytes, files and nested folders without end; return what went beyond `max_bytes` and `inodes`, or lies on a disk."""
+
     def fill(folder: str) -> int:
         with open(folder + "/fill", "wb", buffering=0) as file:
-            size = repeat(lambda: file.write(bytes(1 << 20)), 1 << 10) << 20
+            byte_count = repeat(lambda: file.write(bytes(1 << 20)), 1 << 10) << 20
         os.unlink(folder + "/fill")
-        return size
+        return byte_count
 
     def sparse() -> None:
         with open("giant", "wb") as file:
@@ -470,17 +472,19 @@ def fill_the_disk(folders: list[str], most: int, inodes: int, tries: int) -> lis
         os.mkdir("d")
         os.chdir("d")
 
-    sizes = {folder: fill(folder) for folder in folders}
-    successes.extend(f"{folder}: {size} bytes" for folder, size in sizes.items() if size > most)
+    written_bytes = {folder: fill(folder) for folder in folders}
+    successes.extend(f"{folder}: {size} bytes" for folder, size in written_bytes.items() if size > max_bytes)
     if os.path.exists("/proc/self/mounts"):
         with open("/proc/self/mounts") as lines:
-            kinds = {line.split()[1]: line.split()[2] for line in lines}
-        successes.extend(f"{path} is on a disk" for path in (os.getcwd(), *folders[:-1]) if kinds.get(path) != "tmpfs")
+            file_systems = {line.split()[1]: line.split()[2] for line in lines}
+        successes.extend(
+            f"{path} is on a disk" for path in (os.getcwd(), *folders[:-1]) if file_systems.get(path) != "tmpfs"
+        )
     for folder in folders:
         names = (f"{folder}/n{number}" for number in itertools.count())
-        count = repeat(lambda: write(next(names)), tries)  # noqa: B023  (called at once)
-        successes.extend([f"{count} files in {folder}"] * (count > inodes))
-        for number in range(count):
+        file_count = repeat(lambda: write(next(names)), tries)  # noqa: B023  (called at once)
+        successes.extend([f"{file_count} files in {folder}"] * (file_count > inodes))
+        for number in range(file_count):
             os.unlink(f"{folder}/n{number}")
     attempt("sparse", sparse)
     depth = repeat(deeper, tries)

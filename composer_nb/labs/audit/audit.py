@@ -98,16 +98,16 @@ def audit(
 
     Raises SandboxUnavailable where the backend does not work here.
     """
-    began, places = time.monotonic(), list(tasks)
-    Random(seed).shuffle(places)
-    named = Counter(task.id for _, task in places if isinstance(task, Task))
+    began, sources = time.monotonic(), list(tasks)
+    Random(seed).shuffle(sources)
+    tasks_by_id = Counter(task.id for _, task in sources if isinstance(task, Task))
     counts: Counts = {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        kinds = {task.grader for _, task in places if isinstance(task, Task)}
-        calls = stack.enter_context(SandboxExecutor()) if "functions" in kinds else None
-        boxes = stack.enter_context(open_backend(backend)) if kinds - {"functions"} else None
-        for source, task in places:
+        graders = {task.grader for _, task in sources if isinstance(task, Task)}
+        calls = stack.enter_context(SandboxExecutor()) if "functions" in graders else None
+        boxes = stack.enter_context(open_backend(backend)) if graders - {"functions"} else None
+        for source, task in sources:
             if rows and time.monotonic() - began > seconds:
                 break
             if isinstance(task, ValueError):
@@ -116,16 +116,16 @@ def audit(
             sandbox = calls if task.grader == "functions" else boxes
             assert sandbox is not None
             row = audit_task(task, sandbox, counts, pays)
-            if named[task.id] > 1:
+            if tasks_by_id[task.id] > 1:
                 row["problems"].append(("unreadable", f"several tasks are named {task.id!r}"))
             rows.append(row)
     return {
         "tasks": sorted(rows, key=lambda row: row["id"]),
-        "read": len(places),
+        "read": len(sources),
         "audited": len(rows),
         "sound": sum(not row["problems"] for row in rows),
         "problems": Counter(kind for row in rows for kind in {kind for kind, _ in row["problems"]}),
-        "probes": {name: {**count} for name, count in counts.items()},
+        "probes": {name: {**probe_counts} for name, probe_counts in counts.items()},
         "seconds": time.monotonic() - began,
     }
 
@@ -146,6 +146,7 @@ def audit_task(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None = 
 
 
 def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, row: dict[str, Any]) -> Problems:
+    """Yield the problems of a task, each a kind of KINDS and a text; count probes in `counts`, and slips and times in `row`."""
     if task.grader == "pytest" and PLAN not in task.metadata:
         validation = validate_task(task, cast(Backend, sandbox))
         if validation.flaky:
@@ -153,7 +154,7 @@ def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, ro
         if validation.plan is None or not validation.valid:
             why = (validation.problems or ("it cannot be graded",))[0]
             if not validation.flaky:
-                yield next((kind for begin, kind in INVALID.items() if why.startswith(begin)), "unreadable"), why
+                yield next((kind for prefix, kind in INVALID.items() if why.startswith(prefix)), "unreadable"), why
             return
         task = with_plan(task, validation.plan)
     start, gold = (workspace_of(task, sandbox, solved) for solved in (False, True))
@@ -161,19 +162,21 @@ def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, ro
         yield "false negative", "it has no solution"
     graded = list(_graded(task, sandbox, probes(task, start, gold), gold))
     yield from _judged(graded, counts)
-    failed = next(first_grade.failed for probe, first_grade in graded if probe.name == "no change")
-    before, after = _shown(task, sandbox, start, gold)
-    passing, failing = ({key.rpartition("#")[0] for key, ok in before.items() if ok == end} for end in (True, False))
-    for text in leaks(task, start, gold, () if task.grader == "script" else failed, passing - failing):
-        yield "leak", text
+    failed_tests = next(first_grade.failed for probe, first_grade in graded if probe.name == "no change")
+    passed_before, passed_after = _shown(task, sandbox, start, gold)
+    passing, failing = (
+        {key.rpartition("#")[0] for key, ok in passed_before.items() if ok == outcome} for outcome in (True, False)
+    )
+    for leak in leaks(task, start, gold, () if task.grader == "script" else failed_tests, passing - failing):
+        yield "leak", leak
     if names := untold(task, start, gold):
         yield "false negative", f"tests need names that nothing tells an agent: {', '.join(names[:3])}"
-    slips = [not probe_grade.passed for probe, probe_grade in graded if probe.slip]
-    row["slips"] = (sum(slips), len(slips))
+    slip_found = [not probe_grade.passed for probe, probe_grade in graded if probe.slip]
+    row["slips"] = (sum(slip_found), len(slip_found))
     yield from _repeated(task, sandbox, gold, graded[0][1], row)
     yield from _contradicted(task, sandbox, gold)
-    if wrong := [name for name, passed in after.items() if before.get(name) and not passed]:
-        yield "false negative", f"visible tests refuse the solution: {', '.join(wrong[:3])}"
+    if refused := [name for name, passed in passed_after.items() if passed_before.get(name) and not passed]:
+        yield "false negative", f"visible tests refuse the solution: {', '.join(refused[:3])}"
     yield from _dated(task, sandbox, start, gold)
     yield from _paid(task, graded, pays) if pays else ()
 
@@ -268,51 +271,52 @@ def _shown(task: Task, sandbox: Box, start: Files, gold: Files) -> tuple[Mapping
     texts = {path: data.decode("utf-8", "replace") for path, data in gold.items() if path in start}
     if task.grader == "functions" and (visible := {path: texts[path] for path in task.visible_tests if path in texts}):
         twin = task.model_copy(update={"tests": visible, "metadata": {}, "strictness": "tests"})
-        before, after = (grade(twin, files, sandbox).tests for files in (start, gold))
-        return before, after
+        passed_before, passed_after = (grade(twin, files, sandbox).tests for files in (start, gold))
+        return passed_before, passed_after
     visible = {path: text for path, text in texts.items() if is_test_module(path)} if task.grader == "pytest" else {}
     jobs = [job(task.model_copy(update={"tests": visible}), files) for files in (start, gold)] if visible else []
     boxes = Boxes(backend=cast(Backend, sandbox), spec=limits_spec(task), timeout_s=SHOWN_S)
     try:
-        ran = [{key: result.passed for key, result in run.results.items()} for run in boxes.run(jobs)]
+        passed_by_run = [{key: result.passed for key, result in run.results.items()} for run in boxes.run(jobs)]
     except (SandboxDied, RunnerEnded):
-        ran = []
-    return (ran[0], ran[1]) if ran else ({}, {})
+        passed_by_run = []
+    return (passed_by_run[0], passed_by_run[1]) if passed_by_run else ({}, {})
 
 
 def _dated(task: Task, sandbox: Box, start: Files, gold: Files) -> Problems:
     """Yield whether the solution fails when the clock is ahead, if it reads the clock and its tests do not."""
-    code = changed_code(start, gold)
-    if not any(map(CLOCK_READ.search, code.values())) or any(map(CLOCK_READ.search, task.tests.values())):
+    changed = changed_code(start, gold)
+    if not any(map(CLOCK_READ.search, changed.values())) or any(map(CLOCK_READ.search, task.tests.values())):
         return
-    now, then = (grade(task, {**gold, **later(code, seconds)}, sandbox) for seconds in (0, LATER))
-    if now.passed and then.known and not then.passed:
-        refused = f"400 days from now the solution is refused ({', '.join(then.failed[:2])})"
+    grade_now, grade_later = (grade(task, {**gold, **later(changed, seconds)}, sandbox) for seconds in (0, LATER))
+    if grade_now.passed and grade_later.known and not grade_later.passed:
+        refused = f"400 days from now the solution is refused ({', '.join(grade_later.failed[:2])})"
         yield "unstable", f"{refused}: tests hold today's date"
 
 
 def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Problems:
     """Yield what an environment's reward pays at least as well as the solution."""
 
-    paid: dict[str, float] = {}
-    [idle] = [(probe, result) for probe, result in graded if probe.name == "no change"]
+    rewards: dict[str, float] = {}
+    [no_change] = [(probe, result) for probe, result in graded if probe.name == "no change"]
     cases = [(probe.name, probe, result, WORK) for probe, result in graded]
-    cases += [(name, *idle, turns) for name, turns in TALK.items()]
+    cases += [(name, *no_change, turns) for name, turns in TALK.items()]
     for name, probe, result, turns in cases:
         texts = {path: data.decode("utf-8", "surrogateescape") for path, data in probe.files.items()}
-        read, written = sum(len(t.observation) for t in turns) // 4, sum(len(t.call + t.said) for t in turns) // 4
-        talk = Conversation(turns=turns, stop="finished", read=read, written=written)
+        read = sum(len(turn.observation) for turn in turns) // 4
+        written = sum(len(turn.call + turn.said) for turn in turns) // 4
+        conversation = Conversation(turns=turns, stop="finished", read=read, written=written)
         try:
             if result.known:
-                paid[name] = float(pays(talk.rollout(task.id, (), texts, task.files), result))
+                rewards[name] = float(pays(conversation.rollout(task.id, (), texts, task.files), result))
         except Exception as error:  # the environment's own code
             yield "reward", f"for {name} it raises {type(error).__name__}: {error}"
             return
-    best = paid.get("the solution", math.nan)
-    if not all(map(math.isfinite, paid.values())):
+    gold_reward = rewards.get("the solution", math.nan)
+    if not all(map(math.isfinite, rewards.values())):
         yield "reward", "it is not a finite number"
-    free = {probe.name for probe, _ in graded if probe.right or probe.slip}
-    if wrong := [name for name, value in paid.items() if name not in free and value >= best]:
-        most = max(paid[name] for name in wrong)
-        names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        yield "reward", f"pays {best:g} for the solution, and up to {most:g} for: {names}"
+    exempt = {probe.name for probe, _ in graded if probe.right or probe.slip}
+    if overpaid := [name for name, value in rewards.items() if name not in exempt and value >= gold_reward]:
+        highest = max(rewards[name] for name in overpaid)
+        overpaid_names = ", ".join(overpaid[:3]) + (f" and {len(overpaid) - 3} more" if len(overpaid) > 3 else "")
+        yield "reward", f"pays {gold_reward:g} for the solution, and up to {highest:g} for: {overpaid_names}"

@@ -253,8 +253,8 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
             the same names.
     """
     places = readable(task, start)
-    if left := sorted(path for path in places if LEFTOVERS.search(path)):
-        yield f"leftovers lie in the workspace: {', '.join(left[:3])}"
+    if leftovers := sorted(path for path in places if LEFTOVERS.search(path)):
+        yield f"leftovers lie in the workspace: {', '.join(leftovers[:3])}"
     if COPIES.search(places.get("environment/Dockerfile", "")):
         yield "environment/Dockerfile copies the solution or the tests"
     for path, text in task.tests.items():
@@ -267,18 +267,18 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
             answers = {location: tested if is_test_module(location) else asserted for location in places} | {
                 path: newer
             }
-            copies = [location for location in places if _holds(_quoted(places[location]), answers[location])]
+            copy_paths = [location for location in places if _holds(_quoted(places[location]), answers[location])]
             if earlier and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested):
-                copies.append(path)
-            if copies:
-                yield f"the hidden tests of {path} lie in {copies[0]}"
+                copy_paths.append(path)
+            if copy_paths:
+                yield f"the hidden tests of {path} lie in {copy_paths[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
-    new = _all(gold, changed) - _all(start, changed)
+    new_lines = _all(gold, changed) - _all(start, changed)
     # Data that a solution adds may resemble other data, and hide that its code is told, so its code counts by itself.
-    own_lines = new & _all(gold, [path for path in changed if not DATA.search(path)]) or new
+    own_lines = new_lines & _all(gold, [path for path in changed if not DATA.search(path)]) or new_lines
     for location, text_read in places.items():
-        code = location.endswith(".py") and not LEFTOVERS.search(location)
-        lines = _quoted(text_read) - _lines(text_read) if code and len(own_lines) < FEW else _quoted(text_read)
+        is_code = location.endswith(".py") and not LEFTOVERS.search(location)
+        lines = _quoted(text_read) - _lines(text_read) if is_code and len(own_lines) < FEW else _quoted(text_read)
         if _holds(lines, own_lines):
             yield f"the solution lies in {location}"
 

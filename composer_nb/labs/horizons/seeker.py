@@ -35,18 +35,18 @@ def seek(context: str, order: Order = lambda change: 0) -> Said:
     observations = re.findall(r"<\|out\|>(.*?)<\|end\|>", context, re.S)
     if (observations and observations[-1].startswith("pass")) or f"\n{_DONE}" in context:
         return turn([_FINISH])
-    if (failed := _FAILS.search(context)) is None:
+    if (failing_call := _FAILS.search(context)) is None:
         return turn([_TEST])
-    if (home := re.search(rf"([\w/]+\.py):\d+def {failed[1]}\b", context)) is None:
-        return turn([ToolCall(name="grep", arguments={"pattern": f"def {failed[1]}"})])
-    if not (modules := [text for text in observations if text.startswith("1")]):
-        return turn([_UNDO, ToolCall(name="read_file", arguments={"path": home[1]})])
-    module = "\n".join(line[len(str(n)) :] for n, line in enumerate(modules[-1].split("\n"), 1))
-    before, function, after = split_at(module, failed[1])
-    for _, changed in sorted(neighbours(function, ENUMERABLE), key=order):
-        old, new = substitution(module, before + changed + after)
+    if (definition := re.search(rf"([\w/]+\.py):\d+def {failing_call[1]}\b", context)) is None:
+        return turn([ToolCall(name="grep", arguments={"pattern": f"def {failing_call[1]}"})])
+    if not (read_files := [text for text in observations if text.startswith("1")]):
+        return turn([_UNDO, ToolCall(name="read_file", arguments={"path": definition[1]})])
+    module = "\n".join(line[len(str(n)) :] for n, line in enumerate(read_files[-1].split("\n"), 1))
+    before, function, after = split_at(module, failing_call[1])
+    for _, variant in sorted(neighbours(function, ENUMERABLE), key=order):
+        old, new = substitution(module, before + variant + after)
         if _line(old, new) not in tried(context):
-            return turn([_UNDO, TINY.change(home[1], old, new), _TEST])
+            return turn([_UNDO, TINY.change(definition[1], old, new), _TEST])
     return turn([_FINISH])
 
 
@@ -60,18 +60,18 @@ def _line(old: str, new: str) -> str:
     return f"tried {old.strip()} > {new.strip()}"
 
 
-def summarise(context: str, long: bool) -> str:
+def summarise(context: str, is_long: bool) -> str:
     """Return a summary of the context: what fails, where, and what was tried; or all that a long instruction asks for."""
-    failed, home = (re.search(pattern, context) for pattern in (_FAILS, r"[\w/]+\.py:\d+def .*"))
-    fails, where = (match[0].partition("<|")[0] if match else "" for match in (failed, home))
-    attempts, last = "\n".join(tried(context)), re.findall(r"<\|out\|>(\w+)", context)[-1:]
-    left = _DONE if last == ["pass"] else "left: try another change"
-    if not long:
-        return "\n".join(part for part in (fails, where, attempts, left) if part)
+    failing_call, definition = (re.search(pattern, context) for pattern in (_FAILS, r"[\w/]+\.py:\d+def .*"))
+    fails, where = (match[0].partition("<|")[0] if match else "" for match in (failing_call, definition))
+    attempts, last_result = "\n".join(tried(context)), re.findall(r"<\|out\|>(\w+)", context)[-1:]
+    next_step = _DONE if last_result == ["pass"] else "left: try another change"
+    if not is_long:
+        return "\n".join(line for line in (fails, where, attempts, next_step) if line)
     request = context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0]
-    sections = {1: request, 4: where, 7: fails, 8: attempts, 9: fails, 11: left}
+    sections = {1: request, 4: where, 7: fails, 8: attempts, 9: fails, 11: next_step}
     titles = re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M)
-    return "\n".join(f"{title}\n{sections.get(n) or 'none'}" for n, title in enumerate(titles, 1))
+    return "\n".join(f"{title}\n{sections.get(number) or 'none'}" for number, title in enumerate(titles, 1))
 
 
 class Seeker(WithoutModel):
@@ -87,13 +87,13 @@ class Seeker(WithoutModel):
         return super().release(rollout)
 
     def written(self, request: Request) -> list[int]:
-        read = self._contexts.setdefault(request.rollout, [])
-        read += request.token_ids
-        context = self.renderer.tokenizer.decode(read, skip_special_tokens=False)
-        kind = next((kind for kind, query in self._queries.items() if read[-len(query) :] == query), "")
+        ids = self._contexts.setdefault(request.rollout, [])
+        ids += request.token_ids
+        context = self.renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        kind = next((kind for kind, query in self._queries.items() if ids[-len(query) :] == query), "")
         summary = self.renderer.encoded([summarise(context, kind == "prompted"), self.renderer.end]) if kind else None
         token_ids = (summary or self.renderer.turn(seek(context, self.order)))[: request.max_tokens]
-        read += token_ids
+        ids += token_ids
         return token_ids
 
 
@@ -115,12 +115,12 @@ def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, floa
 
 def forgotten(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """Return the tries that a segment knew of when it ended and the next one did not when it began."""
-    count = []
-    for before, after in zip(rollout.segments, rollout.segments[1:], strict=False):
-        begun = int(after.acted.argmax())
-        previous, left = (
+    lines = []
+    for segment, successor in zip(rollout.segments, rollout.segments[1:], strict=False):
+        prompt_length = int(successor.acted.argmax())
+        known, remembered = (
             tried(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-            for ids in (before.token_ids, after.token_ids[:begun])
+            for ids in (segment.token_ids, successor.token_ids[:prompt_length])
         )
-        count += [line for line in previous if line not in left]
-    return count
+        lines += [line for line in known if line not in remembered]
+    return lines

@@ -180,21 +180,22 @@ def examine(
     the model.
     """
     batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
-    c, plain, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
-    _require_fit(batch, c)
+    config, plain, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    _require_fit(batch, config)
     engine = replace(engine or plain, replay="weights") if batch.routed else engine or plain
-    values = {program: observe(program, batch, streams=True, variants=variants) for program in (engine, plain)}
-    top, below = values[engine], values[plain]
+    values = {program: observe(program, batch, keep_streams=True, variants=variants) for program in (engine, plain)}
+    engine_values, trainer_values = values[engine], values[plain]
     recorded_S = batch.of_written("logprob").astype(np.float64)
 
     @cache
     def gap_and_kl(program: ProgramChoices) -> tuple[Floats, Floats]:
         other = values.get(program) or observe(program, batch, variants=variants)
-        return other.logprob_S.numpy() - recorded_S, kl_divergence(top.logprob_SV, other.logprob_SV).numpy()
+        return other.logprob_S.numpy() - recorded_S, kl_divergence(engine_values.logprob_SV, other.logprob_SV).numpy()
 
-    pairs = [(stream, top.streams[location]) for location, stream in below.streams.items()]
-    apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
-    first, first_in = first_apart(dict(zip(top.streams, apart, strict=True)), top, batch, c.sparse_layers)
+    pairs = [(stream, engine_values.streams[location]) for location, stream in trainer_values.streams.items()]
+    apart = [((x_ND - y_ND).norm(dim=-1) / y_ND.norm(dim=-1).clamp_min(1e-30)).numpy() for x_ND, y_ND in pairs]
+    apart_by_place = dict(zip(engine_values.streams, apart, strict=True))
+    first_place, first_in = first_apart(apart_by_place, engine_values, batch, config.sparse_layers)
     alone = _moved_alone(plain, engine, values, batch, variants)
     steps, findings = list[CauseStep](), list[Finding]()
     for cause, program in zip(CAUSES, path(plain, engine), strict=True):
@@ -203,24 +204,24 @@ def examine(
         if moved > tolerance:
             text = f"{choices}: moves log-probabilities by up to {moved:.1e}"
             if cause.name == "weights":
-                names = other_weights(plain.model, engine.model)
-                text = f"{len(names)} tensors differ, first {names[0]}" if names else "other weights"
-            where = first if cause.name in ("attention", "GEMM", "weights") else None
-            findings.append(Finding(cause=cause.name, text=text, where=where))
+                tensors = other_weights(plain.model, engine.model)
+                text = f"{len(tensors)} tensors differ, first {tensors[0]}" if tensors else "other weights"
+            place = first_place if cause.name in ("attention", "GEMM", "weights") else None
+            findings.append(Finding(cause=cause.name, text=text, where=place))
     gap_S, kl_S = gap_and_kl(engine)
-    hits, of_routes = check_routes(batch, top, c.sparse_layers) if batch.routed else ({}, [])
+    hits, route_findings = check_routes(batch, engine_values, config.sparse_layers) if batch.routed else ({}, [])
     if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
-        of_routes = [finding for finding in of_routes if finding.cause == "route ids" and hits["missing"]]
+        route_findings = [finding for finding in route_findings if finding.cause == "route ids" and hits["missing"]]
         findings.append(unexplained(gap_S, batch, tolerance, _lowest(hits.get("gate weights", []))))
     version_S = batch.of_written("policy_version")
     return Examination(
         start=figures(*gap_and_kl(plain)),
         steps=tuple(steps),
-        findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
-        first=first,
+        findings=tuple(sorted([*findings, *route_findings], key=lambda finding: ORDER.index(finding.cause))),
+        first=first_place,
         first_in=first_in,
         versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
-        places=tuple(top.streams),
+        places=tuple(engine_values.streams),
         apart_PN=np.stack(apart),
         lengths=tuple(batch.lengths),
         tokens=len(gap_S),
@@ -228,14 +229,14 @@ def examine(
     )
 
 
-def _require_fit(batch: FrozenBatch, c: ModelConfig) -> None:
+def _require_fit(batch: FrozenBatch, config: ModelConfig) -> None:
     """Raise ValueError for routes that do not fit the model."""
     for number, row in enumerate(batch.rows if batch.routed else ()):
         routes = row.trace.routes
-        if routes.shape[1:] != (c.moe_layers, c.num_experts_per_tok) or routes.max() >= c.num_experts:
+        if routes.shape[1:] != (config.moe_layers, config.num_experts_per_tok) or routes.max() >= config.num_experts:
             raise ValueError(
-                f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {c.moe_layers} layers "
-                f"of {c.num_experts} experts, {c.num_experts_per_tok} a token"
+                f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {config.moe_layers} layers "
+                f"of {config.num_experts} experts, {config.num_experts_per_tok} a token"
             )
 
 
@@ -340,50 +341,52 @@ ROUTE_FINDINGS = {
 
 
 def check_routes(
-    batch: FrozenBatch, engine: ProgramValues, sparse: Sequence[int]
+    batch: FrozenBatch, engine: ProgramValues, sparse_layers: Sequence[int]
 ) -> tuple[dict[str, list[Where]], list[Finding]]:
-    """Compare the recorded routes with those that the engine's routers make of the engine's inputs; `sparse` are the indices of
-    the layers with experts. Return the (token, layer) pairs that contradict, by kind, and what they say."""
-    routes, gates, valid = (
+    """Compare the recorded routes with those that the engine's routers make of the engine's inputs.
+
+    Returns the (token, layer) pairs that contradict, by kind of ROUTE_FINDINGS, and what they say. `sparse_layers`: indices of
+    the layers with experts."""
+    routes_NLK, gates_NLK, valid = (
         np.concatenate([getattr(row.trace, name)[:-1] for row in batch.rows])
         for name in ("routes", "gates", "route_valid")
     )
-    chosen, used, live, margin = (
-        x.numpy() for x in (engine.own_NLK, engine.experts_NLK, engine.live_NLK, engine.margin_NL)
+    own_NLK, used_NLK, live_NLK, margin_NL = (
+        values.numpy() for values in (engine.own_NLK, engine.experts_NLK, engine.live_NLK, engine.margin_NL)
     )
 
     def live_gates(experts_NLK: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the live gates of experts, where each is among those used."""
-        at_NLK = (used[:, :, None, :] == experts_NLK[:, :, :, None]).argmax(-1)
-        return np.take_along_axis(live, at_NLK, -1)
+        at_NLK = (used_NLK[:, :, None, :] == experts_NLK[:, :, :, None]).argmax(-1)
+        return np.take_along_axis(live_NLK, at_NLK, -1)
 
-    routes, valid_NL = routes.astype(np.int64), np.broadcast_to(valid[:, None], margin.shape)
-    other = (np.sort(routes, -1) != np.sort(chosen, -1)).any(-1)
+    routes_NLK, valid_NL = routes_NLK.astype(np.int64), np.broadcast_to(valid[:, None], margin_NL.shape)
+    is_other_NL = (np.sort(routes_NLK, -1) != np.sort(own_NLK, -1)).any(-1)
     # Falling gates are the order of choice unless the choice has a bias; then the router's own order decides.
-    turned = (routes != chosen).any(-1) & ~other
-    steps = np.abs(np.diff(live_gates(chosen), axis=-1)).min(-1, initial=np.inf)
-    off = np.abs(gates - live_gates(routes)).max(-1) > GATE
-    off &= valid_NL & (np.sort(routes, -1) == np.sort(used, -1)).all(-1)
-    kinds = {
+    is_turned_NL = (routes_NLK != own_NLK).any(-1) & ~is_other_NL
+    gate_step_NL = np.abs(np.diff(live_gates(own_NLK), axis=-1)).min(-1, initial=np.inf)
+    is_off_NL = np.abs(gates_NLK - live_gates(routes_NLK)).max(-1) > GATE
+    is_off_NL &= valid_NL & (np.sort(routes_NLK, -1) == np.sort(used_NLK, -1)).all(-1)
+    hits_by_kind_NL = {
         "missing": ~valid_NL,
-        "route ids": other & valid_NL & ~(margin <= TIE),
-        "order": turned & valid_NL & ~(steps <= TIE),
-        "gate weights": off,
+        "route ids": is_other_NL & valid_NL & ~(margin_NL <= TIE),
+        "order": is_turned_NL & valid_NL & ~(gate_step_NL <= TIE),
+        "gate weights": is_off_NL,
     }
-    hits: dict[str, list[Where]] = {kind: [] for kind in kinds}
-    for kind, hit_NL in kinds.items():
-        for n, layer in np.argwhere(hit_NL).tolist():
-            row, token = _row_token(n, batch.lengths)
-            experts = tuple(routes[n, layer].tolist())
-            hits[kind].append(Where(row=row, token=token, layer=sparse[layer], experts=experts))
-    wrong_gates = torch.from_numpy(gates[off].ravel())
+    hits: dict[str, list[Where]] = {kind: [] for kind in hits_by_kind_NL}
+    for kind, hit_NL in hits_by_kind_NL.items():
+        for position, layer in np.argwhere(hit_NL).tolist():
+            row, token = _row_token(position, batch.lengths)
+            experts = tuple(routes_NLK[position, layer].tolist())
+            hits[kind].append(Where(row=row, token=token, layer=sparse_layers[layer], experts=experts))
+    wrong_gates = torch.from_numpy(gates_NLK[is_off_NL].ravel())
     findings = []
     for kind, (cause, text) in ROUTE_FINDINGS.items():
         places = hits[kind]
         if kind == "order":  # a foreign expert changes later inputs, and with them their order
             places = [hit for hit in places if not any(_before(foreign, hit) for foreign in hits["route ids"])]
         if places:
-            text = f"{len(places)} of {margin.size} (token, layer) pairs {text}"
+            text = f"{len(places)} of {margin_NL.size} (token, layer) pairs {text}"
             for dtype in (torch.bfloat16, torch.float16) if kind == "gate weights" else ():
                 if torch.equal(wrong_gates.to(dtype).float(), wrong_gates):
                     text += f"; all of them are numbers of {str(dtype).removeprefix('torch.')}"
@@ -392,10 +395,10 @@ def check_routes(
     return hits, findings
 
 
-def _row_token(n: int, lengths: Sequence[int]) -> tuple[int, int]:
+def _row_token(position: int, lengths: Sequence[int]) -> tuple[int, int]:
     ends = np.cumsum([0, *lengths])
-    row = int(np.searchsorted(ends, n, "right")) - 1
-    return row, n - int(ends[row])
+    row = int(np.searchsorted(ends, position, "right")) - 1
+    return row, position - int(ends[row])
 
 
 def _before(earlier: Where, other: Where) -> bool:

@@ -144,61 +144,66 @@ class ProgramValues:
 
 @torch.no_grad()
 def observe(
-    program: ProgramChoices, batch: FrozenBatch, *, streams: bool = False, variants: dict[Any, Model] | None = None
+    program: ProgramChoices, batch: FrozenBatch, *, keep_streams: bool = False, variants: dict[Any, Model] | None = None
 ) -> ProgramValues:
-    """Forward the batch, about BUDGET tokens at a time; with `streams` keep the residual streams. `variants` caches copies of
-    models between calls.
+    """Forward the batch, about BUDGET tokens at a time; with `keep_streams` keep the residual streams. `variants` caches copies
+    of models between calls.
 
     Raises ValueError for rows that are too long and for routes that do not fit.
     """
     variants = {} if variants is None else variants
-    key, model = (id(program.model), program.numerics), program.model
+    key, variant_model = (id(program.model), program.numerics), program.model
     if program.numerics != Numerics():
-        model = variants[key] = variants.get(key) or variant(program.model, program.numerics)
-    parts = [_observe(program, model, part, streams) for part in batch.parts(BUDGET)]
+        variant_model = variants[key] = variants.get(key) or variant(program.model, program.numerics)
+    part_values = [_observe(program, variant_model, part, keep_streams) for part in batch.parts(BUDGET)]
     names = [value.name for value in fields(ProgramValues) if value.name != "streams"]
-    values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    places = {location: torch.cat([part.streams[location] for part in parts]) for location in parts[0].streams}
-    return ProgramValues(**values, streams=places)
+    values = {name: torch.cat([getattr(part, name) for part in part_values]) for name in names}
+    streams = {
+        location: torch.cat([part.streams[location] for part in part_values]) for location in part_values[0].streams
+    }
+    return ProgramValues(**values, streams=streams)
 
 
-def _observe(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> ProgramValues:
+def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, keep_streams: bool) -> ProgramValues:
+    """Forward a batch at once with `variant_model`, the program's model in its numerics; see `observe`."""
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
-    packed = PackedRows.of_lengths(batch.lengths, model.config)
+    packed = PackedRows.of_lengths(batch.lengths, variant_model.config)
 
-    def attend(layer: int, q_N: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, keys, values = (x.to(program.attention) for x in (q_N, k, v))
+    def attend(layer: int, q_NQC: Tensor, k_NKC: Tensor, v_NKC: Tensor, scale: float) -> Tensor:
+        query_NQC, key_NKC, value_NKC = (heads.to(program.attention) for heads in (q_NQC, k_NKC, v_NKC))
         if program.layout == "rows":
-            return packed.attend(layer, q, keys, values, scale).to(q_N.dtype)
+            return packed.attend(layer, query_NQC, key_NKC, value_NKC, scale).to(q_NQC.dtype)
         # Each token against exactly the keys that it may see, contiguous as a cache is.
-        keys, values = (padded(x, packed.lengths).contiguous() for x in (keys, values))
-        return cached_attention(q, keys, values, packed.row_N, packed.position_N, scale).to(q_N.dtype)
+        cache_keys, cache_values = (padded(heads, packed.lengths).contiguous() for heads in (key_NKC, value_NKC))
+        return cached_attention(query_NQC, cache_keys, cache_values, packed.row_N, packed.position_N, scale).to(
+            q_NQC.dtype
+        )
 
-    watched: dict[Place, Tensor] = {}
-    if streams:
-        model.watch = lambda layer, part, x: watched.update({(layer, part): x.float()})
+    streams: dict[Place, Tensor] = {}
+    if keep_streams:
+        variant_model.watch = lambda layer, added, residual_ND: streams.update({(layer, added): residual_ND.float()})
     try:
-        hidden_ND, routings = model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
+        hidden_ND, routings = variant_model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
     finally:
-        model.watch = None
-    starts = np.cumsum([0, *batch.lengths])[:-1]
-    before_S = np.concatenate([start + at_W - 1 for start, at_W in zip(starts, batch.written, strict=True)])
+        variant_model.watch = None
+    row_starts = np.cumsum([0, *batch.lengths])[:-1]
+    predicts_S = np.concatenate([start + at_W - 1 for start, at_W in zip(row_starts, batch.written, strict=True)])
     token_S = torch.from_numpy(batch.of_written("token_ids")).long()
-    hidden_SD, weight = hidden_ND[torch.from_numpy(before_S)], model.output_weight
-    logprob_SV = F.linear(hidden_SD.to(program.head), weight.to(program.head)).float().log_softmax(-1)
+    hidden_SD, output_weight = hidden_ND[torch.from_numpy(predicts_S)], variant_model.output_weight
+    logprob_SV = F.linear(hidden_SD.to(program.head), output_weight.to(program.head)).float().log_softmax(-1)
 
-    def stacked(of: Callable[[Routing], Tensor]) -> Tensor:
-        return torch.stack([of(routing) for routing in routings], 1)
+    def stacked(field_of: Callable[[Routing], Tensor]) -> Tensor:
+        return torch.stack([field_of(routing) for routing in routings], 1)
 
     return ProgramValues(
         experts_NLK=stacked(lambda routing: routing.experts_NK),
         gates_NLK=stacked(lambda routing: routing.gates_NK).float(),
         own_NLK=stacked(lambda routing: routing.own_NK),
-        live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
+        live_NLK=stacked(lambda routing: _live(routing, variant_model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
         logprob_S=logprob_SV.gather(1, token_S[:, None])[:, 0].double(),
         logprob_SV=logprob_SV,
-        streams=watched,
+        streams=streams,
     )
 
 

@@ -92,22 +92,24 @@ def evidence(attempt: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     lines = list[str]()
     for path in paths:
-        old, new = (files.get(path, "").split("\n") for files in (before, after))
-        if len(old) + len(new) <= MAX_DIFF_LINES:
-            lines += difflib.unified_diff(old, new, path, path, lineterm="")
+        old_lines, new_lines = (files.get(path, "").split("\n") for files in (before, after))
+        if len(old_lines) + len(new_lines) <= MAX_DIFF_LINES:
+            lines += difflib.unified_diff(old_lines, new_lines, path, path, lineterm="")
         else:  # without context, in linear time
-            [(_, start, end, begin, stop)] = [block for block in opcodes(old, new) if block[0] != "equal"]
-            lines += [f"--- {path}", *(f"-{line}" for line in old[start:end])]
-            lines += [f"+{line}" for line in new[begin:stop]]
+            [(_, old_start, old_end, new_start, new_end)] = [
+                block for block in opcodes(old_lines, new_lines) if block[0] != "equal"
+            ]
+            lines += [f"--- {path}", *(f"-{line}" for line in old_lines[old_start:old_end])]
+            lines += [f"+{line}" for line in new_lines[new_start:new_end]]
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in attempt.rollout.turns if turn.call]
-    parts: dict[Part, str] = {
+    text_by_part: dict[Part, str] = {
         "task": attempt.task.instruction,
         "before": "\n".join(f"# {path}\n{before[path]}" for path in paths if path in before),
         "changes": "\n".join(lines),
         "calls": "\n".join(calls),
         "message": final_message(attempt.rollout),
     }
-    return {name: _cut(parts[name]) for name in shows}
+    return {name: _cut(text_by_part[name]) for name in shows}
 
 
 def _cut(text: str) -> str:

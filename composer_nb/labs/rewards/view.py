@@ -144,14 +144,14 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
     """
     import ipywidgets as w
 
-    base = lab.batch.settings.reward
+    settings = lab.batch.settings.reward
     wide = w.Layout(width="auto")
-    start = {name: value_of(base, name) for name in ranges()}
-    moved = {
+    start_values = {name: value_of(settings, name) for name in ranges()}
+    slider_by_name = {
         name: w.FloatSlider(
-            value=start[name],
-            min=min(low, start[name]),  # a slider would bend a value outside to its end
-            max=max(high, start[name]),
+            value=start_values[name],
+            min=min(low, start_values[name]),  # a slider would bend a value outside to its end
+            max=max(high, start_values[name]),
             step=step,
             continuous_update=False,  # drawing takes longer than a pixel takes to pass
             description=name,
@@ -162,30 +162,32 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
         for name, (low, high, step) in ranges().items()
     }
     image = w.Image(format="png", layout=w.Layout(max_width="100%"))
-    line, back = w.HTML(), w.Button(description="reset")
+    caption, reset_button = w.HTML(), w.Button(description="reset")
 
     def draw(_: object = None) -> None:
-        values = {name: slider.value for name, slider in moved.items() if slider.value != start[name]}
-        chosen = with_values(base, values)
-        rescored = judge(lab, chosen)
+        values = {name: slider.value for name, slider in slider_by_name.items() if slider.value != start_values[name]}
+        chosen_settings = with_values(settings, values)
+        rescored = judge(lab, chosen_settings)
         image.value = drawn(lab, rescored).png()
-        overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen).items()}
-        line.value = (
+        overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen_settings).items()}
+        caption.value = (
             f"<code>{summary(rescored)}</code><br><code>overrides = {html.escape(json.dumps(overrides))}</code>"
         )
 
     def reset(_: object = None) -> None:
-        for name, slider in moved.items():
+        for name, slider in slider_by_name.items():
             slider.unobserve_all("value")
-            slider.value = start[name]
+            slider.value = start_values[name]
             slider.observe(draw, "value")
         draw()
 
     reset()
-    back.on_click(reset)
+    reset_button.on_click(reset)
     columns = "repeat(auto-fit, minmax(24em, 1fr))"
-    grid = w.GridBox([*moved.values(), back], layout=w.Layout(width="100%", grid_template_columns=columns))
-    return w.VBox([grid, image, line], layout=w.Layout(width="100%"))
+    grid = w.GridBox(
+        [*slider_by_name.values(), reset_button], layout=w.Layout(width="100%", grid_template_columns=columns)
+    )
+    return w.VBox([grid, image, caption], layout=w.Layout(width="100%"))
 
 
 def facts(rescored: RescoredBatch) -> dict[str, float]:

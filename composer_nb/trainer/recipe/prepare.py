@@ -31,7 +31,7 @@ from composer_nb.harness.rewards import own_reward
 from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks.functions import parse_test_files
-from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start_sandbox
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import call
 from composer_nb.trainer.learning.data import GAP_TOKENS, demonstration_rows, gap_tokens, read_corpus, save_rows
@@ -315,7 +315,7 @@ def try_sandboxes(tasks: Iterable[Task], env: EnvSettings) -> None:
                 if task.grader == "functions":
                     _ = sandboxes.functions
                 if task.grader != "functions" or not in_plain_files:
-                    start(task, sandboxes.backend).destroy()
+                    start_sandbox(task, sandboxes.backend).destroy()
             except (ValueError, SandboxUnavailable, SandboxFailure) as error:
                 raise ValueError(f"env.tasks with env.backend={env.backend}: {error}") from None
 

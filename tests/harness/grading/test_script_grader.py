@@ -18,7 +18,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.harbor import ForeignFiles
-from composer_nb.harness.tasks.runtime import obstacles, spec_of, start
+from composer_nb.harness.tasks.runtime import obstacles, spec_of, start_sandbox
 from composer_nb.harness.tasks.task import Task, read_tasks
 from tests.harness.foreign import FOREIGN, lay
 
@@ -56,7 +56,7 @@ LOOP = "trap '' TERM; mkdir -p /tmp/logs/verifier; while :; do echo 1 > /logs/ve
 
 def test_nothing_writes_when_the_reward_is_read(backend: Backend) -> None:
     """What a script leaves behind is ended before the reward is read, by what it can not end."""
-    with start(task_of("#!/bin/sh\n"), backend) as box:
+    with start_sandbox(task_of("#!/bin/sh\n"), backend) as box:
         box.exec(["bash", "-c", f"setsid bash -c {shlex.quote(LOOP)} & sleep 0.3"])
         assert box.stats().processes > 0
         box.end_all()

@@ -43,10 +43,10 @@ def test_it_does_what_its_context_leaves_to_do(context: str, wanted: list[str]) 
 def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:
     whole = ASKED + FAILED + FOUND + SHOWN + TRIED + AGAIN
     first = seek(ASKED + FAILED + FOUND + SHOWN)
-    kept = summarise(whole, long=False)
+    kept = summarise(whole, is_long=False)
     assert tried(whole) == tried(kept) == ["tried a + 0 > a - 0"] and "left: try another change" in kept
     assert seek(whole) != first
     assert seek(f"<|user|>fix the tests\n{kept}<|end|><|call|>{SHOWN}") == seek(whole), "the summary has kept it"
     assert seek(ASKED + FAILED + FOUND + SHOWN) == first, "a cut has not"
-    long = summarise(whole, long=True)
+    long = summarise(whole, is_long=True)
     assert len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(kept) and len(long) > 3 * len(kept)

@@ -92,17 +92,17 @@ class Cgroups:
         """Return the places, or why there are none."""
         mounts: dict[str, tuple[str, Path]] = {}  # controller -> root of what is mounted, mount point; "" for version 2
         for line in (proc / "mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            fields, (kind, *rest) = before.split(), after.split()
-            for controller in {"cgroup2": [""], "cgroup": rest[-1].split(",")}.get(kind, []):
+            mount_part, _, type_part = line.partition(" - ")
+            fields, (file_system, *type_fields) = mount_part.split(), type_part.split()
+            for controller in {"cgroup2": [""], "cgroup": type_fields[-1].split(",")}.get(file_system, []):
                 mounts.setdefault(controller, (fields[3], Path(fields[4])))
         lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         groups = {"": "/"} | {controller: path for _, names, path in lines for controller in names.split(",")}
         folders = {name: _folder(mounts[name], groups[name]) for name in mounts if name in groups}
         places = {name: folders[name] for name in (*CONTROLLERS, "cpuacct") if name in folders}
         if len(places) == 4:
-            closed = [str(folder) for folder in places.values() if not os.access(folder, os.W_OK)]
-            return f"this user may not make groups in {closed[0]}" if closed else cls(places, 1)
+            unwritable = [str(folder) for folder in places.values() if not os.access(folder, os.W_OK)]
+            return f"this user may not make groups in {unwritable[0]}" if unwritable else cls(places, 1)
         return cls._unified(folders[""]) if "" in folders else "no cgroup hierarchy is mounted here"
 
     @classmethod
@@ -113,13 +113,13 @@ class Cgroups:
                 return f"this process's cgroup {folder} has no controller {', '.join(missing)}"
             if set(CONTROLLERS) - set((folder / "cgroup.subtree_control").read_text().split()):
                 # No group may have both processes and groups with limits: this process moves one down, if it is alone.
-                inside = (folder / "cgroup.procs").read_text().split()
-                if inside and folder.parent != folder and (folder / "cgroup.type").exists():
-                    if inside != [str(os.getpid())]:
+                pids = (folder / "cgroup.procs").read_text().split()
+                if pids and folder.parent != folder and (folder / "cgroup.type").exists():
+                    if pids != [str(os.getpid())]:
                         raise OSError(16, "other processes are in it")
                     leaf = folder / "composer_nb-self"
                     leaf.mkdir(exist_ok=True)
-                    (leaf / "cgroup.procs").write_text(inside[0])
+                    (leaf / "cgroup.procs").write_text(pids[0])
                 (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
         except OSError as error:
             return (

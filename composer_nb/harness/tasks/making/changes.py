@@ -135,15 +135,15 @@ def text_of(unit: Unit, files: Mapping[str, str]) -> str:
     return "\n".join(syntax.TextFormat.of(text).plain(text).split("\n")[unit.start - 1 : unit.end])
 
 
-def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
+def bugs(files: Mapping[str, str], candidates: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield distinct bugs in these units, for ROUNDS rounds. The same seed gives the same bugs."""
     used: Counter[str] = Counter()
     keys: set[str] = set()
-    order = list(where)
+    order = list(candidates)
     Random(f"bugs {seed}").shuffle(order)
-    for number in range(ROUNDS):
+    for round_number in range(ROUNDS):
         for unit in order:
-            rng = Random(f"bugs {seed} {number} {unit.path} {unit.name}")
+            rng = Random(f"bugs {seed} {round_number} {unit.path} {unit.name}")
             for change in _drawn(unit, text_of(unit, files), rng, used):
                 if change.key not in keys:
                     keys.add(change.key)
@@ -185,10 +185,10 @@ def _means_else(old: str, new: str) -> bool:
 
 def changed_lines(old: str, new: str) -> int:
     """Return the number of lines removed and added; of long texts without those that only moved."""
-    before, after = old.split("\n"), new.split("\n")
-    if len(before) + len(after) > MAX_DIFF_LINES:
-        return sum(((Counter(before) - Counter(after)) + (Counter(after) - Counter(before))).values())
-    blocks = [block for block in opcodes(before, after) if block[0] != "equal"]
+    old_lines, new_lines = old.split("\n"), new.split("\n")
+    if len(old_lines) + len(new_lines) > MAX_DIFF_LINES:
+        return sum(((Counter(old_lines) - Counter(new_lines)) + (Counter(new_lines) - Counter(old_lines))).values())
+    blocks = [block for block in opcodes(old_lines, new_lines) if block[0] != "equal"]
     return sum(end - start + stop - begin for _, start, end, begin, stop in blocks)
 
 
@@ -225,14 +225,14 @@ class _NodeCollector(cst.CSTVisitor):
 
 def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield changes that remove the body of a public function, with the private functions that only it uses."""
-    order = [unit for unit in where if not re.search(r"(^|\.)_", unit.name)]
-    Random(f"features {seed}").shuffle(order)
-    for unit in order:
+    public_units = [unit for unit in where if not re.search(r"(^|\.)_", unit.name)]
+    Random(f"features {seed}").shuffle(public_units)
+    for unit in public_units:
         text = text_of(unit, files)
-        gone = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
+        stub = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
         helpers = [helper for helper in where if helper.path == unit.path and _only_helps(helper, text, files)]
-        if gone and not any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
-            edits = unit.becoming(gone), *(helper.becoming("") for helper in helpers)
+        if stub and not any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
+            edits = unit.becoming(stub), *(helper.becoming("") for helper in helpers)
             yield Change(kind="feature", edits=edits, places=(unit.place,))
 
 
@@ -254,8 +254,8 @@ def _without_body(text: str) -> str:
     if node.body[0].lineno <= max(part or 0 for part in head):
         return ""
     lines = text.split("\n")
-    first = node.body[0].lineno - 1 - header_of(text).count("\n")
-    return "\n".join([*lines[:first], lines[first][: node.body[0].col_offset] + "raise NotImplementedError"])
+    body_line = node.body[0].lineno - 1 - header_of(text).count("\n")
+    return "\n".join([*lines[:body_line], lines[body_line][: node.body[0].col_offset] + "raise NotImplementedError"])
 
 
 def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
@@ -271,23 +271,23 @@ def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
 def combined(changes: Sequence[Change], seed: str) -> Iterator[Change]:
     """Yield combinations of two or three changes, of one file where possible and never of one function. None is used twice."""
     rng = Random(f"combined {seed}")
-    left = list(changes)
-    rng.shuffle(left)
-    while len(left) > 1:
-        first = left.pop(0)
-        size = rng.choice((2, 2, 3))
-        chosen = [first]
-        left.sort(key=lambda change: change.edits[0].path != first.edits[0].path)  # stable
-        for change in list(left):
-            if len(chosen) < size and not any(_overlap(change, other) for other in chosen):
-                chosen.append(change)
-                left.remove(change)
-        if len(chosen) > 1:
+    unused = list(changes)
+    rng.shuffle(unused)
+    while len(unused) > 1:
+        first = unused.pop(0)
+        part_count = rng.choice((2, 2, 3))
+        parts = [first]
+        unused.sort(key=lambda change: change.edits[0].path != first.edits[0].path)  # stable
+        for change in list(unused):
+            if len(parts) < part_count and not any(_overlap(change, other) for other in parts):
+                parts.append(change)
+                unused.remove(change)
+        if len(parts) > 1:
             yield Change(
                 kind="combined",
-                edits=tuple(edit for change in chosen for edit in change.edits),
-                places=tuple(dict.fromkeys(function for change in chosen for function in change.places)),
-                parts=tuple(change.key for change in chosen),
+                edits=tuple(edit for change in parts for edit in change.edits),
+                places=tuple(dict.fromkeys(function for change in parts for function in change.places)),
+                parts=tuple(change.key for change in parts),
             )
 
 

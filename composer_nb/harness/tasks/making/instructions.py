@@ -60,6 +60,7 @@ def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
 
 
 def _report(symptom: Symptom, rng: Random) -> str:
+    """Say what a symptom's call does and what it should do; with its code, if it is more than a call."""
     calls, after_code = WORDINGS["exception" if symptom.exception else "missing" if symptom.missing else "value"]
     expected, actual = (
         # in words

@@ -39,7 +39,14 @@ from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
-from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
+from composer_nb.harness.tasks.making.repository import (
+    Repository,
+    RepositoryTooLarge,
+    of_files,
+    read_repository,
+    supports_tests,
+    unwanted,
+)
 from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
@@ -99,7 +106,7 @@ def mine(
     backend: Backend,
     *,
     limit: int = 30,
-    commits: int = 200,
+    max_commits: int = 200,
     most_lines: int = 400,
     request_behind: RequestBehind | None = None,
     running: RunOptions | None = None,
@@ -112,14 +119,14 @@ def mine(
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
-        commits: looks at this many, the newest first.
+        max_commits: looks at this many, the newest first.
         most_lines: leaves out changes of more source lines, added and removed.
         request_behind: what a user asked for in the conversations that a commit holds; empty if there is none.
 
     Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
     """
     began, running, left_out = time.monotonic(), running or RunOptions(), dict[str, str]()
-    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, request_behind)
+    candidates = releases(paths) if len(paths) > 1 else history(paths[0], max_commits, request_behind)
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
         rows: list[dict[str, Any]] = []
@@ -155,23 +162,27 @@ def mine(
     return summary
 
 
-def history(path: Path, commits: int, request_behind: RequestBehind | None = None) -> Iterator[Candidate]:
-    """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
+def history(path: Path, max_commits: int, request_behind: RequestBehind | None = None) -> Iterator[Candidate]:
+    """Yield a candidate for each of the newest `max_commits` commits of a checkout, the newest first.
+
+    One that cannot become a task has no states, and `unfit` says why. `request_behind` replaces the request in the commit's
+    message where it knows one. Raises ValueError if `path` is no checkout, or its history cannot be read.
+    """
     from dulwich import errors
     from dulwich.object_store import iter_tree_contents
     from dulwich.objects import Commit, ObjectID
     from dulwich.repo import Repo
 
-    texts: dict[bytes, bytes] = {}
+    blobs: dict[bytes, bytes] = {}
 
-    def state(tree: ObjectID) -> Repository:
+    def state(tree_id: ObjectID) -> Repository:
         def entries() -> Iterator[tuple[str, bytes | str]]:
-            for entry in iter_tree_contents(repo.object_store, tree):
-                name = entry.path.decode("utf-8", "surrogateescape")
-                reason = unwanted(name) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
-                if not reason and entry.sha not in texts:
-                    texts[entry.sha] = repo[entry.sha].as_raw_string()
-                yield name, reason or texts[entry.sha]
+            for entry in iter_tree_contents(repo.object_store, tree_id):
+                file_path = entry.path.decode("utf-8", "surrogateescape")
+                reason = unwanted(file_path) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
+                if not reason and entry.sha not in blobs:
+                    blobs[entry.sha] = repo[entry.sha].as_raw_string()
+                yield file_path, reason or blobs[entry.sha]
 
         return of_files(path.resolve().name, entries(), path)
 
@@ -181,32 +192,38 @@ def history(path: Path, commits: int, request_behind: RequestBehind | None = Non
         raise ValueError(f"{path}: no git checkout; for releases give two folders or more, the oldest first") from None
     with repo:
         try:
-            fetch = _fetch(repo)
-            for step in repo.get_walker(max_entries=commits):
-                commit = step.commit
-                name = f"{path.resolve().name}-{commit.id.decode()[:12]}"
-                message = request_of(commit.message.decode("utf-8", "replace"))
+            fetch_command = _fetch(repo)
+            for walk_entry in repo.get_walker(max_entries=max_commits):
+                commit = walk_entry.commit
+                candidate_id = f"{path.resolve().name}-{commit.id.decode()[:12]}"
+                request_in_message = request_of(commit.message.decode("utf-8", "replace"))
                 if len(commit.parents) != 1:
-                    yield Candidate(id=name, unfit="merge" if commit.parents else "first")
-                elif not (message or request_behind):
-                    yield Candidate(id=name)
+                    yield Candidate(id=candidate_id, unfit="merge" if commit.parents else "first")
+                elif not (request_in_message or request_behind):
+                    yield Candidate(id=candidate_id)
                 else:
                     try:
                         parent = repo[commit.parents[0]]
                         assert isinstance(parent, Commit)
                         before, after = state(parent.tree), state(commit.tree)
-                    except ValueError:
-                        yield Candidate(id=name, unfit="no suite")
+                    except ValueError as error:
+                        yield Candidate(id=candidate_id, unfit=_unfit(error))
                     except KeyError as error:
-                        if not fetch:
+                        if not fetch_command:
                             raise
-                        yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
+                        unfit = f"{UNFETCHED}: {_short(error)}; `{fetch_command}` brings it"
+                        yield Candidate(id=candidate_id, unfit=unfit)
                     else:
-                        logged = request_behind(before.files, after.files)[:MAX_REQUEST] if request_behind else ""
-                        request = logged or message
-                        yield Candidate(id=name, before=before, after=after, request=request, logged=bool(logged))
+                        logged_request = request_behind(before.files, after.files) if request_behind else ""
+                        request, logged = logged_request[:MAX_REQUEST] or request_in_message, bool(logged_request)
+                        yield Candidate(id=candidate_id, before=before, after=after, request=request, logged=logged)
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
+
+
+def _unfit(error: ValueError) -> str:
+    """Return the verdict on a state that cannot be read."""
+    return f"unfit: {error}" if isinstance(error, RepositoryTooLarge) else "no suite"
 
 
 def _short(error: KeyError) -> str:
@@ -226,13 +243,13 @@ def _fetch(repo: Repo) -> str:
 def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
     """Yield the steps between folders of releases."""
     for old, new in pairwise(paths):
-        name = new.resolve().name
+        candidate_id = new.resolve().name
         try:
             before, after = read_repository(old), read_repository(new)
-        except ValueError:
-            yield Candidate(id=name, unfit="no suite")
+        except ValueError as error:
+            yield Candidate(id=candidate_id, unfit=_unfit(error))
             continue
-        yield Candidate(id=name, before=before, after=after, request=changelog(before, after))
+        yield Candidate(id=candidate_id, before=before, after=after, request=changelog(before, after))
 
 
 def request_of(message: str) -> str:
@@ -245,15 +262,18 @@ def request_of(message: str) -> str:
 
 def changelog(before: Repository, after: Repository) -> str:
     """Return the lines that a release adds to its changelog; empty if there are none."""
-    added: list[str] = []
+    added_lines: list[str] = []
     for path, text in after.files.items():
         if CHANGELOG.search(path) and text != before.files.get(path):
-            new = text.splitlines()
-            blocks = opcodes(before.files.get(path, "").splitlines(), new)
-            added += [
-                NUMBER.sub("", x[:MAX_MESSAGE]) for kind, _, _, a, b in blocks if kind != "equal" for x in new[a:b]
+            new_lines = text.splitlines()
+            blocks = opcodes(before.files.get(path, "").splitlines(), new_lines)
+            added_lines += [
+                NUMBER.sub("", x[:MAX_MESSAGE])
+                for kind, _, _, a, b in blocks
+                if kind != "equal"
+                for x in new_lines[a:b]
             ]
-    text = "\n".join(added).strip()[:MAX_REQUEST]
+    text = "\n".join(added_lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 
 
@@ -273,16 +293,16 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
     scope = tuple(sorted({*before.scope, *after.scope}))
     paths = [path for path in changed - hidden.keys() if in_scope(path, scope)]
     solution = {path: after.files[path] for path in paths if not supports_tests(path)}
-    size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
+    line_count = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
     if not any(path in after.sources for path in solution):
         raise NoTask("no source")
     if not modules:
         raise NoTask("no tests")
-    if size > most_lines:
+    if line_count > most_lines:
         raise NoTask("too much")
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
-    facts = {"kind": "history", "repository": after.name, "lines": str(size), SECONDS: f"{running.suite_s:g}"}
+    facts = {"kind": "history", "repository": after.name, "lines": str(line_count), SECONDS: f"{running.suite_s:g}"}
     try:
         return Task(
             id=candidate.id,

@@ -88,34 +88,34 @@ def read_options(files: Mapping[str, str], pytest_args: str = "", plugins: Seque
     Raises ValueError for a configuration that cannot be read, and for an option in `pytest_args` that cannot be followed.
     """
     where, config = _configuration(files)
-    project, others = _parsed(_words(config.get("addopts", ""), f"{where}: addopts"))
+    project, unread = _parsed(_words(config.get("addopts", ""), f"{where}: addopts"))
     installed = {plugin.partition(".")[0] for plugin in plugins}
     project.p = [*plugins, *(name for name in project.p if name.partition(".")[0] in installed)]
-    chosen, unknown = _parsed(_words(pytest_args, "--pytest-args"), project)
-    paths = [word for word in unknown if not word.startswith("-")]
-    if refused := [word for word in unknown if word.startswith("-")]:
+    options, words = _parsed(_words(pytest_args, "--pytest-args"), project)
+    paths = [word for word in words if not word.startswith("-")]
+    if refused := [word for word in words if word.startswith("-")]:
         raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
     if missing := [path for path in paths if not any(_any_below(file, [path]) for file in files)]:
         raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
     # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
     tested = [path for path in _words(config.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
     keys = sorted(key for key in config if key not in {*NOT_KEPT, *DROPPED} and not key.startswith(OUTPUT))
-    lines = []
+    ini_lines = []
     for key in keys:
         if _KEY.fullmatch(key):
             items = config[key] if isinstance(config[key], list) else [config[key]]
-            parts = [line.strip() for item in items for line in str(item).splitlines() if line.strip()]
-            lines.append("\n    ".join([f"{key} =", *parts]) + "\n")
-    if loaded := dict.fromkeys(name for name in chosen.p if not name.startswith("no:")):
-        lines.append(f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n")
-    select = [word for option, text in (("-m", chosen.m), ("-k", chosen.k)) if text for word in (option, text)]
+            values = [line.strip() for item in items for line in str(item).splitlines() if line.strip()]
+            ini_lines.append("\n    ".join([f"{key} =", *values]) + "\n")
+    if loaded := dict.fromkeys(name for name in options.p if not name.startswith("no:")):
+        ini_lines.append(f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n")
+    select = [word for option, text in (("-m", options.m), ("-k", options.k)) if text for word in (option, text)]
     odd = [visible(key[:60]) for key in keys if not _KEY.fullmatch(key)]
     return Options(
-        ini="".join(lines),
-        select=(*select, *(f"--deselect={test}" for test in chosen.deselect)),
+        ini="".join(ini_lines),
+        select=(*select, *(f"--deselect={test}" for test in options.deselect)),
         paths=tuple(paths or tested),
-        ignored=tuple(chosen.ignore),
-        dropped=(*(word for word in others if word.startswith("-")), *(key for key in DROPPED if key in config), *odd),
+        ignored=tuple(options.ignore),
+        dropped=(*(word for word in unread if word.startswith("-")), *(key for key in DROPPED if key in config), *odd),
     )
 
 

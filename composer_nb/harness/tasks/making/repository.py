@@ -36,6 +36,10 @@ NO_SOURCE = {"setup.py", "noxfile.py", "tasks.py", "fabfile.py"}
 NO_SOURCE_FOLDERS = {"doc", "docs", "example", "examples", "benchmark", "benchmarks", "scripts", "tools"}
 
 
+class RepositoryTooLarge(ValueError):
+    """A repository has more files or text than its tasks may hold."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Repository:
     """A repository's text files, without history, caches and copies.
@@ -130,7 +134,9 @@ def read_repository(path: Path) -> Repository:
 
 def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) -> Repository:
     """Return the repository of these files, as far as they are text. An entry of text is no file: it says why it is left out.
-    `path` names the repository in errors. Raises ValueError."""
+    `path` names the repository in errors.
+
+    Raises RepositoryTooLarge above MAX_FILES or MAX_BYTES, and ValueError without tests or without source."""
     files: dict[str, str] = {}
     left_out: dict[str, str] = {}
     total = 0
@@ -142,7 +148,7 @@ def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) 
         files[file] = data.decode()
         total += len(data)
         if total > MAX_BYTES or len(files) > MAX_FILES:
-            raise ValueError(
+            raise RepositoryTooLarge(
                 f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
             )
     repository = Repository(name=name, files=dict(sorted(files.items())), left_out=dict(sorted(left_out.items())))

@@ -219,6 +219,7 @@ def look(subject: Subject, change: Change) -> None:
 
 
 def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
+    """Return the task of a change that tests notice. Raises NoTask, and SandboxFailure."""
     baseline, repository, tests = subject.baseline, subject.repository, subject.baseline.plan.tests
     files, changed = repository.files, change.apply(repository.files)
     originals = ["\n".join(files[edit.path].split("\n")[edit.start - 1 : edit.end]) for edit in change.edits]
@@ -232,10 +233,10 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     if len(failing) > max(8, MOST_BROKEN * len(tests)):
         raise NoTask("too much")
     nearest = baseline.nearest(change.places)
-    near = [key for key in nearest if key not in failing]
-    modules = modules_of([*failing, *near[:BESIDES]])
-    others = [key for key in sorted(tests) if key.partition("::")[0] in modules]
-    besides = [key for key in dict.fromkeys([*near, *others]) if key not in failing][:BESIDES]
+    passing_near = [key for key in nearest if key not in failing]
+    modules = modules_of([*failing, *passing_near[:BESIDES]])
+    same_module = [key for key in sorted(tests) if key.partition("::")[0] in modules]
+    besides = [key for key in dict.fromkeys([*passing_near, *same_module]) if key not in failing][:BESIDES]
     symptoms = _symptoms(subject, ran, [key for key in nearest if key in failing] or sorted(failing), change, parts)
     keys, places = frozenset({*failing, *besides}), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
     hidden = needed(repository.hidden, modules_of(keys))
@@ -277,10 +278,10 @@ def _repeated(
     timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
     failures = [set(failing)]
     for seed in range(REPEATS):
-        right, wrong = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
-        if _failing(right, keys):
+        gold_run, start_run = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
+        if _failing(gold_run, keys):
             raise NoTask("ungraded")
-        failures.append(_failing(wrong, keys))
+        failures.append(_failing(start_run, keys))
     if not (steady := set.intersection(*failures)):
         raise NoTask("flaky")
     return steady, set.union(*failures) - steady
@@ -298,18 +299,18 @@ def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence
     seconds = {SECONDS: f"{timeout_s:g}"} if timeout_s > RUN_S else {}
     task = with_plan(task.model_copy(update={"metadata": task.metadata | seconds}), plan)
     task = with_plan(task, guarded(task, plan, failing, subject.boxes(timeout_s)))
-    right, wrong = (
+    gold_grade, start_grade = (
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
         for files in (gold_files(task), workspace(task))
     )
-    fits = right.passed and not right.flags and wrong.status == "graded" and not wrong.flags
-    if not fits or set(wrong.failed) != set(failing):
+    fits = gold_grade.passed and not gold_grade.flags and start_grade.status == "graded" and not start_grade.flags
+    if not fits or set(start_grade.failed) != set(failing):
         raise NoTask("ungraded")
     return task
 
 
 def _symptoms(
-    subject: Subject, ran: JobResult, order: Sequence[str], change: Change, parts: Sequence[Part]
+    subject: Subject, ran: JobResult, ranked_keys: Sequence[str], change: Change, parts: Sequence[Part]
 ) -> list[Symptom]:
     """Return one symptom for each bug, or the examples for a feature. Raises NoTask if a bug has no symptom that tells.
 
@@ -322,18 +323,18 @@ def _symptoms(
         return [report for report in reports if report is not None]
 
     if change.kind == "feature":
-        return telling(order)
-    tests_of_bugs: Sequence[Sequence[str]] = [order]
+        return telling(ranked_keys)
+    tests_of_bugs: Sequence[Sequence[str]] = [ranked_keys]
     if parts:
         tests = subject.baseline.plan.tests
-        broken = [set(json.loads(task.metadata["fail_to_pass"])) for _, task in parts]
-        count = Counter(name for names in broken for name in names)
+        failing_by_bug = [set(json.loads(task.metadata["fail_to_pass"])) for _, task in parts]
+        bugs_by_test = Counter(name for names in failing_by_bug for name in names)
         tests_of_bugs = [
             sorted(  # stable
-                (key for key in subject.baseline.nearest(part.places) if key in order and tests[key] in names),
-                key=lambda key: count[tests[key]] > 1,
+                (key for key in subject.baseline.nearest(part.places) if key in ranked_keys and tests[key] in names),
+                key=lambda key: bugs_by_test[tests[key]] > 1,
             )
-            for names, (part, _) in zip(broken, parts, strict=True)
+            for names, (part, _) in zip(failing_by_bug, parts, strict=True)
         ]
     symptoms: list[Symptom] = []
     for keys in tests_of_bugs:
