@@ -156,7 +156,8 @@ def ask(endpoint: Endpoint, problem: Problem, form: Form, tokens: int, seed: int
         path, body = "chat/completions", body | {"messages": messages}
     try:
         choice = endpoint.ask("POST", path, time.monotonic() + ANSWER_S, body)["choices"][0]
-        return str((choice["text"] if form == "raw" else choice["message"].get("content")) or "")
+        text = str((choice["text"] if form == "raw" else choice["message"].get("content")) or "")
+        return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text of a file
     except TimeIsUp:
         raise ProviderFailure(f"{endpoint.url}: no answer within {ANSWER_S:g} s") from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:

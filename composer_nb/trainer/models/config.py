@@ -32,7 +32,7 @@ class Yarn:
 
     factor: Annotated[float, Field(ge=1)] = 1.0
     """Stretch of the positions; 1 means none."""
-    original_max_position_embeddings: Some = 4096
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 22)] = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
@@ -97,11 +97,11 @@ class ModelConfig:
     v_head_dim: Heads = 0
     intermediate_size: Width = 0
     """Width of the dense layers, if any."""
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of dense layers at the start."""
     n_shared_experts: Annotated[int, Field(ge=0, le=1 << 10)] = 0
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    topk_group: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     routed_scaling_factor: Positive = 1.0
     num_nextn_predict_layers: Annotated[int, Field(ge=0, le=100)] = 0
     """Number of multi-token prediction heads."""

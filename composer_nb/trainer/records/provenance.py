@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def package_digest() -> str:
-    """Return the SHA-256 of this package's source."""
+    """Return the SHA-256 of this package's source, and of the texts and data beside it."""
     digest = hashlib.sha256()
-    for file in sorted(ROOT.rglob("*.py")):
+    for file in sorted(path for path in ROOT.rglob("*.*") if "__pycache__" not in path.parts):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

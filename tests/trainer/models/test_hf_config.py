@@ -85,6 +85,13 @@ def test_keys_without_effect_are_read(tmp_path: Path):
         described(tmp_path, KIMI | {"text_tower": {"scale": 2}})
 
 
+@pytest.mark.parametrize("layers", [-(10**12), 10**12])
+def test_a_number_of_dense_layers_that_would_take_all_memory_is_refused(tmp_path: Path, layers: int):
+    text = KIMI["text_config"] | {"first_k_dense_replace": layers}
+    with pytest.raises(ValueError, match="first_k_dense_replace"):
+        described(tmp_path, KIMI | {"text_config": text})
+
+
 def test_yarn_of_qwen3_is_written_and_read_again(tmp_path: Path):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     c = described(tmp_path, QWEN | {"rope_scaling": yarn}).model
