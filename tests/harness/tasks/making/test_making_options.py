@@ -19,7 +19,7 @@ from composer_nb.harness.tasks.runtime import (
     packages_digest,
     packages_of,
     read_packages,
-    start,
+    start_sandbox,
 )
 from composer_nb.harness.tasks.task import Task
 from tests.harness.tasks.making.conftest import write
@@ -173,7 +173,7 @@ def needing(tmp_path: Path, **settings: str) -> Task:
 
 def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp_path: Path, backend: Backend) -> None:
     settings = prepared(tmp_path).settings
-    with start(needing(tmp_path, **settings), backend) as box:
+    with start_sandbox(needing(tmp_path, **settings), backend) as box:
         done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
     assert done.stdout == b"3\n"
     with pytest.raises(ValueError, match="missing or not those that it was made with"):
