@@ -109,7 +109,7 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
 
 
 def pack_attempt(attempt: Attempt) -> bytes:
-    """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
+    """Return one attempt as bytes, for a file: safetensors that include the row of the table as JSON."""
     row, segments = _row(attempt), attempt.rollout.segments or (Transcript().segment(Trace()),)
     streams = {n: np.concatenate([getattr(s, n) for s in segments]).astype(kind) for n, (kind, _) in _STREAMS.items()}
     traces = {name: np.concatenate([getattr(s.trace, name) for s in segments]) for name in _TENSORS}

@@ -238,6 +238,10 @@ class _Execution(PapermillNotebookClient):
             with suppress(ProcessLookupError):
                 os.killpg(provisioner.pgid, signal.SIGINT)
 
+    def papermill_execute_cells(self) -> None:
+        super().papermill_execute_cells()
+        self.over = True  # a signal while the kernel shuts down does not undo what the cells did
+
     def execute_cell(self, cell: nbformat.NotebookNode, cell_index: int, *_: Any, **__: Any) -> None:
         """Execute a cell. Raises JobFailed for one that did not run to its end, and KeyboardInterrupt for one that was
         interrupted, whatever it made of that."""

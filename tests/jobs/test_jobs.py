@@ -90,6 +90,13 @@ def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(tmp_path, cell: s
     assert states(output)[-1] == "pending"
 
 
+def test_a_signal_after_the_last_cell_changes_nothing(tmp_path: Path):
+    at_exit = f"lambda: (os.kill({os.getpid()}, 15), open('signalled', 'w'), time.sleep(0.5))"
+    source = notebook(tmp_path / "n.ipynb", f"import atexit, os, time; atexit.register({at_exit})")
+    assert run_notebook(source, output := tmp_path / "out.ipynb")["state"] == "completed"
+    assert (tmp_path / "signalled").exists() and states(output)[-1] == "completed"
+
+
 def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     child = (
         "import subprocess, time\nchild = subprocess.Popen(['sleep', '300'], start_new_session=True)\nprint(child.pid)"

@@ -163,7 +163,8 @@ class Driver(Generic[Result]):
                 if not self._changed.wait_for(self._at_rest if self.lockstep else lambda: self._ended, left):
                     break
                 if self._releases:
-                    self._release()
+                    for position in sorted(self._releases):
+                        self._release(position)
                     continue
                 if self._ended:
                     ended, self._ended = sorted(self._ended.items()), {}
@@ -184,41 +185,46 @@ class Driver(Generic[Result]):
                 break
         return []
 
-    def drop(self, position: int) -> None:
-        """End an agent and wait for it; its result is lost. A missing agent is no error, since it may just have ended. Raises the
-        exception with which the agent ends."""
-        if (seat := self._alive.get(position)) is None:
-            return
+    def drop(self, *positions: int) -> None:
+        """End agents and wait for them, all in one step of the policy; their results are lost. A missing agent is no error, since
+        it may just have ended. Raises the first exception with which an agent ends."""
+        seats = [self._alive[position] for position in positions if position in self._alive]
         with self._changed:
-            seat.dropped = True
-            self._turns.pop(position, None)
-            self._under_way = {rollout: turn for rollout, turn in self._under_way.items() if turn is not seat.turn}
-        for stop in seat.at_drop:
-            stop()
-        seat.turn.cancel()
+            for seat in seats:
+                seat.dropped = True
+                self._turns.pop(seat.position, None)
+            turns = [seat.turn for seat in seats]
+            self._under_way = {rollout: turn for rollout, turn in self._under_way.items() if turn not in turns}
+        for seat in seats:
+            for stop in seat.at_drop:
+                stop()
+            seat.turn.cancel()
+        errors = []
         with self._changed:
-            while position not in self._ended:
-                self._changed.wait_for(lambda: position in self._ended or position in self._releases)
-                self._release()
-            ended = self._ended.pop(position)
-            del self._alive[position]
-        if not isinstance(error := ended.exception(), Dropped | None):
-            raise error
+            for position in [seat.position for seat in seats]:  # releases in lockstep come in this order
+                while position not in self._ended:
+                    if position in self._releases:
+                        self._release(position)
+                    else:
+                        self._changed.wait()
+                errors.append(self._ended.pop(position).exception())
+                del self._alive[position]
+        for error in errors:
+            if not isinstance(error, Dropped | None):
+                raise error
 
     def close(self) -> None:
         """End all live agents."""
-        for position in self.alive:
-            self.drop(position)
+        self.drop(*self.alive)
         if self.shared:
             self.shared.__exit__(None, None, None)
 
-    def _release(self) -> None:
-        for position in sorted(self._releases):
-            rollout, answer = self._releases.pop(position)
-            try:
-                answer.set_result(self.policy.release(rollout))
-            except Exception as error:  # raised again in the agent
-                answer.set_exception(error)
+    def _release(self, position: int) -> None:
+        rollout, answer = self._releases.pop(position)
+        try:
+            answer.set_result(self.policy.release(rollout))
+        except Exception as error:  # raised again in the agent
+            answer.set_exception(error)
 
     def _at_rest(self) -> bool:
         waiting = len(self._turns) + len(self._releases) + len(self._under_way)

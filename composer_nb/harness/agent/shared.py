@@ -76,8 +76,8 @@ class Shared:
         answers = [Future[Completion]() for _ in requests]
 
         def over(order: Future[Any]) -> None:
-            for answer in answers if order.exception() else ():
-                answer.set_exception(order.exception())
+            for answer in answers if (error := order.exception()) else ():
+                settle(answer, error)
 
         self._order(lambda: self._submit(requests, answers)).add_done_callback(over)
         return answers
@@ -123,7 +123,7 @@ class Shared:
             try:
                 self.policy.submit(request)
             except Exception as refused:  # the policy is unchanged
-                answer.set_exception(refused)
+                settle(answer, refused)
             else:
                 self._asked[request.rollout] = answer
 
@@ -148,7 +148,7 @@ class Shared:
             if order := self._orders.get():
                 order[1].set_exception(over)
         for answer in self._asked.values():
-            answer.set_exception(over)
+            settle(answer, over)
 
     def _step(self) -> None:
         for turn in self.policy.step():
@@ -175,11 +175,11 @@ class Shared:
                 answer.set_exception(error)
 
 
-def settle(answer: Future[Completion], turn: Completion | ProviderFailure) -> None:
+def settle(answer: Future[Completion], turn: Completion | BaseException) -> None:
     """Set the result of a turn, unless nobody waits for it any longer."""
     if not answer.set_running_or_notify_cancel():
         return
-    if isinstance(turn, ProviderFailure):
+    if isinstance(turn, BaseException):
         answer.set_exception(turn)
     else:
         answer.set_result(turn)

@@ -180,11 +180,9 @@ class EnvironmentService:
             return []
         names = [name for _, name in self._waiting if name[:2] in cancelled]
         self._waiting = [(rollout, name) for rollout, name in self._waiting if name[:2] not in cancelled]
-        for rollout, (name, _) in list(self._conversations.items()):
-            if name[:2] in cancelled:
-                self._driver.drop(rollout)
-                del self._conversations[rollout]
-                names.append(name)
+        dropped = [rollout for rollout, (name, _) in self._conversations.items() if name[:2] in cancelled]
+        self._driver.drop(*dropped)
+        names += [self._conversations.pop(rollout)[0] for rollout in dropped]
         for name in [name for name in self._grading if name[:2] in cancelled]:
             self._grading.pop(name).cancel()  # one that has begun is graded in vain
             names.append(name)

@@ -31,6 +31,7 @@ from composer_nb.trainer.services.actors import ActorDied, RayActors, require_se
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
+from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
@@ -140,7 +141,9 @@ class TrainerRank:
         while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
             self._publish()
         train_s = time.perf_counter() - start
-        return {**metrics, "version": self.version, "hash": self._hash.result(), "train_s": train_s}
+        # A single rank does not wait here until earlier versions are written.
+        hash = self._hash.result() if self._team else state_hash(self._newest)
+        return {**metrics, "version": self.version, "hash": hash, "train_s": train_s}
 
     def _publish(self) -> None:
         """Publish the current weights in the background."""

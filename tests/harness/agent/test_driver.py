@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.agent.driver import Driver, Seat, drive
+from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.requests import CallRequest
 
@@ -112,6 +113,62 @@ def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
     assert policy.noted[-1] == ("released", 7)
     assert driver.wait(0) == []
     driver.drop(0)
+
+
+def test_agents_that_are_dropped_together_wait_for_one_step() -> None:
+    class Slow(Echo):
+        steps = 0
+
+        def step(self) -> list[Completion]:
+            self.steps += 1
+            threading.Event().wait(0.5)
+            return []
+
+        def release(self, rollout: int) -> Trace:
+            self.noted.append(("released in", self.steps))
+            return Trace()
+
+    policy = Slow()
+    driver: Driver[None] = Driver(policy, Nothing(), lockstep=False)
+
+    def job(number: int) -> Callable[[Seat[Any]], None]:
+        def work(seat: Seat[Any]) -> None:
+            try:
+                ask(seat, number)
+            finally:
+                seat.release(number)
+
+        return work
+
+    for position in range(4):
+        driver.add(position, job(position))
+    while len(policy.noted) < 4:
+        driver.wait(0.01)
+    driver.drop(0, 1, 2, 3)
+    assert not driver.alive
+    steps = [step for what, step in policy.noted if what == "released in"]
+    assert len(steps) == 4 and len(set(steps)) <= 2, "one after another they wait for four"
+    driver.close()
+
+
+def test_a_policy_that_fails_wakes_all_others_of_a_turn_that_was_cancelled() -> None:
+    cancelled = threading.Event()
+
+    class Failing(Echo):
+        def submit(self, request: Request) -> None:
+            assert cancelled.wait(120)
+            if request.rollout == 0:
+                raise ValueError("refused")
+
+        def step(self) -> list[Completion]:
+            raise KeyError("broken")
+
+    with Shared(Failing()) as shared:
+        refused, gone, waiting = shared.start(*(Request(rollout=n, token_ids=[1], max_tokens=1) for n in range(3)))
+        assert refused.cancel() and gone.cancel()
+        cancelled.set()
+        with pytest.raises(KeyError, match="broken"):
+            waiting.result(60)
 
 
 def test_an_error_of_an_agent_is_raised_where_it_is_driven() -> None:

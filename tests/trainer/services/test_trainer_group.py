@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,8 @@ from composer_nb.trainer.services import trainer_ranks
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerRank, together
 from composer_nb.trainer.settings import Settings, override
+from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, made, streams
@@ -82,6 +85,23 @@ def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp
         assert one.keys() == many.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(many[name], tensor, rtol=2**-7, atol=1e-5)
+
+
+def test_a_single_rank_does_not_wait_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, goes_on = TrainerRank(0, run_at(tmp_path).path, SETTINGS), threading.Event()
+    service.begin()
+    publish = Publisher.publish
+
+    def slow(*given: Any) -> Any:
+        assert goes_on.wait(patience(60)), "nobody waits for this"
+        return publish(*given)
+
+    monkeypatch.setattr(Publisher, "publish", slow)
+    metrics = service.learn(*batch(0))
+    goes_on.set()
+    service.close()
+    stored = Receiver(store_url(tmp_path, SETTINGS), name="test").fetch(metrics["version"])
+    assert state_hash(stored.tensors) == metrics["hash"]
 
 
 def test_a_failure_of_one_rank_is_raised_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
