@@ -44,28 +44,36 @@ HIDDEN = """
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
 # Reads all files of an image, three times, so that all their pages are among those in use (`layout.STAGE`), and maps them. Then,
-# for each byte of its input, touches every page, which brings back what was evicted.
+# for each byte of its input, touches every page, which brings back what was evicted, and answers: "." or, if a file that a
+# sandbox can read is not mapped, "!". Before Python 3.13 each map keeps a descriptor.
 PIN = """
-import mmap, os
-maps = []
-for top, below, names in os.walk("/"):
+import mmap, os, resource, stat, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+alone = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+maps, failures = [], []
+def failed(error):
+    if not isinstance(error, PermissionError):
+        failures.append(error)
+for top, below, names in os.walk("/", onerror=failed):
     if top == "/":
         below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
     for path in (os.path.join(top, name) for name in names):
         try:
-            if os.path.isfile(path) and os.path.getsize(path):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and status.st_size:
                 with open(path, "rb", buffering=0) as file:
                     for _ in range(3):
                         file.seek(0)
                         while file.read(1 << 20):
                             pass
-                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        except OSError:
-            pass
+                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, **alone))
+        except OSError as error:
+            failed(error)
 while os.read(0, 1):
     for map in maps:
         map[::4096]
-    os.write(1, b".")
+    os.write(1, b"!" if failures else b".")
 """
 # Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
@@ -164,7 +172,7 @@ class DockerBackend(ResidentBackend):
             raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
         self._image, self._image_lock = "", threading.Lock()
         self._pins = dict[str, _ContainerMachine]()  # by image: what holds its files in memory
-        self._large = set[str]()  # images larger than half the engine's memory
+        self._large = set[str]()  # images larger than half the engine's memory, or of which not every file is mapped
         super().__init__(run_id, journal, MACHINES[machine])
 
     def capabilities(self) -> Capabilities:
@@ -173,7 +181,7 @@ class DockerBackend(ResidentBackend):
         why = {name: f"no control group for it: {warnings}" for name, works in enforced.items() if not works}
         if self._large:
             enforced["page_cache"] = False
-            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
+            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use images of fewer or smaller files"
         return Capabilities(backend=self.name, mode=self._runtime, uid=UID, enforced=enforced, why_not=why)
 
     def close(self) -> None:
@@ -258,8 +266,10 @@ class DockerBackend(ResidentBackend):
                     if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
                         self._large.add(image)
                 machine.channel.send(b"\n", patience(SEND_S))
-                if not machine.channel.receive(patience(TIMEOUT_S)):
+                if not (answer := machine.channel.receive(patience(TIMEOUT_S))):
                     raise ConnectionResetError("the container that holds its files in memory ended")
+                if answer != b".":
+                    self._large.add(image)
             except BaseException:
                 self._pins.pop(image).end()
                 raise

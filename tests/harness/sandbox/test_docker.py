@@ -128,6 +128,28 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
     assert ours(docker_client) == []
 
 
+@pytest.mark.docker
+def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's soft limit of open files is 1024 with current engines; each map takes one."""
+    lines = ["USER 0", "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken"]
+    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:many"
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    configuration = DockerBackend._configuration
+    try:
+        for hard, held in ((1 << 14, True), (1024, False)):
+
+            def limited(*given: Any, hard: int = hard) -> dict[str, Any]:
+                made = configuration(*given)
+                made["HostConfig"]["Ulimits"].append({"Name": "nofile", "Soft": 1024, "Hard": hard})
+                return made
+
+            monkeypatch.setattr(DockerBackend, "_configuration", limited)
+            with DockerBackend() as made, made.create(SandboxSpec(image=tag)):
+                assert made.capabilities().enforced["page_cache"] == held
+    finally:
+        docker_client.images.remove(tag, force=True)
+
+
 # -- containers ----------------------------------------------------------------------------------------------
 
 
