@@ -75,6 +75,8 @@ while os.read(0, 1):
         map[::4096]
     os.write(1, b"!" if failures else b".")
 """
+# Memory for it beside the files: parts of pages, and the kernel's notes of as many files as a process can map.
+PIN_BYTES = 512 << 20
 # Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
 
@@ -181,7 +183,7 @@ class DockerBackend(ResidentBackend):
         why = {name: f"no control group for it: {warnings}" for name, works in enforced.items() if not works}
         if self._large:
             enforced["page_cache"] = False
-            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use images of fewer or smaller files"
+            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
         return Capabilities(backend=self.name, mode=self._runtime, uid=UID, enforced=enforced, why_not=why)
 
     def close(self) -> None:
@@ -261,9 +263,10 @@ class DockerBackend(ResidentBackend):
             try:
                 if fresh:
                     configuration = self._configuration(SandboxSpec(), image) | {"Cmd": [PIN], "Labels": {}}
-                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
+                    size = self._client.api.inspect_image(image)["Size"]  # of compressed layers, with some engines
+                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap"), 4 * size + PIN_BYTES)
                     self._run(machine, configuration)
-                    if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                    if size > self._facts["MemTotal"] // 2:
                         self._large.add(image)
                 machine.channel.send(b"\n", patience(SEND_S))
                 if not (answer := machine.channel.receive(patience(TIMEOUT_S))):

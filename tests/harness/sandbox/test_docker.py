@@ -129,9 +129,14 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
 
 
 @pytest.mark.docker
-def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_which_not_every_file_can_be_mapped_is_told(
+    docker_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A container's soft limit of open files is 1024 with current engines; each map takes one."""
-    lines = ["USER 0", "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken"]
+    lines = [
+        "USER 0",
+        "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken",
+    ]
     text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:many"
     docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
     configuration = DockerBackend._configuration
