@@ -188,8 +188,9 @@ class DockerBackend(ResidentBackend):
 
     def close(self) -> None:
         super().close()
-        while self._pins:
-            self._pins.popitem()[1].end()
+        with self._image_lock:
+            while self._pins:
+                self._pins.popitem()[1].end()
         self._client.close()
 
     def remove(self, name: str) -> None:
@@ -258,6 +259,7 @@ class DockerBackend(ResidentBackend):
         for one, which could have them evicted by using up its memory. The machine evicts some when others want memory.
         """
         with self._image_lock:
+            self._check_open()
             fresh = image not in self._pins
             machine = self._pins.setdefault(image, self._machine())
             try:
@@ -274,7 +276,7 @@ class DockerBackend(ResidentBackend):
                 if answer != b".":
                     self._large.add(image)
             except BaseException:
-                self._pins.pop(image).end()
+                self._pins.pop(image, machine).end()
                 raise
 
     def _host_image(self) -> str:

@@ -172,6 +172,10 @@ def test_closing_removes_what_is_left_and_keeps_no_connection(docker_client: Any
     with pytest.raises(SandboxFailure):
         boxes[0].exec(["true"])
 
+    with pytest.raises(SandboxFailure, match="this backend is closed"):  # as of a start that was under way
+        made._pin(boxes[0].spec.image)
+    assert not made._pins
+
     before = len(os.listdir("/proc/self/fd"))
     with DockerBackend(run_id="run-2") as made:
         made.create(SMALL).exec(["true"])
