@@ -287,7 +287,7 @@ class DockerBackend(ResidentBackend):
 
     def _configuration(self, spec: SandboxSpec, image: str) -> dict[str, Any]:
         """Return the configuration of a container, in the words of the engine's API."""
-        options = f"rw,exec,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
+        options = f"rw,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
         return {
             "Image": image,
             "Entrypoint": ["python3", "-I", "-S", "-c"],
@@ -308,7 +308,10 @@ class DockerBackend(ResidentBackend):
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
-                "Tmpfs": {path: f"size={int(spec.disk_bytes * share)},{options}" for path, share in WRITABLE.items()},
+                "Tmpfs": {
+                    path: f"size={int(spec.disk_bytes * share)},{'noexec' if path == '/dev/shm' else 'exec'},{options}"
+                    for path, share in WRITABLE.items()
+                },
                 "Memory": spec.memory_bytes,
                 "MemorySwap": spec.memory_bytes,
                 "PidsLimit": spec.processes + 1,  # the resident program is one

@@ -108,6 +108,13 @@ def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: Dock
 
 
 @pytest.mark.docker
+def test_shared_memory_holds_no_programs(backend: DockerBackend) -> None:
+    with backend.create(SMALL) as box:
+        for folder, code in {"/dev/shm": 126, "/tmp": 0, "/workspace": 0}.items():
+            assert box.exec(["sh", "-c", f"cp /bin/true {folder}/x && {folder}/x"]).exit_code == code
+
+
+@pytest.mark.docker
 def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
     host = host_image(docker_client)
     lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
