@@ -115,6 +115,7 @@ class Canary(Replicas):
         super().__init__(actors, options)
         *self.usual, self.early = self._replicas
         self.share, self.verdicts, self.file, self._trial = share, verdicts, file, Trial(state.trusted, verdicts)
+        self._settled = set[str]()  # rollouts that had a verdict before the trial
         self._decided(state)
 
     @property
@@ -141,7 +142,8 @@ class Canary(Replicas):
             return
         versions = {int(v) for part in attempt.rollout.segments for v in np.unique(part.policy_version[part.acted])}
         with self._changed:
-            if (trial := self._current()) is None:
+            if (trial := self._current()) is None or name in self._settled:
+                self._settled.add(name)
                 return
             for version, side in ((trial.version, trial.early), (self.known.trusted, trial.usual)):
                 if versions == {version}:
@@ -158,6 +160,7 @@ class Canary(Replicas):
         if newest <= max(self.known.trusted, self.known.withdrawn):
             return None
         if newest != self._trial.version:
+            self._settled.update(*self._trial.early.values(), *self._trial.usual.values())
             self._trial = Trial(newest, self.verdicts)
         return self._trial
 

@@ -160,6 +160,8 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
             if number == 0:
                 trial = here.health["canary"]
                 assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
+                here.judge(f"{old}-4", 0.0)  # of before the trial
+                assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
         assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
         assert "composer_nb_canary_trusted 6" in httpx.get(here.url.replace("/v1", "/metrics")).text
         wait_until(lambda: here.canary.version == 6)

@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self
@@ -45,28 +45,38 @@ class CachedExecutor:
         self.sandboxes, self.size = sandboxes, size
         self.asked = 0
         self.executed = 0
-        # What several threads ask for at once is executed once.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known and the counts
+        self._running = threading.Lock()  # what several threads ask for at once is executed once
         self._known: OrderedDict[bytes, tuple[CallOutcome, ...]] = OrderedDict()
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         keys = [_key(request) for request in requests]
+        answers = self._recall(keys)
+        if missing := set(keys) - set(answers):
+            with self._running:
+                answers |= self._recall(missing)  # another thread may have asked for it meanwhile
+                todo = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
+                outcomes = self.sandboxes.run(list(todo.values())) if todo else []
+                found = dict(zip(todo, outcomes, strict=True))
+                with self._lock:
+                    self.executed += len(found)
+                    self._store(found)
+            answers |= found
         with self._lock:
-            missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._known}
-            outcomes = self.sandboxes.run(list(missing.values())) if missing else []
             self.asked += len(requests)
-            self.executed += len(missing)
-            self._known.update(zip(missing, outcomes, strict=True))
-            answers = [self._known[key] for key in keys]
-            self._forget()
-        return answers
+        return [answers[key] for key in keys]
 
     def remember(self, request: CallRequest, outcomes: Sequence[CallOutcome]) -> None:
         """Store outcomes that are known already, as those of a reference program."""
-        self._known[_key(request)] = tuple(outcomes)
-        self._forget()
+        with self._lock:
+            self._store({_key(request): tuple(outcomes)})
 
-    def _forget(self) -> None:
+    def _recall(self, keys: Iterable[bytes]) -> dict[bytes, tuple[CallOutcome, ...]]:
+        with self._lock:
+            return {key: self._known[key] for key in keys if key in self._known}
+
+    def _store(self, outcomes: dict[bytes, tuple[CallOutcome, ...]]) -> None:
+        self._known.update(outcomes)
         while len(self._known) > self.size:
             self._known.popitem(last=False)
 

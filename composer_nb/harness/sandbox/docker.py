@@ -44,29 +44,39 @@ HIDDEN = """
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
 # Reads all files of an image, three times, so that all their pages are among those in use (`layout.STAGE`), and maps them. Then,
-# for each byte of its input, touches every page, which brings back what was evicted.
+# for each byte of its input, touches every page, which brings back what was evicted, and answers: "." or, if a file that a
+# sandbox can read is not mapped, "!". Before Python 3.13 each map keeps a descriptor.
 PIN = """
-import mmap, os
-maps = []
-for top, below, names in os.walk("/"):
+import mmap, os, resource, stat, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+alone = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+maps, failures = [], []
+def failed(error):
+    if not isinstance(error, PermissionError):
+        failures.append(error)
+for top, below, names in os.walk("/", onerror=failed):
     if top == "/":
         below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
     for path in (os.path.join(top, name) for name in names):
         try:
-            if os.path.isfile(path) and os.path.getsize(path):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and status.st_size:
                 with open(path, "rb", buffering=0) as file:
                     for _ in range(3):
                         file.seek(0)
                         while file.read(1 << 20):
                             pass
-                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        except OSError:
-            pass
+                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, **alone))
+        except OSError as error:
+            failed(error)
 while os.read(0, 1):
     for map in maps:
         map[::4096]
-    os.write(1, b".")
+    os.write(1, b"!" if failures else b".")
 """
+# Memory for it beside the files: parts of pages, and the kernel's notes of as many files as a process can map.
+PIN_BYTES = 512 << 20
 # Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
 
@@ -164,7 +174,7 @@ class DockerBackend(ResidentBackend):
             raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
         self._image, self._image_lock = "", threading.Lock()
         self._pins = dict[str, _ContainerMachine]()  # by image: what holds its files in memory
-        self._large = set[str]()  # images larger than half the engine's memory
+        self._large = set[str]()  # images larger than half the engine's memory, or of which not every file is mapped
         super().__init__(run_id, journal, MACHINES[machine])
 
     def capabilities(self) -> Capabilities:
@@ -178,8 +188,9 @@ class DockerBackend(ResidentBackend):
 
     def close(self) -> None:
         super().close()
-        while self._pins:
-            self._pins.popitem()[1].end()
+        with self._image_lock:
+            while self._pins:
+                self._pins.popitem()[1].end()
         self._client.close()
 
     def remove(self, name: str) -> None:
@@ -248,20 +259,24 @@ class DockerBackend(ResidentBackend):
         for one, which could have them evicted by using up its memory. The machine evicts some when others want memory.
         """
         with self._image_lock:
+            self._check_open()
             fresh = image not in self._pins
             machine = self._pins.setdefault(image, self._machine())
             try:
                 if fresh:
                     configuration = self._configuration(SandboxSpec(), image) | {"Cmd": [PIN], "Labels": {}}
-                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
+                    size = self._client.api.inspect_image(image)["Size"]  # of compressed layers, with some engines
+                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap"), 4 * size + PIN_BYTES)
                     self._run(machine, configuration)
-                    if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                    if size > self._facts["MemTotal"] // 2:
                         self._large.add(image)
                 machine.channel.send(b"\n", patience(SEND_S))
-                if not machine.channel.receive(patience(TIMEOUT_S)):
+                if not (answer := machine.channel.receive(patience(TIMEOUT_S))):
                     raise ConnectionResetError("the container that holds its files in memory ended")
+                if answer != b".":
+                    self._large.add(image)
             except BaseException:
-                self._pins.pop(image).end()
+                self._pins.pop(image, machine).end()
                 raise
 
     def _host_image(self) -> str:
@@ -272,7 +287,7 @@ class DockerBackend(ResidentBackend):
 
     def _configuration(self, spec: SandboxSpec, image: str) -> dict[str, Any]:
         """Return the configuration of a container, in the words of the engine's API."""
-        options = f"rw,exec,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
+        options = f"rw,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
         return {
             "Image": image,
             "Entrypoint": ["python3", "-I", "-S", "-c"],
@@ -293,7 +308,10 @@ class DockerBackend(ResidentBackend):
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
-                "Tmpfs": {path: f"size={int(spec.disk_bytes * share)},{options}" for path, share in WRITABLE.items()},
+                "Tmpfs": {
+                    path: f"size={int(spec.disk_bytes * share)},{'noexec' if path == '/dev/shm' else 'exec'},{options}"
+                    for path, share in WRITABLE.items()
+                },
                 "Memory": spec.memory_bytes,
                 "MemorySwap": spec.memory_bytes,
                 "PidsLimit": spec.processes + 1,  # the resident program is one

@@ -400,3 +400,27 @@ def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallReques
         asked_for = [request for batch in batches for request in batch]
         distinct = {repr((sorted(r.files.items()), r.module, r.function, r.arguments)) for r in asked_for}
         assert memory.executed == len(distinct) and inside.runs <= len(distinct)
+
+
+def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs_once() -> None:
+    inside, begun, going = Unreliable(0), threading.Event(), threading.Event()
+
+    class Slow:
+        def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+            begun.set()
+            assert going.wait(20)
+            return inside.run(requests)
+
+    memory, known, fresh = CachedExecutor(Slow()), request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")
+    threads = [threading.Thread(target=memory.run, args=([fresh],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert begun.wait(20)
+        memory.remember(known, ONE[0])
+        assert memory.run([known]) == ONE
+    finally:
+        going.set()
+        for thread in threads:
+            thread.join()
+    assert (memory.asked, memory.executed, inside.requests) == (3, 1, 1)

@@ -108,6 +108,13 @@ def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: Dock
 
 
 @pytest.mark.docker
+def test_shared_memory_holds_no_programs(backend: DockerBackend) -> None:
+    with backend.create(SMALL) as box:
+        for folder, code in {"/dev/shm": 126, "/tmp": 0, "/workspace": 0}.items():
+            assert box.exec(["sh", "-c", f"cp /bin/true {folder}/x && {folder}/x"]).exit_code == code
+
+
+@pytest.mark.docker
 def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
     host = host_image(docker_client)
     lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
@@ -128,6 +135,33 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
     assert ours(docker_client) == []
 
 
+@pytest.mark.docker
+def test_an_image_of_which_not_every_file_can_be_mapped_is_told(
+    docker_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's soft limit of open files is 1024 with current engines; each map takes one."""
+    lines = [
+        "USER 0",
+        "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken",
+    ]
+    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:many"
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    configuration = DockerBackend._configuration
+    try:
+        for hard, held in ((1 << 14, True), (1024, False)):
+
+            def limited(*given: Any, hard: int = hard) -> dict[str, Any]:
+                made = configuration(*given)
+                made["HostConfig"]["Ulimits"].append({"Name": "nofile", "Soft": 1024, "Hard": hard})
+                return made
+
+            monkeypatch.setattr(DockerBackend, "_configuration", limited)
+            with DockerBackend() as made, made.create(SandboxSpec(image=tag)):
+                assert made.capabilities().enforced["page_cache"] == held
+    finally:
+        docker_client.images.remove(tag, force=True)
+
+
 # -- containers ----------------------------------------------------------------------------------------------
 
 
@@ -144,6 +178,10 @@ def test_closing_removes_what_is_left_and_keeps_no_connection(docker_client: Any
     assert ours(docker_client, "run-2") == []
     with pytest.raises(SandboxFailure):
         boxes[0].exec(["true"])
+
+    with pytest.raises(SandboxFailure, match="this backend is closed"):  # as of a start that was under way
+        made._pin(boxes[0].spec.image)
+    assert not made._pins
 
     before = len(os.listdir("/proc/self/fd"))
     with DockerBackend(run_id="run-2") as made:
