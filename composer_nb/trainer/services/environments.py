@@ -126,7 +126,7 @@ class EnvironmentService:
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
-        and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
+        and the dispatches that made progress, or wait for room or a grader. Return at once without work. Raises TooManyBlocked."""
         until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
@@ -156,6 +156,7 @@ class EnvironmentService:
         moved, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
         alive |= {name[:2] for _, name in self._waiting}
+        alive |= {name[:2] for name, grade in self._grading.items() if not grade.running() and not grade.done()}
         reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
         for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
             reports.append(Alive(slot=slot, attempt=attempt, place=place))
