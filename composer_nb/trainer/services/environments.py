@@ -9,6 +9,7 @@ before it reports its end. It does not import torch, so that many workers fit on
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -123,6 +124,9 @@ class EnvironmentService:
         self._waiting: list[tuple[int, RolloutName]] = []
         self._conversations: dict[int, tuple[RolloutName, float]] = {}
         self._grading: dict[RolloutName, Future[Finished | Faulted]] = {}
+        # Gradings that were given up and go on.
+        self._in_vain: list[Future[Finished | Faulted]] = []
+        self._most = env.sandboxes if env.boxed else math.inf
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
@@ -134,10 +138,11 @@ class EnvironmentService:
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
-            time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
+            under_way = self._conversations or self._grading or self._in_vain
+            time_is_up = time.monotonic() >= until and under_way
             if time_is_up or (self._lockstep and reports):
                 break
-            while self._waiting and self._driver.room:
+            while self._waiting and self._has_room():
                 rollout, name = self._waiting.pop(0)
                 self._conversations[rollout] = name, time.monotonic()
                 self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
@@ -149,7 +154,8 @@ class EnvironmentService:
                 self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
             if self._lockstep or not self._conversations:
                 left = max(0.0, until - time.monotonic())
-                wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
+                graders = list(self._grading.values()) or self._in_vain
+                wait(graders, left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
@@ -161,6 +167,12 @@ class EnvironmentService:
         for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
             reports.append(Alive(slot=slot, attempt=attempt, place=place))
         return reports
+
+    def _has_room(self) -> bool:
+        """Return whether a conversation may begin. Conversations and graders hold a sandbox each."""
+        self._in_vain = [grading for grading in self._in_vain if not grading.done()]
+        held = len(self._conversations) + len(self._grading) + len(self._in_vain)
+        return self._driver.room > 0 and held < self._most
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
@@ -185,6 +197,7 @@ class EnvironmentService:
                 del self._conversations[rollout]
                 names.append(name)
         for name in [name for name in self._grading if name[:2] in cancelled]:
-            self._grading.pop(name).cancel()  # one that has begun is graded in vain
+            if not (grading := self._grading.pop(name)).cancel():
+                self._in_vain.append(grading)
             names.append(name)
         return [Faulted(slot=s, attempt=a, place=p, reason="cancelled") for s, a, p in names]

@@ -106,3 +106,14 @@ def test_a_rollout_that_waits_for_a_grader_is_alive(made, grader: Grader):
         assert worker.work([], [], 0.05) == [Alive(slot=1, attempt=1)], "not the one that is graded: it may hang"
     grader.free.set()
     until(worker, lambda reports: sum(isinstance(each, Finished) for each in reports) == 2)
+
+
+def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
+    """Also with the graders of what was cancelled, which go on."""
+    worker = made(EnvSettings(tools="cursor", sandboxes=2), 2)
+    worker.work([dispatch(0, 0, 1, 2)], [], 0.05)
+    until(worker, lambda _: grader.begun == 2)
+    given_up = worker.work([dispatch(1, 0)], [(0, 1)], 0.05)
+    assert len(given_up) >= 3 and not worker._grading and len(worker._waiting) == 1
+    grader.free.set()
+    until(worker, lambda reports: any(isinstance(each, Finished) for each in reports))
