@@ -23,6 +23,7 @@ from composer_nb.harness.attempt import Environment, graded, rewarded
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
@@ -149,7 +150,13 @@ class EnvironmentService:
             waits = not self._conversations or (self._lockstep and self._grading)  # for grades alone
             for rollout, ended in () if waits else self._driver.wait(max(0.0, until - time.monotonic())):
                 name, since = self._conversations.pop(rollout)
-                functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                try:
+                    functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                except SandboxFailure as slow:  # it is opened again for the next
+                    slot, attempt, place = name
+                    lost = Faulted(slot=slot, attempt=attempt, place=place, reason=str(slow), sampled=ended.rollout.sampled)
+                    reports.append(lost)
+                    continue
                 env = self._agent.environment(functions)
                 self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
             if self._lockstep or not self._conversations:

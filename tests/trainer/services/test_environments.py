@@ -14,11 +14,12 @@ import pytest
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.sandbox.errors import SandboxSlow
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.prompts import Order
 from composer_nb.trainer.services import environments
 from composer_nb.trainer.services.environments import EnvironmentService, Report
-from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Finished
+from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
 
 SAMPLED = 7
 
@@ -65,6 +66,21 @@ def grader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grader]:
     grader.free.set()
 
 
+class Sandboxes:
+    """Sandboxes of which the first functions are not ready in time if `slow`."""
+
+    slow = False
+
+    def __init__(self, *_: Any) -> None:
+        """Take what sandboxes take."""
+
+    @property
+    def functions(self) -> None:
+        if Sandboxes.slow:
+            Sandboxes.slow = False
+            raise SandboxSlow("not ready")
+
+
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvironmentService]:
     """`made(env, slots)`: a worker with these settings of the environment."""
@@ -73,7 +89,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Envir
     monkeypatch.setattr(environments, "make_agent", lambda *_: agent)
     monkeypatch.setattr(environments, "load_tokenizer", lambda *_, **__: None)
     monkeypatch.setattr(environments, "prompt_order", lambda *_: [None] * 9)
-    monkeypatch.setattr(environments, "Sandboxes", lambda *_: SimpleNamespace(functions=None))
+    monkeypatch.setattr(environments, "Sandboxes", Sandboxes)
     monkeypatch.setattr(environments.FinishedRollouts, "save", lambda *_: None)
     (tmp_path / "weights" / "start").mkdir(parents=True)
     (tmp_path / "rollouts").mkdir()
@@ -117,3 +133,13 @@ def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
     assert len(given_up) >= 3 and not worker._grading and len(worker._waiting) == 1
     grader.free.set()
     until(worker, lambda reports: any(isinstance(each, Finished) for each in reports))
+
+
+def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(made, grader: Grader, monkeypatch: pytest.MonkeyPatch):
+    worker = made(EnvSettings(tools="cursor"), 2)
+    monkeypatch.setattr(Sandboxes, "slow", True)
+    grader.free.set()
+    reports = worker.work([dispatch(0, 0)], [], 0.05)
+    assert Faulted(slot=0, attempt=1, place=0, reason="not ready", sampled=SAMPLED) in reports
+    worker.work([dispatch(0, 1)], [], 0.0)
+    until(worker, lambda _: grader.begun == 1)
