@@ -215,7 +215,7 @@ class Coordinator:
             if isinstance(report, Finished):
                 name, total = (report.slot, report.attempt, report.place), None
                 self.rollout_seconds[name] = report.seconds
-                if s.rl.refill:
+                if s.rl.refill and self.orchestrator.awaits(*name):  # the file of a late one may be gone
                     attempt = self.finished.load(name, self.tasks[report.slot])
                     total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
                 report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=total)
@@ -329,7 +329,8 @@ class Coordinator:
         match command:
             case Dispatch(worker=name, slot=slot):
                 _ = self.tasks[slot]  # its task is recorded before the worker looks for it
-                self.pairs[name].start.append(command)
+                if name in self.pairs:  # else it has just died, and `Left` dispatches them again
+                    self.pairs[name].start.append(command)
             case Cancel(worker=name, slot=slot, attempt=number):
                 if name in self.pairs:
                     self.pairs[name].cancel.append((slot, number))
@@ -435,7 +436,8 @@ class Coordinator:
     def _finish(self) -> dict[str, Any]:
         while rest := [reply for reply, (service, _) in self.pending.items() if not isinstance(service, EnginePair)]:
             for reply in wait(rest, return_when=FIRST_COMPLETED).done:
-                self._on_reply(reply)
+                if reply in self.pending:  # else its service has just been found dead
+                    self._on_reply(reply)
         self._handle([])
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
