@@ -449,6 +449,9 @@ class Coordinator:
         with self.journal.transaction():
             self.journal.log_ledger(0, unused)
         self.journal.close()
+        for pair in self.pairs.values():
+            pair.worker.kill()
+        self.finished.remove_others(())  # those that are left over are in the ledger
         return {
             "seconds_before": self.before,
             "versions": version,

@@ -121,17 +121,19 @@ class EnvironmentService:
             RemotePolicy(*policy), sandboxes.functions if agent.backend is None else sandboxes, lockstep
         )
         self._finished, self._graders = FinishedRollouts(run), ThreadPoolExecutor(policy[2], "grader")
-        # Rollouts that wait for a seat, are in conversation since a time, and are graded.
+        # Rollouts that wait for a seat, are in conversation since a time, and are graded, with their sampled tokens.
         self._waiting: list[tuple[int, RolloutName]] = []
         self._conversations: dict[int, tuple[RolloutName, float]] = {}
         self._grading: dict[RolloutName, Future[Finished | Faulted]] = {}
+        self._sampled: dict[RolloutName, int] = {}
         # Gradings that were given up and go on.
         self._in_vain: list[Future[Finished | Faulted]] = []
         self._most = env.sandboxes if env.boxed else math.inf
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
-        and the dispatches that made progress, or wait for room or a grader. Return at once without work. Raises TooManyBlocked."""
+        and the dispatches that made progress, or wait for room or a grader. Return at once without work. Raises
+        TooManyBlocked."""
         until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
@@ -154,11 +156,14 @@ class EnvironmentService:
                     functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
                 except SandboxFailure as slow:  # it is opened again for the next
                     slot, attempt, place = name
-                    lost = Faulted(slot=slot, attempt=attempt, place=place, reason=str(slow), sampled=ended.rollout.sampled)
+                    lost = Faulted(
+                        slot=slot, attempt=attempt, place=place, reason=str(slow), sampled=ended.rollout.sampled
+                    )
                     reports.append(lost)
                     continue
                 env = self._agent.environment(functions)
                 self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
+                self._sampled[name] = ended.rollout.sampled
             if self._lockstep or not self._conversations:
                 left = max(0.0, until - time.monotonic())
                 graders = list(self._grading.values()) or self._in_vain
@@ -166,6 +171,7 @@ class EnvironmentService:
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
+        self._sampled = {name: self._sampled[name] for name in self._grading}
         moved, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in moved}
         alive |= {name[:2] for _, name in self._waiting}
@@ -196,15 +202,15 @@ class EnvironmentService:
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Faulted]:
         if not cancelled:
             return []
-        names = [name for _, name in self._waiting if name[:2] in cancelled]
+        lost = {name: 0 for _, name in self._waiting if name[:2] in cancelled}
         self._waiting = [(rollout, name) for rollout, name in self._waiting if name[:2] not in cancelled]
         for rollout, (name, _) in list(self._conversations.items()):
             if name[:2] in cancelled:
                 self._driver.drop(rollout)
                 del self._conversations[rollout]
-                names.append(name)
+                lost[name] = 0
         for name in [name for name in self._grading if name[:2] in cancelled]:
             if not (grading := self._grading.pop(name)).cancel():
                 self._in_vain.append(grading)
-            names.append(name)
-        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled") for s, a, p in names]
+            lost[name] = self._sampled[name]
+        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled", sampled=n) for (s, a, p), n in lost.items()]
