@@ -114,7 +114,7 @@ class EnvSettings:
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
-    """Maximum concurrent rollouts per engine that have their own sandbox."""
+    """Maximum sandboxes per engine that rollouts have of their own, in their conversations and for their grades together."""
     summary: SummarySettings = NO_SUMMARIES
     """Summaries, for conversations that exceed the context."""
 

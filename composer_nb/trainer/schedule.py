@@ -41,7 +41,7 @@ class SamplingLimits:
     """Maximum number of times that a group may lose its worker, or a batch its trainer."""
     hang_s: Positive = 120.0
     """Seconds of silence after which a worker counts as hung and is stopped. A dispatch is given up when none of its rollouts has
-    made progress for `limits.seconds` and this, which must suffice for the grading of one."""
+    made progress, or waited for room or a grader, for `limits.seconds` and this, which must suffice for the grading of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,8 +72,9 @@ def replay(
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
         replay_settings = replace(settings, services=replace(settings.services, store=store))
-        trainer = stack.enter_context(closing(TrainerRank(0, run.path, replay_settings)))
-        trainer.begin(from_start=True)
+        trainer = TrainerRank(0, run.path, replay_settings)
+        trainer.begin(from_start=True)  # before it there is nothing to close
+        stack.enter_context(closing(trainer))
         hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), tasks)

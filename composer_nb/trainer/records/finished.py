@@ -29,21 +29,25 @@ class FinishedRollouts:
         return self._folder / f"{'-'.join(map(str, name))}.safetensors"
 
     def save(self, name: RolloutName, attempt: Attempt) -> None:
-        write_atomic(self._file(name), pack_attempt(attempt))
+        write_atomic(self._file(name), pack_attempt(attempt), sync=True)
 
     def packed(self, names: Iterable[RolloutName]) -> list[bytes]:
         return [self._file(name).read_bytes() for name in names]
 
     def load(self, name: RolloutName, task: Task) -> Attempt:
-        """Return a rollout at `task`. Raises ValueError if it is damaged."""
-        return unpack_attempt(self._file(name).read_bytes(), task)
+        """Return a rollout at `task`. Raises ValueError, which names the file, if it is damaged."""
+        try:
+            return unpack_attempt(self._file(name).read_bytes(), task)
+        except ValueError as error:
+            raise ValueError(f"{self._file(name)}: {error}; without this file a resumed run samples it again") from None
 
     def names(self) -> set[RolloutName]:
         names = [file.stem.split("-") for file in self._folder.glob("*.safetensors")]
         return {(int(slot), int(attempt), int(place)) for slot, attempt, place in names}
 
     def remove_others(self, slots: Container[int]) -> None:
-        """Remove the rollouts of all other slots, which are trained, and in the file of their step, or replaced."""
+        """Remove the rollouts of all other slots, which are trained, and in the file of their step, replaced,
+        or left over at the end."""
         for name in self.names():
             if name[0] not in slots:
                 self._file(name).unlink()

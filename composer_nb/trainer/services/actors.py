@@ -120,7 +120,7 @@ class RayActors:
         self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> list[RayRemote]:
         """Return `count` services `kind(rank, *values)`, with `gpus` each, which are placed together or not at all. Raises
-        RuntimeError if the cluster has no room for all of them."""
+        ValueError if the cluster has no room for all of them."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -129,7 +129,11 @@ class RayActors:
         if not group.wait(PLACE_S):
             self._release(name)
             needs = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
-            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {needs} each: lower ranks")
+            fewer = f"lower ranks={count}, " if count > 1 else ""
+            raise ValueError(
+                f"services.address: the cluster had no room for {count} trainer rank(s) of {needs} each within {PLACE_S:g} s; "
+                f"{fewer}end what else runs there, or add nodes"
+            )
         remotes = []
         for rank in range(count):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)

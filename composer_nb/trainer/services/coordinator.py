@@ -219,7 +219,7 @@ class Coordinator:
             if isinstance(report, Finished):
                 rollout_key, reward_total = (report.slot, report.attempt, report.place), None
                 self.rollout_seconds[rollout_key] = report.seconds
-                if s.rl.refill:
+                if s.rl.refill and self.orchestrator.awaits(*rollout_key):  # the file of a late one may be gone
                     attempt = self.finished.load(rollout_key, self.tasks[report.slot])
                     reward_total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
                 report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=reward_total)
@@ -334,7 +334,8 @@ class Coordinator:
         match command:
             case Dispatch(worker=name, slot=slot):
                 _ = self.tasks[slot]  # its task is recorded before the worker looks for it
-                self.pairs[name].start.append(command)
+                if name in self.pairs:  # else it has just died, and `Left` dispatches them again
+                    self.pairs[name].start.append(command)
             case Cancel(worker=name, slot=slot, attempt=number):
                 if name in self.pairs:
                     self.pairs[name].cancel.append((slot, number))
@@ -444,7 +445,8 @@ class Coordinator:
         """Wait for evaluations and checkpoints, publish the last versions and close the journal; return the stage's results."""
         while replies := [reply for reply, (service, _) in self.pending.items() if not isinstance(service, EnginePair)]:
             for reply in wait(replies, return_when=FIRST_COMPLETED).done:
-                self._on_reply(reply)
+                if reply in self.pending:  # else its service has just been found dead
+                    self._on_reply(reply)
         self._handle([])
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
@@ -456,6 +458,9 @@ class Coordinator:
         with self.journal.transaction():
             self.journal.log_ledger(0, unused_tokens)
         self.journal.close()
+        for pair in self.pairs.values():
+            pair.worker.kill()
+        self.finished.remove_others(())  # those that are left over are in the ledger
         return {
             "seconds_before": self.before,
             "versions": version,

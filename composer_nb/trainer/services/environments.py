@@ -9,6 +9,7 @@ before it reports its end. It does not import torch, so that many workers fit on
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,6 +23,7 @@ from composer_nb.harness.attempt import Environment, graded, rewarded
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
@@ -119,14 +121,19 @@ class EnvironmentService:
             RemotePolicy(*policy), sandboxes.functions if agent.backend is None else sandboxes, lockstep
         )
         self._finished, self._graders = FinishedRollouts(run), ThreadPoolExecutor(policy[2], "grader")
-        # Rollouts that wait for a seat, are in conversation since a time, and are graded.
+        # Rollouts that wait for a seat, are in conversation since a time, and are graded, with their sampled tokens.
         self._waiting: list[tuple[int, RolloutName]] = []
         self._conversations: dict[int, tuple[RolloutName, float]] = {}
         self._grading: dict[RolloutName, Future[Finished | Faulted]] = {}
+        self._sampled: dict[RolloutName, int] = {}
+        # Gradings that were given up and go on.
+        self._in_vain: list[Future[Finished | Faulted]] = []
+        self._most = env.sandboxes if env.boxed else math.inf
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
-        and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
+        and the dispatches that made progress, or wait for room or a grader. Return at once without work. Raises
+        TooManyBlocked."""
         deadline = time.monotonic() + seconds
         for dispatch in start:
             slot, attempt = dispatch.slot, dispatch.attempt
@@ -135,32 +142,51 @@ class EnvironmentService:
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
-            time_is_up = time.monotonic() >= deadline and (self._conversations or self._grading)
+            under_way = self._conversations or self._grading or self._in_vain
+            time_is_up = time.monotonic() >= deadline and under_way
             if time_is_up or (self._lockstep and reports):
                 break
-            while self._waiting and self._driver.room:
+            while self._waiting and self._has_room():
                 rollout, name = self._waiting.pop(0)
                 self._conversations[rollout] = name, time.monotonic()
                 self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
             only_grades = not self._conversations or (self._lockstep and self._grading)  # for grades alone
             for rollout, ended in () if only_grades else self._driver.wait(max(0.0, deadline - time.monotonic())):
                 name, start_s = self._conversations.pop(rollout)
-                functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                try:
+                    functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+                except SandboxFailure as slow:  # it is opened again for the next
+                    slot, attempt, place = name
+                    lost = Faulted(
+                        slot=slot, attempt=attempt, place=place, reason=str(slow), sampled=ended.rollout.sampled
+                    )
+                    reports.append(lost)
+                    continue
                 env = self._agent.environment(functions)
                 self._grading[name] = self._graders.submit(self._report, name, ended, env, start_s)
+                self._sampled[name] = ended.rollout.sampled
             if self._lockstep or not self._conversations:
-                left_s = max(0.0, deadline - time.monotonic())
-                wait(self._grading.values(), left_s, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
+                left = max(0.0, deadline - time.monotonic())
+                graders = list(self._grading.values()) or self._in_vain
+                wait(graders, left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
             done = [name for name, report in self._grading.items() if report.done()]
             if not self._lockstep or len(done) == len(self._grading):
                 reports += [self._grading.pop(name).result() for name in done]
+        self._sampled = {name: self._sampled[name] for name in self._grading}
         progressed, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in progressed}
         alive |= {name[:2] for _, name in self._waiting}
+        alive |= {name[:2] for name, grade in self._grading.items() if not grade.running() and not grade.done()}
         reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
         for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
             reports.append(Alive(slot=slot, attempt=attempt, place=place))
         return reports
+
+    def _has_room(self) -> bool:
+        """Return whether a conversation may begin. Conversations and graders hold a sandbox each."""
+        self._in_vain = [grading for grading in self._in_vain if not grading.done()]
+        held = len(self._conversations) + len(self._grading) + len(self._in_vain)
+        return self._driver.room > 0 and held < self._most
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, start_s: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
@@ -178,12 +204,13 @@ class EnvironmentService:
         """Drop the rollouts of cancelled dispatches (slot, attempt), and return their reports."""
         if not cancelled:
             return []
-        names = [name for _, name in self._waiting if name[:2] in cancelled]
+        lost = {name: 0 for _, name in self._waiting if name[:2] in cancelled}
         self._waiting = [(rollout, name) for rollout, name in self._waiting if name[:2] not in cancelled]
         dropped = [rollout for rollout, (name, _) in self._conversations.items() if name[:2] in cancelled]
         self._driver.drop(*dropped)
-        names += [self._conversations.pop(rollout)[0] for rollout in dropped]
+        lost |= {self._conversations.pop(rollout)[0]: 0 for rollout in dropped}
         for name in [name for name in self._grading if name[:2] in cancelled]:
-            self._grading.pop(name).cancel()  # one that has begun is graded in vain
-            names.append(name)
-        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled") for s, a, p in names]
+            if not (grading := self._grading.pop(name)).cancel():
+                self._in_vain.append(grading)
+            lost[name] = self._sampled[name]
+        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled", sampled=n) for (s, a, p), n in lost.items()]

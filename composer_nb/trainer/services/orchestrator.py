@@ -228,6 +228,11 @@ class Orchestrator:
         leases = (lease for group in self.groups.values() for lease in group.leases.values())
         return sum(len(lease.places) for lease in leases if lease.worker == worker)
 
+    def awaits(self, slot: int, attempt: int, place: int) -> bool:
+        """Return whether a worker is to return this rollout."""
+        lease = self.groups[slot].leases.get(attempt) if slot in self.groups else None
+        return lease is not None and place in lease.places
+
     def held(self) -> int:
         """Sampled tokens of finished rollouts that are neither trained nor dropped: received = held + ledger."""
         return sum(finished.sampled for group in self.groups.values() for finished in group.done.values())

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.rundir import RunDir, create, provenance, versions
 
 
@@ -29,6 +31,16 @@ def files(run: RunDir) -> list[str]:
 
 
 # Stages and steps
+
+
+def test_a_damaged_finished_rollout_is_named(run: RunDir):
+    (run.path / "rollouts").mkdir(exist_ok=True)
+    finished = FinishedRollouts(run.path)
+    (run.path / "rollouts" / "finished" / "3-1-0.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"finished/3-1-0\.safetensors: a stored attempt is damaged"):
+        finished.load((3, 1, 0), SimpleNamespace(id="t"))  # type: ignore[arg-type]
+    finished.remove_others(())
+    assert not finished.names()
 
 
 def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):

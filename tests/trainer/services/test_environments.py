@@ -1,0 +1,151 @@
+"""Environment workers alone: what they report of rollouts in conversation, in the queue of the graders and in their hands."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.sandbox.errors import SandboxSlow
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.trainer.prompts import Order
+from composer_nb.trainer.services import environments
+from composer_nb.trainer.services.environments import EnvironmentService, Report
+from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
+
+SAMPLED = 7
+
+
+class AtOnce:
+    """In place of a driver: every conversation ends at once."""
+
+    def __init__(self, policy: Any, *_: Any) -> None:
+        self.capacity, self.moved, self._alive = policy.capacity, set[int](), list[int]()
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self._alive)
+
+    def add(self, rollout: int, job: Any) -> None:
+        self._alive.append(rollout)
+
+    def wait(self, seconds: float) -> list[tuple[int, Any]]:
+        ended, self._alive = self._alive, []
+        rollout = SimpleNamespace(sampled=SAMPLED, versions=np.zeros(1, np.int64))
+        task = SimpleNamespace(grader="functions")
+        return [
+            (each, SimpleNamespace(task=task, rollout=rollout, grade=SimpleNamespace(known=True))) for each in ended
+        ]
+
+
+class Grader:
+    """Grades that wait until they are `free`."""
+
+    def __init__(self) -> None:
+        self.free, self.begun = threading.Event(), 0
+        self._lock = threading.Lock()
+
+    def __call__(self, ended: Any, env: Any) -> Any:
+        with self._lock:
+            self.begun += 1
+        assert self.free.wait(patience(60))
+        return ended
+
+
+@pytest.fixture
+def grader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grader]:
+    grader = Grader()
+    monkeypatch.setattr(environments, "graded", grader)
+    yield grader
+    grader.free.set()
+
+
+class Sandboxes:
+    """Sandboxes of which the first functions are not ready in time if `slow`."""
+
+    slow = False
+
+    def __init__(self, *_: Any) -> None:
+        """Take what sandboxes take."""
+
+    @property
+    def functions(self) -> None:
+        if Sandboxes.slow:
+            Sandboxes.slow = False
+            raise SandboxSlow("not ready")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvironmentService]:
+    """`made(env, slots)`: a worker with these settings of the environment."""
+    agent = SimpleNamespace(backend=object(), attempt=lambda *_, **__: None, environment=lambda functions: functions)
+    monkeypatch.setattr(environments, "Driver", AtOnce)
+    monkeypatch.setattr(environments, "make_agent", lambda *_: agent)
+    monkeypatch.setattr(environments, "load_tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(environments, "prompt_order", lambda *_: [None] * 9)
+    monkeypatch.setattr(environments, "Sandboxes", Sandboxes)
+    monkeypatch.setattr(environments.FinishedRollouts, "save", lambda *_: None)
+    (tmp_path / "weights" / "start").mkdir(parents=True)
+    (tmp_path / "rollouts").mkdir()
+
+    def make(env: EnvSettings, slots: int) -> EnvironmentService:
+        return EnvironmentService(tmp_path, env, Limits(), Order(seed="0 0"), 8, (None, "engine", slots), False)  # type: ignore[arg-type]
+
+    return make
+
+
+def dispatch(slot: int, *places: int) -> Dispatch:
+    return Dispatch(worker="w", slot=slot, attempt=1, places=places)
+
+
+def until(worker: EnvironmentService, done: Callable[[list[Report]], bool]) -> list[Report]:
+    """What a worker reports until it is enough."""
+    reports, deadline = list[Report](), time.monotonic() + patience(60)
+    while not done(reports):
+        assert time.monotonic() < deadline
+        reports += worker.work([], [], 0.05)
+    return reports
+
+
+def test_a_rollout_that_waits_for_a_grader_is_alive(made, grader: Grader):
+    worker = made(EnvSettings(), 1)
+    worker.work([dispatch(0, 0)], [], 0.05)
+    worker.work([dispatch(1, 0)], [], 0.05)
+    until(worker, lambda _: grader.begun == 1 and not worker._conversations)
+    for _ in range(2):
+        assert worker.work([], [], 0.05) == [Alive(slot=1, attempt=1)], "not the one that is graded: it may hang"
+    grader.free.set()
+    until(worker, lambda reports: sum(isinstance(each, Finished) for each in reports) == 2)
+
+
+def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
+    """Also with the graders of what was cancelled, which go on."""
+    worker = made(EnvSettings(tools="cursor", sandboxes=2), 2)
+    worker.work([dispatch(0, 0, 1, 2)], [], 0.05)
+    until(worker, lambda _: grader.begun == 2)
+    given_up = worker.work([dispatch(1, 0)], [(0, 1)], 0.05)
+    cancelled = [
+        Faulted(slot=0, attempt=1, place=p, reason="cancelled", sampled=n)
+        for p, n in ((2, 0), (0, SAMPLED), (1, SAMPLED))
+    ]
+    assert given_up[:3] == cancelled and not worker._grading and len(worker._waiting) == 1
+    grader.free.set()
+    until(worker, lambda reports: any(isinstance(each, Finished) for each in reports))
+
+
+def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(made, grader: Grader, monkeypatch: pytest.MonkeyPatch):
+    worker = made(EnvSettings(tools="cursor"), 2)
+    monkeypatch.setattr(Sandboxes, "slow", True)
+    grader.free.set()
+    reports = worker.work([dispatch(0, 0)], [], 0.05)
+    assert Faulted(slot=0, attempt=1, place=0, reason="not ready", sampled=SAMPLED) in reports
+    worker.work([dispatch(0, 1)], [], 0.0)
+    until(worker, lambda _: grader.begun == 1)
