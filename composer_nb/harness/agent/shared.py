@@ -76,8 +76,9 @@ class Shared:
         answers = [Future[Completion]() for _ in requests]
 
         def over(order: Future[Any]) -> None:
-            for answer in answers if (error := order.exception()) else ():
-                settle(answer, error)
+            if (error := order.exception()) is not None:
+                for answer in answers:
+                    settle(answer, error)
 
         self._order(lambda: self._submit(requests, answers)).add_done_callback(over)
         return answers
