@@ -47,7 +47,7 @@ PASSED_OTHERWISE = {
     "save_pretrained.tokenizer": "a promised name, for callers of the library",
     "save_pretrained.shard_bytes": "a promised name, for callers of the library",
     "changed_past.factor": "a question of notebook 13",
-    "__call__.there": "by the server, through the protocol `Answering`",
+    "__call__.alive": "by the server, through the protocol `Answering`",
     "__call__.report": "by the server, through the protocol `Answering`",
     "mend_sandbox.settings": "by tests, in place of /proc/sys",
     "SandboxExecutor.limits": "by tests, for limits that end soon",
