@@ -192,16 +192,16 @@ def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> CheckResult:
         # --isolated: without the machine's own pip settings, which offered the build that has no CUDA.
         fault, pin = "torch is a build without CUDA", torch.version.partition("+")[0]
         mend = f"{PIP} --isolated install --force-reinstall -c constraints.txt torch=={pin}"
-    found = f"the driver sees {', '.join(driver)}, but {fault}"
-    return result("gpu", found, False, "everything runs on the CPU", mend)
+    finding = f"the driver sees {', '.join(driver)}, but {fault}"
+    return result("gpu", finding, False, "everything runs on the CPU", mend)
 
 
 def check_threads(torch: TorchFacts | None, cores: float) -> CheckResult:
     """Check the number of threads: more threads than cores wait for each other."""
     threads = torch.threads if torch else 0
-    found = f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS', 'not set')}"
+    finding = f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS', 'not set')}"
     cost = f"threads wait for each other: {threads} of them on {cores:g} cores"
-    return result("threads", found, threads <= max(1, cores), cost, f"export OMP_NUM_THREADS={max(1, int(cores))}")
+    return result("threads", finding, threads <= max(1, cores), cost, f"export OMP_NUM_THREADS={max(1, int(cores))}")
 
 
 def check_sandbox() -> CheckResult:
@@ -219,10 +219,10 @@ def check_sandbox() -> CheckResult:
             missing = [name for name, enforced in sandboxes.capabilities().enforced.items() if not enforced]
         ok = (outcome.status, outcome.text) == ("returned", "42")
         limits = f"not enforced: {', '.join(missing)}" if missing else "every limit enforced"
-        found = f"works, {time.perf_counter() - start:.1f} s to start; {limits}" if ok else f"answered {outcome}"
+        finding = f"works, {time.perf_counter() - start:.1f} s to start; {limits}" if ok else f"answered {outcome}"
     except (SandboxUnavailable, SandboxFailure) as error:
-        found = str(error)
-    return result("sandbox", found, ok, "no agent can work and nothing is graded", mend_sandbox())
+        finding = str(error)
+    return result("sandbox", finding, ok, "no agent can work and nothing is graded", mend_sandbox())
 
 
 def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
@@ -243,8 +243,8 @@ def check_tools() -> CheckResult:
     present = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
     missing = sorted({*PACKAGES, "pytest"} - present)
     cost = f"no {' and no '.join(missing)} in sandboxes, so agents lack tools or cannot run tests"
-    found = ", ".join(sorted(present)) or "none"
-    return result("agent tools", found, not missing, cost, "pip install 'composer_nb[agent]'")
+    finding = ", ".join(sorted(present)) or "none"
+    return result("agent tools", finding, not missing, cost, "pip install 'composer_nb[agent]'")
 
 
 def check_kernel() -> CheckResult:

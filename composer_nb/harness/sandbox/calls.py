@@ -57,11 +57,11 @@ class CachedExecutor:
                 answers |= self._recall(missing)  # another thread may have asked for it meanwhile
                 todo = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
                 outcomes = self.sandboxes.run(list(todo.values())) if todo else []
-                found = dict(zip(todo, outcomes, strict=True))
+                fresh = dict(zip(todo, outcomes, strict=True))
                 with self._lock:
-                    self.executed += len(found)
-                    self._store(found)
-            answers |= found
+                    self.executed += len(fresh)
+                    self._store(fresh)
+            answers |= fresh
         with self._lock:
             self.asked += len(requests)
         return [answers[key] for key in keys]

@@ -185,8 +185,8 @@ class EnvironmentService:
     def _has_room(self) -> bool:
         """Return whether a conversation may begin. Conversations and graders hold a sandbox each."""
         self._in_vain = [grading for grading in self._in_vain if not grading.done()]
-        held = len(self._conversations) + len(self._grading) + len(self._in_vain)
-        return self._driver.room > 0 and held < self._most
+        sandbox_count = len(self._conversations) + len(self._grading) + len(self._in_vain)
+        return self._driver.room > 0 and sandbox_count < self._most
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, start_s: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
