@@ -199,13 +199,8 @@ def evaluate_humaneval(
         text = ask(endpoint, problem, form, tokens, seed + sample * len(problems) + number)
         program = completed(problem, text) if form == "raw" else extracted(problem, text)
         result = grade(task_of(problem), {SOLUTION: program}, backend)
-        row = {
-            "task": problem.task_id,
-            "sample": sample,
-            "text": text,
-            "status": result.status,
-            "passed": result.passed,
-        }
+        row: dict[str, Any] = {"task": problem.task_id, "sample": sample, "text": text}
+        row |= {"status": result.status, "passed": result.passed}
         with lock, (out / "answers.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         answers[problem.task_id, sample] = row

@@ -37,6 +37,9 @@ class AtOnce:
     def add(self, rollout: int, job: Any) -> None:
         self._alive.append(rollout)
 
+    def drop(self, *rollouts: int) -> None:
+        self._alive = [rollout for rollout in self._alive if rollout not in rollouts]
+
     def wait(self, seconds: float) -> list[tuple[int, Any]]:
         ended, self._alive = self._alive, []
         rollout = SimpleNamespace(sampled=SAMPLED, versions=np.zeros(1, np.int64))
