@@ -90,6 +90,7 @@ def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: B
     assert (run.path / "weights" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_runs_says_so(tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path):
     """A job's runner, and RL before it begins; where a service of RL starts, the test below asks."""
     run = begun(tiny_run, hidden, "hidden", cluster)
