@@ -71,6 +71,12 @@ class _BwrapMachine(Machine):
             self.backend.forget(self.id, strike=gone)
 
 
+def _open_folder() -> Path:
+    """Return the folder for temporary files; /tmp where a sandbox's user cannot enter it, as in a user's private one."""
+    folder = Path(tempfile.gettempdir()).resolve()
+    return folder if all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) else Path("/tmp")
+
+
 @dataclass(slots=True)
 class _Zygote:
     """The process that makes sandboxes: its bubblewrap, and the socket on which it is asked."""
@@ -129,7 +135,7 @@ class BwrapBackend(ResidentBackend):
         """Make a folder for device files of each sandbox, which no other sandbox can lock; None where this user may not."""
         if self._uid is None:
             return None
-        folder = Path(tempfile.mkdtemp(prefix="composer_nb-"))
+        folder = Path(tempfile.mkdtemp(prefix="composer_nb-", dir=_open_folder()))
         self.note("devices", "directory", folder)
         try:
             folder.chmod(0o755)

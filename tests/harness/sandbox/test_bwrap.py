@@ -197,6 +197,13 @@ def test_commands_stand_back_and_can_be_interrupted() -> None:
         assert box.exec(["echo", "on"]).stdout == b"on\n"
 
 
+def test_folder_for_temporary_files_that_others_cannot_enter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with BwrapBackend() as backend, backend.create() as box:
+        assert box.exec(["test", "-c", "/dev/null"]).exit_code == 0
+
+
 # Copies of programs in memory: what sandboxes see of them, and that grades see nothing else.
 
 WHERE = """
