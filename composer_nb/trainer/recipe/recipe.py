@@ -337,9 +337,9 @@ FEW = 100
 
 
 def evaluate(s: Stages, name: str) -> None:
-    """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. An untrained base
-    is scored on FEW of each, with one sample, and the mid-trained policy on FEW if fine-tuning follows. Weights that were scored
-    before under another name take over its figures and rollouts (`same_as`)."""
+    """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. A base or
+    a mid-trained policy that fine-tuning follows is scored on FEW of each, random weights with one sample. Weights that were
+    scored before under another name take over its figures and rollouts (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
@@ -369,7 +369,7 @@ def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt
     tasks, samples = s.tasks(kind), s.settings.eval.samples
     if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
         tasks, samples = tasks[:FEW], 1
-    if name == "midtrained" and s.settings.sft.steps:
+    if name in ("base", "midtrained") and s.settings.sft.steps:
         tasks = tasks[:FEW]
     model = s.policy(name)
     sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
