@@ -105,6 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; resume with the same command", file=sys.stderr)
         return 130
+    if any(run_dir.finished("eval_final") is None for run_dir in runs["RL"]):
+        return 0  # RL was refused, or `until` ends the runs before it
     console().print(text_table(rows(runs), ("policy", "seeds", "solved", "gain over the start", "RL's gain over it")))
     return 0
 
