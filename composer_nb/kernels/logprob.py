@@ -103,14 +103,15 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Compute d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in
-        use."""
+        use. A frozen weight has no gradient."""
         hidden_UD, weight_VD, from_S, token_S, order_S, *saved_probs = ctx.saved_tensors
         g_S = gradients[0]
         g_U = g_S.new_zeros(len(hidden_UD)).index_add_(0, from_S, g_S)
         wide_UD, wide_VD = widened(hidden_UD, weight_VD)
-        d_UD, d_VD = torch.empty_like(hidden_UD), g_S.new_zeros(weight_VD.shape)
+        d_UD = torch.empty_like(hidden_UD)
+        d_VD = g_S.new_zeros(weight_VD.shape) if ctx.needs_input_grad[1] else None
         room_PV = g_S.new_empty(min(PIECE, len(hidden_UD)), len(weight_VD))
         for (part, tokens), prob_PV in zip(ctx.pieces, saved_probs, strict=True):
             mine_S = order_S[tokens]
@@ -118,8 +119,10 @@ class _LogprobEntropy(torch.autograd.Function):
             d_PV.index_put_((from_S[mine_S] - part.start, token_S[mine_S]), g_S[mine_S], accumulate=True)
             d_PV = d_PV.to(hidden_UD.dtype).to(wide_VD.dtype)
             d_UD[part] = d_PV @ wide_VD
+            if d_VD is None:
+                continue
             if d_VD.dtype == d_PV.dtype:
                 d_VD.addmm_(d_PV.T, wide_UD[part])
             else:
                 d_VD += d_PV.T @ wide_UD[part]
-        return d_UD, d_VD.to(weight_VD.dtype), None, None, None
+        return d_UD, None if d_VD is None else d_VD.to(weight_VD.dtype), None, None, None

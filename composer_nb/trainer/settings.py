@@ -196,6 +196,9 @@ class RlSettings:
     evaluate_every: Count = 0
     """Steps between evaluations on the tuning tasks; 0: none. None follows the last step: the held-out tasks follow instead."""
     microbatch_tokens: Some = 4096
+    frozen_layers: Count = 0
+    """Lowest layers that RL does not train, nor the embedding then (and an output layer that is tied to it). Their gradients are
+    not computed, which saves time and memory and leaves those of the other layers as they are."""
     recompute: bool = False
     """Recompute layers in the backward pass. This saves memory and takes about a third more time."""
     tokens_per_rollout: Some = 64
@@ -288,6 +291,7 @@ class Settings:
             f"{kinds}: at least one kind is needed": not data.kinds,
             f"{kinds}: tasks of data.level='functions' are bugs": data.level == "functions" and data.kinds != ("bug",),
             "rl.refill: needs services.on=true": self.rl.refill and not on,
+            "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,
             "services.changes: needs services.on=true": self.services.changes and not on,
         }.items():
             if wrong:
@@ -319,6 +323,10 @@ class Settings:
             raise ValueError(
                 f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
                 f"of {multiple}, its block size"
+            )
+        if self.rl.frozen_layers >= model.num_hidden_layers:
+            raise ValueError(
+                f"rl.frozen_layers={self.rl.frozen_layers}: must be below model.num_hidden_layers ({model.num_hidden_layers})"
             )
         if (self.midtrain.steps or self.extend.steps) and model.max_position_embeddings < CODE_ROW:
             raise ValueError(

@@ -75,6 +75,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"engine.numerics": "int4-experts", "model.moe_intermediate_size": 40}, "multiples of 32"),
         ({"rl.prompts": 2, "ranks": 8, "services.on": False}, "rl.prompts=2: must be at least ranks"),
         ({"model.family": "llama", "model.intermediate_size": 96, "mesh.ep": 2}, "mesh.ep=2 does not divide"),
+        ({"rl.frozen_layers": 4}, r"rl.frozen_layers=4: must be below model.num_hidden_layers \(4\)"),
     ],
 )
 def test_unfit_values_are_refused_by_name(values: dict[str, Any], message: str):

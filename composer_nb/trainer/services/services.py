@@ -89,6 +89,9 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
     model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
+    if s.rl.frozen_layers:
+        for frozen in (model.embed, *(p for layer in model.layers[: s.rl.frozen_layers] for p in layer.parameters())):
+            frozen.requires_grad_(False)
     reference = copy.deepcopy(model) if s.loss.beta or s.loss.feedback else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
     learner, checkpoint = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
