@@ -107,39 +107,38 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     if any(run_dir.finished("eval_final") is None for run_dir in runs["RL"]):
         return 0  # RL was refused, or `until` ends the runs before it
-    console().print(text_table(rows(runs), ("policy", "seeds", "solved", "gain over the start", "RL's gain over it")))
-    return 0
-
-
-def rows(runs: Mapping[str, Sequence[RunDir]]) -> list[tuple[str, ...]]:
-    """Return for the start and for the policy of each group of runs the share solved, its gain over the start and what RL gains
-    over it, pooled over the seeds of `runs`: in points, with 95 % intervals from a bootstrap over the tasks of all seeds."""
-
-    def solved(run_dirs: Sequence[RunDir], policy: str) -> dict[tuple[int, str], float]:
-        shares = [solved_by_task(run_dir, policy) for run_dir in run_dirs]
-        return {(seed, task): share for seed, by_task in enumerate(shares) for task, share in by_task.items()}
-
-    def gain(policy: Mapping[tuple[int, str], float], other: Mapping[tuple[int, str], float]) -> str:
-        if policy is other:
-            return ""
-        differences = np.array([100 * (policy[key] - other[key]) for key in policy.keys() & other.keys()])
-        low, high = bootstrap(differences, 0)
-        return f"{differences.mean():+.1f} ({low:+.1f} to {high:+.1f})"
-
-    start = solved(runs["RL"], "start")
-    by_name = {"start": start} | {
-        name: solved(run_dirs, "control" if name == MORE_SFT else "final") for name, run_dirs in runs.items()
-    }
-    return [
+    shares = shares_solved(runs)
+    gains = {name: (gain(own, shares["start"]), gain(shares["RL"], own)) for name, own in shares.items()}
+    rows = [
         (
             name,
-            str(len({seed for seed, _ in shares})),
-            f"{np.mean([*shares.values()]):.3f}",
-            gain(shares, start),
-            gain(by_name["RL"], shares),
+            f"{np.mean([*own.values()]):.3f}",
+            *(f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" for mean, low, high in gains[name]),
         )
-        for name, shares in by_name.items()
+        for name, own in shares.items()
     ]
+    print(f"\n{len(args.seeds)} seeds, {len(shares['start'])} held-out tasks; gains in points, with 95 % intervals")
+    console().print(text_table(rows, ("policy", "solved", "gain over the start", "gain of RL over it")))
+    return int(gains["RL"][0][2] < 0)
+
+
+def shares_solved(runs: Mapping[str, Sequence[RunDir]]) -> dict[str, dict[tuple[int, str], float]]:
+    """Return the share of attempts that solved each task of each seed: of the start, and of the last policy of each group."""
+
+    def pooled(run_dirs: Sequence[RunDir], policy: str) -> dict[tuple[int, str], float]:
+        by_seed = enumerate(solved_by_task(run_dir, policy) for run_dir in run_dirs)
+        return {(seed, task): share for seed, by_task in by_seed for task, share in by_task.items()}
+
+    ends = {name: pooled(run_dirs, "control" if name == MORE_SFT else "final") for name, run_dirs in runs.items()}
+    return {"start": pooled(runs["RL"], "start")} | ends
+
+
+def gain(policy: Mapping[tuple[int, str], float], other: Mapping[tuple[int, str], float]) -> tuple[float, float, float]:
+    """Return how many points more `policy` solves than `other`, paired by task, and the bounds of its 95 % interval, by a
+    bootstrap over the tasks of all seeds."""
+    differences = np.array([100 * (policy[key] - other[key]) for key in sorted(policy.keys() & other.keys())])
+    low, high = bootstrap(differences, 0)
+    return float(differences.mean()), low, high
 
 
 if __name__ == "__main__":

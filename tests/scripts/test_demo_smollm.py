@@ -72,6 +72,14 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     assert tools_for(held.tools).schemas == s.agent().tools.schemas, "the product's agent has the same tools"
 
 
+def test_gains_are_paired_by_task_and_pooled_over_seeds() -> None:
+    start = {(seed, task): 0.5 for seed in range(3) for task in "abcd"}
+    final = start | {(seed, "a"): 1.0 for seed in range(3)} | {(0, "missing"): 1.0}
+    mean, low, high = module.gain(final, start)
+    assert mean == 12.5 and 0 <= low < mean < high < 50
+    assert module.gain(start, start) == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
