@@ -53,8 +53,8 @@ SETTINGS: dict[str, Any] = {
     "matmul": "bfloat16",
     # From the instruct model straight to the demonstrations: each is seen once or twice.
     "midtrain.steps": 0,
-    "sft.steps": 48,
-    "sft.tokens": 5600,
+    "sft.steps": 96,
+    "sft.tokens": 2800,
     "sft.lr": 2e-4,
     "sft.sharpness": [1.0, 1.5, 2.2],
     "eval.samples": 2,
