@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from composer_nb.harness.bench import bootstrap
 from composer_nb.operations import console, overrides
@@ -71,6 +72,23 @@ SETTINGS: dict[str, Any] = {
     "rl.max_seconds": 2700.0,
 }
 """Where they differ from the defaults."""
+GPU: dict[str, Any] = {
+    "mesh.device": "cuda",
+    "ranks": 1,
+    "env.sandboxes": 64,
+    "engine.slots": 64,
+    "limits.turns": 24,
+    "limits.turn_tokens": 512,
+    "limits.tokens": 4096,
+    "sft.tokens": 11200,
+    "sft.steps": 48,
+    "rl.prompts": 8,
+    "rl.group": 8,
+    "rl.microbatch_tokens": 16384,
+    "rl.max_seconds": 300.0,
+    "data.rl_tasks": 1200,
+}
+"""And where a GPU is there: longer rollouts and larger batches, for ten minutes in all."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
         [source] = Path(package.origin).parent.glob("*.gguf")
         print(f"{source.name} → {MODEL}", flush=True)
         convert(source, MODEL, format=SETTINGS["env.renderer"])
-    values = SETTINGS | {"model.start": str(MODEL.resolve())} | overrides(args.set)
+    on_gpu = GPU if torch.cuda.is_available() else {}
+    values = SETTINGS | on_gpu | {"model.start": str(MODEL.resolve())} | overrides(args.set)
     runs: dict[str, list[RunDir]] = {"RL": []}
     try:
         for seed in args.seeds:

@@ -72,6 +72,12 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     assert tools_for(held.tools).schemas == s.agent().tools.schemas, "the product's agent has the same tools"
 
 
+def test_settings_for_a_gpu_fit_the_model() -> None:
+    sizes = {"model.family": "llama", "model.intermediate_size": 96, "model.max_position_embeddings": 8192}
+    settings = override(Settings(), module.SETTINGS | module.GPU | sizes)
+    assert settings.mesh.device == "cuda" and settings.limits.tokens == 4096
+
+
 def test_gains_are_paired_by_task_and_pooled_over_seeds() -> None:
     start = {(seed, task): 0.5 for seed in range(3) for task in "abcd"}
     final = start | {(seed, "a"): 1.0 for seed in range(3)} | {(0, "missing"): 1.0}
