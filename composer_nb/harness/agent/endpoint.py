@@ -56,9 +56,17 @@ _INPUT = re.compile(
 )
 
 
-@cache
+_STARTING = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all requests, in its own thread: a caller, such as a notebook, may run a loop itself."""
+    with _STARTING:  # a client's connections belong to one loop, and the first requests may come from several threads
+        return _started_loop()
+
+
+@cache
+def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="endpoint", daemon=True).start()
     return loop
