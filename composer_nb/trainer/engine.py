@@ -3,7 +3,8 @@
 Every step is one forward pass over new tokens, packed without padding. It takes one token of each rollout, and spends the rest of
 its budget on prompts and observations, those of users first. Thus a long prompt does not delay rollouts that decode (chunked
 prefill: Agrawal et al. 2023, arXiv 2308.16369). Rollouts with the same tokens so far are forwarded once, as in a group until its
-first differing choice; each has its own copy of the cache.
+first differing choice; each has its own copy of the cache. A new rollout takes over the cache of the longest beginning that it
+shares with one before it under the same weights, such as a system text (prefix caching: Zheng et al. 2023, arXiv 2312.07104).
 
 With the compiled kernel of float32 models, the record of a rollout does not depend, to the last bit, on other rollouts or on how
 its prompt was split.
@@ -53,6 +54,8 @@ PACKED_BYTES = 2 << 30
 # Size of the largest model whose weights fit a processor's cache. A larger one is kept as bfloat16 or int8 if that is lossless,
 # as for published weights and `engine.numerics=int8`: a step reads a half or a quarter of the memory, with the same result.
 CACHED_BYTES = 16 << 20
+# Tokens from which on a shared beginning is copied.
+SHARED_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class Slot:
         away: Copy of the slot's cache and records while it has no place.
         past: Equal for slots that hold the same tokens from the same steps.
         length: Number of tokens forwarded so far, which are in the cache.
+        tokens: The forwarded tokens. Those after `length` are drafts that were refused.
+        weights: Number of the engine's weights when the rollout began.
         waiting: Whether the turn has ended and the next request has not come.
     """
 
@@ -79,6 +84,8 @@ class Slot:
     away: tuple[Tensor | NDArray[Any], ...] = ()
     past: int = 0
     length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    weights: int = 0
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -132,10 +139,12 @@ class Engine:
         self._margins = np.zeros(routed, np.float32)
         self._checks = np.zeros(routed[:2], np.uint64)
         self._records = self._routes, self._gates, self._margins, self._checks
-        self._free = list(range(slots))[::-1]
+        self._free = list(range(slots))
         self._live: dict[int, Slot] = {}
-        self._pasts = 0
-        # Number of computed tokens, without those copied from an identical rollout.
+        # The last rollout at each place in the cache, which may have ended.
+        self._occupants: dict[int, Slot] = {}
+        self._pasts = self._weights = 0
+        # Number of computed tokens, without those copied from another rollout.
         self.forwarded = 0
         self.sampled = 0
 
@@ -186,29 +195,54 @@ class Engine:
             raise ValueError("the weights are of another model than those that the engine runs")
         self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
         self._packed = pack(model)
+        self._weights += 1
         if self._graphs:
             self._graphs = Graphs(model, spare=self.capacity)
 
     def _placed(self) -> list[tuple[int, Slot]]:
         """Return the turns of this step. Rollouts of lower priority, or without a request, make room for others."""
         unplaced = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
+        pasts: dict[tuple[int, ...], int] = {}
         for slot in sorted(unplaced, key=lambda slot: slot.request.priority):
             if not self._free:
                 placed = [other for other in self._live.values() if other.index >= 0]
                 victim = max(placed, key=lambda other: (other.waiting, other.request.priority))
                 if not victim.waiting and victim.request.priority <= slot.request.priority:
                     break
-                parts = self._parts(victim.index, victim.length)
-                victim.away = tuple(part.clone() if isinstance(part, Tensor) else part.copy() for part in parts)
+                victim.away = self._copy(victim.index, victim.length)
                 self._free.append(victim.index)
                 victim.index = -1
-            slot.index = self._free.pop()
+            slot.index = self._free.pop(0)  # that has been free longest: others may still be of use
+            if not slot.length:
+                self._begin(slot)
+                slot.past = pasts.setdefault(tuple(slot.tokens), self._pasts + len(pasts) + 1) if slot.tokens else 0
             for record in self._records:
                 record[slot.index] = 0  # tokens that are not forwarded have the same record on every replay
             for part, copy in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
                 part[:] = copy
-            slot.away = ()
+            slot.away, self._occupants[slot.index] = (), slot
+        self._pasts += len(pasts)
         return [pair for pair in sorted(self._live.items()) if pair[1].index >= 0 and not pair[1].waiting]
+
+    def _begin(self, slot: Slot) -> None:
+        """Take over the records and the cache of the longest beginning that a new rollout shares with one in the cache, without
+        its last token, whose logits are needed."""
+        slot.weights, best_index, best_length = self._weights, 0, 0
+        for index, other in self._occupants.items():
+            length = min(other.length, len(slot.pending) - 1)
+            alike = other.weights == self._weights and other.tokens[:SHARED_TOKENS] == slot.pending[:SHARED_TOKENS]
+            if alike and length > best_length:
+                differs = np.array(slot.pending[:length]) != np.array(other.tokens[:length])
+                shared = int(differs.argmax()) if differs.any() else length
+                best_index, best_length = (index, shared) if shared > best_length else (best_index, best_length)
+        if best_length >= SHARED_TOKENS:
+            slot.away = self._copy(best_index, best_length)
+            slot.length, slot.tokens = best_length, slot.pending[:best_length]
+            slot.pending = slot.pending[best_length:]
+
+    def _copy(self, index: int, length: int) -> tuple[Tensor | NDArray[Any], ...]:
+        """Return a copy of a rollout's part of the records and of the cache."""
+        return tuple(x.clone() if isinstance(x, Tensor) else x.copy() for x in self._parts(index, length))
 
     def _parts(self, index: int, length: int) -> Iterator[Any]:
         """Yield a rollout's part of the records and of the cache."""
@@ -296,6 +330,7 @@ class Engine:
         self._gates[row_N, position_N] = gates_ULK[source_N]
         self._margins[row_N, position_N] = margins_UL[source_N]
         for slot, count in zip(slots, counts.tolist(), strict=True):
+            slot.tokens[slot.length :] = slot.pending[:count]
             slot.length, slot.pending = slot.length + count, slot.pending[count:]
         self.forwarded += len(slot_U)
         row_S = torch.from_numpy((np.cumsum(is_done) - 1)[leader_S[is_done[leader_S]]]).to(hidden_UD.device)

@@ -120,6 +120,27 @@ def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(ma
     assert together.forwarded == len(distinct) < forwarded / 2, "each distinct beginning was forwarded once"
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_beginning_that_was_forwarded_before_is_taken_over_bit_for_bit(make_model, slots: int) -> None:
+    """Of a rollout that lives, or that ended; not after the weights changed, and never the last token of a prompt."""
+    model, system = make_model(3), [*range(20, 50)]
+    prompts = [[*system, 5, 6], [*system, 5, 7, 8], [*system[:20], 9], [*range(20)], system]
+    engine = Engine(model, stop=NEVER, slots=slots, max_length=60, seed=5)
+    forwarded = []
+    for number, tokens in enumerate(prompts):
+        before, alone = engine.forwarded, Engine(model, stop=NEVER, slots=1, max_length=60, seed=5)
+        turns = [one.generate([ask(number, tokens, 4)])[0] for one in (engine, alone)]
+        assert turns[0] == turns[1]
+        forwarded.append(engine.forwarded - before - 3)
+        traces = [one.release(number) for one in (engine, alone)]
+        same({number: ([], [], traces[0])}, {number: ([], [], traces[1])})
+    assert forwarded == [32, 2, 1, 20, 30 if slots == 1 else 1], "in one place there is only the rollout before"
+    engine.swap(make_model(4), 1)
+    before = engine.forwarded
+    engine.generate([ask(9, prompts[0], 4)])
+    assert engine.forwarded - before == 32 + 3, "other weights begin anew"
+
+
 def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike(make_model):
     first, second = make_model(3), make_model(4)
     engine = Engine(first, stop=NEVER, slots=2, max_length=40, temperature=0.0)
