@@ -121,6 +121,7 @@ def versions(run: Path, name: str) -> set[int]:
     return {int(v) for each in served(run)[name].rollout.segments for v in each.policy_version[each.acted]}
 
 
+@pytest.mark.whole
 def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path: Path, tmp_path: Path) -> None:
     store, run = str(tmp_path / "store"), tmp_path / "run"
     weights = load_pretrained(path)

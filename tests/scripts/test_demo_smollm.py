@@ -52,6 +52,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
+@pytest.mark.whole
 def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Path, tmp_path: Path) -> None:
     values = module.SETTINGS | FEW | {"model.start": str(llama), "limits.tokens": 4096, "limits.turn_tokens": 1024}
     s = Stages(create(tmp_path / "runs", "run"), override(Settings(), values), Ranks(), Sandboxes(), lambda line: None)

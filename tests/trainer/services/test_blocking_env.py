@@ -126,6 +126,7 @@ def require_whole(run: RunDir, folder: Path) -> None:
 Begun = Callable[..., tuple[RunDir, Settings]]
 
 
+@pytest.mark.whole
 def test_the_plain_loop_ends_although_a_tool_and_a_reward_block(folder: Path, begun: Begun) -> None:
     run, _ = begun()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -135,6 +136,7 @@ def test_the_plain_loop_ends_although_a_tool_and_a_reward_block(folder: Path, be
     assert not list((run.path / "journal").iterdir())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("on_ray", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["threads", "ray"])
 def test_the_services_end_although_a_tool_and_a_reward_block(folder: Path, begun: Begun, on_ray: bool) -> None:
     run, settings = begun(**{"services.on": True})

@@ -45,6 +45,7 @@ from composer_nb.trainer.versions.manifest import state_hash
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 from tests.trainer.services.threads import ThreadRemote, Threads
 
+pytestmark = pytest.mark.whole
 MICRO: dict[str, Any] = WHOLE | {
     "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
     **{"data.rl_tasks": 40, "data.heldout_tasks": 8, "data.tune_tasks": 4, "ranks": 1, "services.engines": 2},
