@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from composer_nb.harness.agent.endpoint import Endpoint
+from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.front import grade
@@ -144,7 +144,7 @@ def endpoint_of(policy: str, temperature: float, seed: int, workers: int, tokens
 
 
 def ask(endpoint: Endpoint, problem: Problem, form: Form, tokens: int, seed: int) -> str:
-    """Return the text of an answer. Raises ProviderFailure."""
+    """Return the text of an answer, empty where the model's context is too short for it. Raises ProviderFailure."""
     body: dict[str, Any] = {
         "model": endpoint.model,
         "temperature": endpoint.temperature,
@@ -160,6 +160,8 @@ def ask(endpoint: Endpoint, problem: Problem, form: Form, tokens: int, seed: int
         choice = endpoint.ask("POST", path, time.monotonic() + ANSWER_S, body)["choices"][0]
         text = str((choice["text"] if form == "raw" else choice["message"].get("content")) or "")
         return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text of a file
+    except ContextExceeded:  # the model cannot answer, as it stands: that is no fault of the machine
+        return ""
     except TimeIsUp:
         raise ProviderFailure(f"{endpoint.url}: no answer within {ANSWER_S:g} s") from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:

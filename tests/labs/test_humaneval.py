@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from composer_nb import cli
+from composer_nb.harness.agent.endpoint import ContextExceeded
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.sandbox import open_backend
@@ -145,6 +146,18 @@ def test_an_answer_that_the_sandbox_lost_is_no_failure_and_is_asked_for_again(
         assert report["lost"] == 1 and "pass_at_1" not in report
         report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
     assert (report["lost"], report["pass_at_1"], len(stand_in.asked)) == (0, 1.0, 2)
+
+
+def test_a_problem_beyond_the_context_is_failed_and_does_not_end_the_run(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def too_long(*_: Any) -> Any:
+        raise ContextExceeded("status 400: maximum context length is 512 tokens")
+
+    monkeypatch.setattr(stand_in, "ask", too_long)
+    with open_backend("bwrap") as backend:
+        report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, workers=1)
+    assert (report["lost"], report["pass_at_1"]) == (0, 0.0)
 
 
 def test_a_missing_or_changed_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
