@@ -154,12 +154,16 @@ def test_rubrics_beside_the_tests_in_the_bench(
     tasks[0] = tasks[0].model_copy(update=marked)
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     model = Scripted(fair_to_changes)
-    monkeypatch.setattr(Endpoint, "complete", lambda _, *arguments, until: model.complete(*arguments, until=until))
+    monkeypatch.setattr(
+        Endpoint, "complete", lambda _, *arguments, until=0.0: model.complete(*arguments[:3], until=until)
+    )
     line = ["eval", "--policy", "scripted:expert", "--tasks", f"{tmp_path}/tasks.jsonl", "--out", f"{tmp_path}/out"]
     line += ["--samples", "2", "--greedy", "--judge"]
     address = "openai:http://127.0.0.1:9/v1#m"
     assert main([*line, address, "--json"]) == 0
-    rubrics = json.loads(capsys.readouterr().out)["arms"]["all"]["rubrics"]
+    figures = json.loads(capsys.readouterr().out)["arms"]["all"]
+    rubrics, review = figures["rubrics"], figures["judge"]
+    assert (review["n"], review["failed"], review["mean"]) == (0, 4, None), "levels without a reason"
     assert {name: (row["level"], row["n"], row["failed"]) for name, row in rubrics.items()} == {
         "communication": (0.5, 4, 0),
         "checked": (1.0, 2, 2),
@@ -171,7 +175,7 @@ def test_rubrics_beside_the_tests_in_the_bench(
     assert main([*line, address]) == 0
     [row] = [text.split() for text in capsys.readouterr().out.splitlines() if "(n=4)" in text]
     assert row == ["all", "1.000", "(n=2)", "0.500", "(n=4)", "1.000", "(n=2)", "1.000", "(n=4)", "2"]
-    assert main([*line, "scripted:lazy"]) == 2 and "scripted:lazy: give an address" in capsys.readouterr().err
+    assert main([*line, "scripted:lazy"]) == 2 and "scripted:lazy: give a checkpoint" in capsys.readouterr().err
     foreign = ["eval", "--policy", "scripted:expert", "--tasks", "verifiers:any", "--judge", address]
     assert main(foreign) == 2 and "keeps no rollouts that a rubric could judge" in capsys.readouterr().err
 
