@@ -139,29 +139,27 @@ def gate(judgement: Mapping[str, Any]) -> Picture:
     return picture
 
 
-# Columns of the table of quality: the figure and its statistic, or a figure of the judge's.
+# Columns of the table of quality, and the statistic in each.
 QUALITY = {
-    "lines, median": ("lines", "median"),
+    "lines": ("lines", "median"),
     "human's": ("human_lines", "median"),
     "ratio": ("lines_ratio", "median"),
-    "more lines, mean": ("lines_more", "mean"),
-    "extra files": ("extra_files", "mean"),
+    "more": ("lines_more", "mean"),
+    "files more": ("extra_files", "mean"),
     "new names": ("new_names", "mean"),
-    "human's new": ("human_names", "mean"),
     "needless": ("needless_names", "mean"),
 }
 
 
 def quality_table(report: Mapping[str, Any]) -> Table:
     """Return a table of the changes that passed, beside the humans', with a row for each arm, and with the levels of a judge."""
-    rows, judged = [], any("judge" in row for row in report["arms"].values())
+    rows = []
     for arm, row in report["arms"].items():
-        quality, judge = row.get("quality"), row.get("judge", {})
-        cells = [f"{quality[name][statistic]:.2f}" if quality else "–" for name, statistic in QUALITY.values()]
-        level = f"{shown(judge.get('mean'), '.2f')} (n={judge.get('n', 0)}, {judge.get('failed', 0)} failed)"
-        rows.append([arm, str(quality["n"] if quality else 0), *cells, *([level] if judged else [])])
-    head = ("changes that passed", "n", *QUALITY, *(["judge, 1 to 5"] if judged else []))
-    return text_table(rows, head, numbers=True)
+        quality, judge = row["quality"], row.get("judge", {})
+        cells = [f"{quality[name][statistic]:.3g}" if quality else "–" for name, statistic in QUALITY.values()]
+        rows.append([arm, str(quality["n"] if quality else 0), *cells, shown(judge.get("mean"), ".2f")])
+        rows[-1].append(f"{judge['failed']} of {judge['n'] + judge['failed']}" if judge else "–")
+    return text_table(rows, ("changes", "passed", *QUALITY, "judge", "no verdict"), numbers=True)
 
 
 COSTS = {
@@ -201,9 +199,11 @@ def pareto(reports: Mapping[str, Mapping[str, Any]]) -> Picture:
         for (x, y), (label, row), (marker, color) in zip(points, rows.items(), cycle(product("osD^v", _POINTS))):
             style.interval(ax, [x, x], row["ci95"])
             ax.plot(x, y, marker, color=color, markersize=8, label=label)
-        if max(points)[0] > 4 * min(points)[0]:
+        if max(points)[0] > 8 * min(points)[0]:
             ax.set_xscale("log")
             style.log_axis(ax.xaxis)
+        else:
+            ax.set_xlim(0, 1.1 * max(points)[0])
         title(as_share(ax, 1.05), "" if ax is not picture.axes[0] else "pass@1, 95 % over tasks", COSTS[name])
     labels = ax.get_legend_handles_labels()
     picture.legend(*labels, loc="outside lower center", frameon=False, fontsize=8.5, labelcolor=style.INK)
@@ -224,9 +224,20 @@ def sizes(tasks: Sequence[Task]) -> Picture:
         if not values:
             style.absent(ax, "no task has a solution")
             continue
-        ax.boxplot([np.maximum(1, values)], widths=0.5, whis=(5, 95), medianprops={"color": style.BLUE})
-        ax.set_yscale("log")
-        style.log_axis(ax.yaxis)
+        lines: dict[str, Any] = {f"{part}props": {"color": style.INK} for part in ("box", "whisker", "cap")}
+        ax.boxplot(
+            [values],
+            widths=0.5,
+            whis=(5, 95),
+            flierprops={"markeredgecolor": style.INK},
+            medianprops={"color": style.BLUE},
+            **lines,
+        )
+        if max(values) > 8 * max(1, min(values)):
+            ax.set_yscale("symlog", linthresh=1)
+            style.log_axis(ax.yaxis)
+        else:
+            style.from_zero(ax)
         low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
         ax.set_xticks([1], [f"median {middle:g}, quartiles {low:g} and {high:g}, whiskers 5 and 95 %"])
     return picture
