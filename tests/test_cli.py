@@ -230,6 +230,16 @@ def test_two_evaluations_are_compared_by_task(tmp_path: Path, capsys: Any) -> No
     told = capsys.readouterr().out
     assert "+0.500" in told and "gone\\x1b[2J" in told and "\x1b" not in told and "of the second new" in told
     assert "+0.500" in (tmp_path / "page.html").read_text()
+    row = {"n_tasks": 2, "pass_at_1": 0.5, "ci95": [0.1, 0.9], "tokens_per_task": 90.0}
+    (two / "report.json").write_text(json.dumps({"arms": {"all": row}}))
+    assert cli.main(["compare", str(one), str(two), str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "data:image/png" in page and f"no report.json: {one}, {tmp_path}." in page and capsys.readouterr()
+    for wrong in ([], [str(one), str(two)]):
+        (tmp_path / "run.db").touch()
+        assert cli.main(["compare", str(tmp_path), *wrong]) == 2
+        assert "give two runs, or two or more folders of eval" in capsys.readouterr().err
+    (tmp_path / "run.db").unlink()
     assert cli.main(["compare", str(one), str(tmp_path)]) == 2
     assert "neither a run nor the folder of an evaluation" in capsys.readouterr().err
 

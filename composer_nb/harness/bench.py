@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,16 @@ def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
 
 def _share(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that one of k samples passes, from n samples (arXiv 2107.03374, eq. 1)."""
+    return 1.0 - comb(n - passed, k) / comb(n, k)
+
+
+def pass_hat_k(n: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of the chance that all of k samples pass, from n samples (tau-bench, arXiv 2406.12045)."""
+    return comb(passed, k) / comb(n, k)
 
 
 def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:

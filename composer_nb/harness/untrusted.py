@@ -13,6 +13,7 @@ import re
 import sqlite3
 import tomllib
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -147,17 +148,29 @@ def toml_of(text: str) -> dict[str, Any]:
 
 
 def opcodes(old: Sequence[str], new: Sequence[str]) -> Sequence[tuple[str, int, int, int, int]]:
-    """Return how lines differ, as difflib does, whose time can grow with the cube of their number. Of more than MAX_DIFF_LINES,
-    everything between the first and the last difference counts as replaced."""
+    """Return how lines differ, as difflib does, whose time can grow with the cube of their number. Texts of more than
+    MAX_DIFF_LINES are compared between their first and their last difference, which count as one if that is as long."""
     if len(old) + len(new) <= MAX_DIFF_LINES:
         return difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     head = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     rest = zip(reversed(old[head:]), reversed(new[head:]), strict=False)
     tail = next((at for at, (a, b) in enumerate(rest) if a != b), min(len(old), len(new)) - head)
     ends = len(old) - tail, len(new) - tail
-    blocks = [("equal", 0, head, 0, head), ("replace", head, ends[0], head, ends[1])]
-    blocks.append(("equal", ends[0], len(old), ends[1], len(new)))
+    inner: Sequence[tuple[str, int, int, int, int]] = [("replace", 0, ends[0] - head, 0, ends[1] - head)]
+    if sum(ends) - 2 * head <= MAX_DIFF_LINES:
+        inner = opcodes(old[head : ends[0]], new[head : ends[1]])
+    blocks = [(kind, a + head, b + head, c + head, d + head) for kind, a, b, c, d in inner]
+    blocks = [("equal", 0, head, 0, head), *blocks, ("equal", ends[0], len(old), ends[1], len(new))]
     return [block for block in blocks if block[1] < block[2] or block[3] < block[4]]
+
+
+def changed_lines(old: str, new: str) -> int:
+    """Return the number of lines removed and added; of long texts without those that only moved."""
+    old_lines, new_lines = old.split("\n"), new.split("\n")
+    if len(old_lines) + len(new_lines) > MAX_DIFF_LINES:
+        return sum(((Counter(old_lines) - Counter(new_lines)) + (Counter(new_lines) - Counter(old_lines))).values())
+    blocks = [block for block in opcodes(old_lines, new_lines) if block[0] != "equal"]
+    return sum(end - start + stop - begin for _, start, end, begin, stop in blocks)
 
 
 def json_of(text: str | bytes) -> Any:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import comb
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint
-from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.bench import bootstrap, pass_at_k
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest
@@ -118,11 +117,6 @@ def extracted(problem: Problem, text: str) -> str:
     definition = f"def {problem.entry_point}("
     block = next((block for block in BLOCK.findall(text) if definition in block), text)
     return f"{problem.prompt.partition(definition)[0]}{block}\n"
-
-
-def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k samples passes, from n samples (arXiv 2107.03374, eq. 1)."""
-    return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
 @contextmanager

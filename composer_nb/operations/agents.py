@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +47,11 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--price READ,WRITTEN", "dollars per million tokens, for the cost of a task", ""),
     arg("--planner POLICY", "a policy that writes plans, for one more arm, `planned`", ""),
     arg("--planner-price READ,WRITTEN", "dollars per million tokens of the planner", ""),
-    arg("--judge openai:URL[#MODEL]", "a model that judges each attempt by rubrics, beside the tests", ""),
+    arg(
+        "--judge POLICY",
+        "a policy that reviews passed changes beside the human's, with tools that read; an endpoint also judges by rubrics",
+        "",
+    ),
     SET,
     JSON,
     epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
@@ -57,15 +61,17 @@ def evaluate(args: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.harness.environment import load_environment
-    from composer_nb.harness.files import write_json
+    from composer_nb.harness.files import write_atomic, write_json
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
+    from composer_nb.labs.rewards.review import open_reviewer, review_evaluation
     from composer_nb.labs.suites import judged, make_suite
     from composer_nb.production.agents import new_folder
     from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.production.foreign import KINDS
     from composer_nb.production.policies import open_endpoint
     from composer_nb.production.show import bench_progress, bench_table
+    from composer_nb.views.agent import pareto, quality_table, sizes
 
     if args.samples < 1 or args.workers < 0:
         raise ValueError(f"--samples {args.samples} --workers {args.workers}: at least 1 and 0 are needed")
@@ -81,7 +87,6 @@ def evaluate(args: argparse.Namespace) -> int:
             tasks = make_suite(args.suite, CachedExecutor(executor))
     else:
         tasks, environment = load_environment(str(args.tasks))
-    endpoint, tables = open_endpoint(args.judge.removeprefix("openai:"), 0.0) if args.judge else None, []
     settings = bench_settings(args.policy, tasks, overrides(args.set))
     out = args.out or new_folder(Path("runs"), "eval")
     progress = bench_progress(len(tasks) * (args.samples + args.greedy), Console(stderr=True))
@@ -94,21 +99,27 @@ def evaluate(args: argparse.Namespace) -> int:
     options = pick(args, "samples", "greedy", "arms", "backend", "workers", "planner")
     options |= {"price": _price(args.price), "planner_price": _price(args.planner_price)}
     options["tools"] = getattr(environment, "tools", None)
-    report = evaluate(args.policy, tasks, out, settings=settings, on_attempt=on_attempt, **options)
-    suite_lines = ""
+    with open_reviewer(args.judge, args.backend) if args.judge else nullcontext() as reviewer:
+        report = evaluate(args.policy, tasks, out, settings=settings, on_attempt=on_attempt, **options)
+        if reviewer:
+            review_evaluation(reviewer, out, report["arms"], tasks)
+    suite_lines, tables = "", [quality_table(report)] if any(row["quality"] for row in report["arms"].values()) else []
     if args.suite:
         for arm, attempts in attempts_by_arm.items():
             report["arms"][arm]["suite"] = row = judged(attempts, settings.seed)
             suite_lines += f"\n{args.suite}, {arm}: {row['passed']} passed {row['ci95']}"
             suite_lines += f"; {row['became']}, {row['lost']} lost"
-    if endpoint:
+    if args.judge.startswith("openai:"):
+        endpoint = open_endpoint(args.judge.removeprefix("openai:"), 0.0)
         for arm, attempts in attempts_by_arm.items():
             rubrics = RubricJudge(endpoint=endpoint, folder=out / "judged", within_s=300.0, answer_tokens=4096)
             sampled_attempts = attempts[: len(tasks) * args.samples]  # greedy ones come last
             report["arms"][arm]["rubrics"] = rubric_levels(rubrics, sampled_attempts)
         tables.append(_rubric_table(report["arms"]))
-    if args.suite or endpoint:
+    if args.suite or args.judge:
         write_json(out / "report.json", report)
+    write_atomic(out / "pareto.png", pareto({args.policy: report}).png())
+    write_atomic(out / "sizes.png", sizes(tasks).png())
     emit(args, report, lambda: Group(bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
     require_attempts(report, out)
     return 0

@@ -38,7 +38,7 @@ def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = f
             continue
         kind = "boolean" if options.get("action") == "store_true" else _TYPES.get(options.get("type", str), "string")
         parameter: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
-        if options.get("action") == "append" or isinstance(options.get("nargs"), int):
+        if options.get("action") == "append" or options.get("nargs") == "+":
             parameter = {"type": "array", "items": {"type": kind}, "description": parameter["description"]}
         if "choices" in options:
             parameter["enum"] = list(options["choices"])

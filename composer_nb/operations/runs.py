@@ -267,26 +267,39 @@ def watch(args: argparse.Namespace) -> int:
 @command(
     "compare",
     arg(
-        "paths RUN|EVAL", "two runs, or two folders of eval; the second is compared with the first", nargs=2, type=Path
+        "paths RUN|EVAL",
+        "two runs, or folders of eval; the second is compared with the first, more are drawn on the page alone",
+        nargs="+",
+        type=Path,
     ),
     HTML,
     JSON,
 )
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
-    from composer_nb.harness.files import write_atomic
+    from composer_nb.harness.files import read_json, write_atomic
+    from composer_nb.harness.untrusted import visible
     from composer_nb.production.bench import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
+    from composer_nb.views.agent import pareto
     from composer_nb.views.compare import figures, page, table
 
+    runs = any((path / "run.db").is_file() for path in args.paths)
+    if len(args.paths) < 2 or (runs and len(args.paths) > 2):
+        raise ValueError(f"compare {' '.join(map(str, args.paths))}: give two runs, or two or more folders of eval")
     pictures: dict[str, tuple[str, bytes]] = {}
-    if any((path / "run.db").is_file() for path in args.paths):
+    if runs:
         first, second = map(ReadOnly, args.paths)
         comparison = compare(first, second)
         pictures = figures(comparison, first, second) if args.html else {}
     else:
-        comparison = compare_evals(*args.paths)
+        comparison = compare_evals(*args.paths[:2])
+        reports = {str(path): report for path in args.paths if (report := read_json(path / "report.json"))}
+        caption = "Score against cost: a point for each arm of each evaluation. No other point beats those on the line."
+        if unfinished := [str(path) for path in args.paths if str(path) not in reports]:
+            caption += f" Not drawn, because it has no report.json: {visible(', '.join(unfinished))}."
+        pictures = {"pareto": (caption, pareto(reports).png())} if args.html else {}
     if args.html:
         write_atomic(args.html, page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))

@@ -29,11 +29,12 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.attempt import Environment, attempt
-from composer_nb.harness.bench import bootstrap, scores, summarise
+from composer_nb.harness.bench import bootstrap, pass_at_k, pass_hat_k, scores, summarise
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.monitors import flags_of
+from composer_nb.harness.quality import change_quality, quality_columns, quality_figures
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE
@@ -183,12 +184,12 @@ def evaluate(
             environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=settings.limits)
             run = partial(_attempts, policy, arm_tasks, environment, workers, partial(on_attempt, name))
             sampled = run(settings, samples, out / name / "attempts")
-            save_attempts(out / name / "rollouts.parquet", sampled)
+            quality = _save_with_quality(out / name / "rollouts.parquet", sampled)
             certain = run(replace(settings, temperature=0.0), 1, out / name / "greedy") if greedy else []
             if greedy:
                 save_attempts(out / name / "greedy.parquet", certain)
             empty += sum(sample.rollout.stop == "tokens" and not sample.rollout.turns for sample in sampled)
-            report[name] = figures(sampled, certain, settings.seed, price)
+            report[name] = figures(sampled, certain, settings.seed, price) | {"quality": quality}
             if name == "planned":
                 report[name] = with_plans(report[name], plans, planner, planner_price)
             first = first or sampled
@@ -247,6 +248,13 @@ def _attempts(
             attempts[number] = attempt
             on_attempt(attempt)
     return [attempts[number] for number in sorted(attempts)]
+
+
+def _save_with_quality(path: Path, attempts: Sequence[Attempt]) -> dict[str, Any] | None:
+    """Store attempts with the quality of their changes beside the human's, and return its figures."""
+    qualities = [change_quality(attempt.task, attempt.rollout.files) for attempt in attempts]
+    save_attempts(path, attempts, quality_columns(qualities))
+    return quality_figures(qualities, attempts)
 
 
 @contextmanager
@@ -327,9 +335,10 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures of `summarise` that these tools report, and of `greedy` attempts if there are any; besides them
 
-    `all_of_k`                   share of tasks that all k attempts solve (pass^k, tau-bench, arXiv 2406.12045)
-    `flagged`, `disqualified`    share of attempts with a flag of the grader or of a monitor, and the tasks at which
-                                 one was tampered with
+    `pass_at_k`, `pass_hat_k`    by k, the chances that one of k attempts, and that all of k, solve a task, each as the unbiased
+                                 estimate from all attempts, averaged over tasks; `all_of_k` is the last of `pass_hat_k`
+    `flagged`                    share of attempts with a flag of the grader or of a monitor
+    `disqualified`               tasks at which an attempt was tampered with, and `disqualified_attempts` their number
     `seconds_p50`, `seconds_p95` of a rollout
     `dollars_per_task`           mean of an attempt's tokens at `price`: dollars per million tokens read, and written
 
@@ -342,6 +351,13 @@ def figures(
     graded = [attempt for attempt in attempts if attempt.grade.known]
     if not graded:
         return losses | {"n_tasks": 0}
+    solved_by_task = scores(graded, lambda solved_attempt: solved_attempt.task.id).values()
+    most = min(map(len, solved_by_task))
+    counts = sorted({*(2**power for power in range(most.bit_length())), most})
+    at_k, hat_k = (
+        {str(k): float(np.mean([estimate(len(s), int(sum(s)), k) for s in solved_by_task])) for k in counts}
+        for estimate in (pass_at_k, pass_hat_k)
+    )
     greedy = [attempt for attempt in greedy if attempt.grade.known]
     median, late = np.quantile([attempt.rollout.seconds for attempt in graded], [0.5, 0.95]).tolist()
     tiny = attempts[0].task.grader == "functions"
@@ -356,11 +372,12 @@ def figures(
     return {
         **{name: value for name, value in summary if tiny or name not in TINY_FIGURES},
         **losses,
-        "all_of_k": float(
-            np.mean([min(solved) for solved in scores(graded, lambda solved_attempt: solved_attempt.task.id).values()])
-        ),
+        "pass_at_k": at_k,
+        "pass_hat_k": hat_k,
+        "all_of_k": hat_k[str(most)],
         "flagged": float(np.mean([bool(attempt.grade.flags or flags_of(attempt)) for attempt in graded])),
         "disqualified": sorted({attempt.task.id for attempt in attempts if attempt.grade.status == "tampered"}),
+        "disqualified_attempts": sum(attempt.grade.status == "tampered" for attempt in attempts),
         "seconds_p50": median,
         "seconds_p95": late,
         "dollars_per_task": dollars,

@@ -1,23 +1,31 @@
-"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, what
-a bench can show, and the gate of an update."""
+"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, their
+score against cost, the quality of their changes, sizes of tasks, what a bench can show, and the gate of an update."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from rich.table import Table
+
+from composer_nb.harness.quality import solution_lines
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html
 from composer_nb.production.bench import detectable as smallest
 from composer_nb.production.show import call_line
 from composer_nb.production.work import Work
 from composer_nb.views import style
-from composer_nb.views.page import Html, box
+from composer_nb.views.page import Html, box, shown, text_table
 from composer_nb.views.style import Picture, as_share, key, one_panel, title
 
 if TYPE_CHECKING:
     import ipywidgets
 
+_POINTS = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 _LINES = {"+": "background:#00996622", "-": "background:#d55e0022", "@": "opacity:.6"}
 
 
@@ -128,4 +136,108 @@ def gate(judgement: Mapping[str, Any]) -> Picture:
     low, high = judgement["ci95"]
     title(as_share(ax, 1.2), f"change of pass@1 {judgement['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
     key(ax, ncols=2)
+    return picture
+
+
+# Columns of the table of quality, and the statistic in each.
+QUALITY = {
+    "lines": ("lines", "median"),
+    "human's": ("human_lines", "median"),
+    "ratio": ("lines_ratio", "median"),
+    "more": ("lines_more", "mean"),
+    "files more": ("extra_files", "mean"),
+    "new names": ("new_names", "mean"),
+    "needless": ("needless_names", "mean"),
+}
+
+
+def quality_table(report: Mapping[str, Any]) -> Table:
+    """Return a table of the changes that passed, beside the humans', with a row for each arm, and with the levels of a judge."""
+    rows = []
+    for arm, row in report["arms"].items():
+        quality, judge = row["quality"], row.get("judge", {})
+        cells = [f"{quality[name][statistic]:.3g}" if quality else "–" for name, statistic in QUALITY.values()]
+        rows.append([arm, str(quality["n"] if quality else 0), *cells, shown(judge.get("mean"), ".2f")])
+        rows[-1].append(f"{judge['failed']} of {judge['n'] + judge['failed']}" if judge else "–")
+    return text_table(rows, ("changes", "passed", *QUALITY, "judge", "no verdict"), numbers=True)
+
+
+COSTS = {
+    "tokens_per_task": "tokens a task",
+    "seconds_p50": "seconds a task, median",
+    "dollars_per_task": "dollars a task",
+}
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the positions of the points (cost, score) that no other beats: none scores as much for less, or more for as much.
+    In order of cost."""
+    best, positions = -math.inf, list[int]()
+    for position in sorted(range(len(points)), key=lambda n: (points[n][0], -points[n][1])):
+        if points[position][1] > best:
+            best = points[position][1]
+            positions.append(position)
+    return positions
+
+
+def pareto(reports: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Draw score against each cost that all arms report, a point with its 95 % interval for each arm of each evaluation. A line
+    joins the points that no other beats."""
+    rows = {
+        f"{name}, {arm}".replace("$", r"\$"): row
+        for name, report in reports.items()
+        for arm, row in report["arms"].items()
+        if row["n_tasks"]
+    }
+    costs = [name for name in COSTS if rows and all(row.get(name) for row in rows.values())]
+    if not costs:
+        return style.empty("there is no score yet whose tokens, seconds or dollars were counted")
+    picture = Picture(1.0 + 3.6 * len(costs), 3.2 + 0.16 * len(rows))
+    for ax, name in zip(picture.panels(1, len(costs), sharey=True), costs, strict=True):
+        points = [(float(row[name]), float(row["pass_at_1"])) for row in rows.values()]
+        ax.plot(*zip(*(points[n] for n in front(points)), strict=True), color=style.GREY, linewidth=1, zorder=1)
+        for (x, y), (label, row), (marker, color) in zip(points, rows.items(), cycle(product("osD^v", _POINTS))):
+            style.interval(ax, [x, x], row["ci95"])
+            ax.plot(x, y, marker, color=color, markersize=8, label=label)
+        if max(points)[0] > 8 * min(points)[0]:
+            ax.set_xscale("log")
+            style.log_axis(ax.xaxis)
+        else:
+            ax.set_xlim(0, 1.1 * max(points)[0])
+        title(as_share(ax, 1.05), "" if ax is not picture.axes[0] else "pass@1, 95 % over tasks", COSTS[name])
+    labels = ax.get_legend_handles_labels()
+    picture.legend(*labels, loc="outside lower center", frameon=False, fontsize=8.5, labelcolor=style.INK)
+    return picture
+
+
+def sizes(tasks: Sequence[Task]) -> Picture:
+    """Draw boxplots of the lines that solutions change, and of the lengths of requests, with median and quartiles in words."""
+    parts = {
+        "lines that solutions change": [
+            solution_lines(task) for task in tasks if task.solution and task.grader != "script"
+        ],
+        "characters of requests": [len(task.instruction) for task in tasks],
+    }
+    picture = Picture(8.5, 3.2)
+    for ax, (name, values) in zip(picture.panels(1, 2), parts.items(), strict=True):
+        title(ax, f"{name}, {len(values)} tasks")
+        if not values:
+            style.absent(ax, "no task has a solution")
+            continue
+        lines: dict[str, Any] = {f"{part}props": {"color": style.INK} for part in ("box", "whisker", "cap")}
+        ax.boxplot(
+            [values],
+            widths=0.5,
+            whis=(5, 95),
+            flierprops={"markeredgecolor": style.INK},
+            medianprops={"color": style.BLUE},
+            **lines,
+        )
+        if max(values) > 8 * max(1, min(values)):
+            ax.set_yscale("symlog", linthresh=1)
+            style.log_axis(ax.yaxis)
+        else:
+            style.from_zero(ax)
+        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+        ax.set_xticks([1], [f"median {middle:g}, quartiles {low:g} and {high:g}, whiskers 5 and 95 %"])
     return picture

@@ -13,7 +13,6 @@ zigzag             attention work of the busiest rank of a context, over the mea
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sysconfig
 from collections import Counter
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from composer_nb.harness.quality import solution_lines
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
 from composer_nb.labs.formats import FORMATS, changed_past
@@ -63,17 +63,11 @@ def mix(tasks: list[Task]) -> Iterator[Row]:
     yield from ((*key, n, f"{n / len(tasks):.0%}") for key, n in counted.most_common())
 
 
-def changed_lines(task: Task) -> int:
-    """Return the lines that a solution adds and removes."""
-    pairs = [(task.files.get(path, "").splitlines(), text.splitlines()) for path, text in task.solution.items()]
-    return sum(line[0] in "+-" for old, new in pairs for line in difflib.ndiff(old, new))
-
-
 def sizes(tasks: list[Task]) -> Iterator[Row]:
     yield "figure", "least", "lower quartile", "median", "upper quartile", "most", "tasks"
     solved = [task for task in tasks if task.solution]
     for name, values in (
-        ("lines changed", [changed_lines(task) for task in solved]),
+        ("lines changed", [solution_lines(task) for task in solved]),
         ("characters of the request", [len(task.instruction) for task in tasks]),
     ):
         yield name, *np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist(), len(values)

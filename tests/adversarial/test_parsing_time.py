@@ -10,7 +10,6 @@ import pytest
 from composer_nb.harness import untrusted
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.tasks.harbor import settings
-from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.mine import changelog, request_of
 from composer_nb.harness.tasks.making.options import read_options
 from composer_nb.harness.tasks.making.repository import Repository
@@ -49,7 +48,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a commit's spaces": lambda: request_of("add it" + " " * 400_000 + "x"),
     "a Dockerfile": lambda: COPIES.search("\n" * 200_000),
     "pytest's summary": lambda: terminal.tested("9" * 5000 + " passed in 1.0s"),
-    "lines of a file": lambda: changed_lines("\n".join(LINES), "\n".join(OTHER)),
+    "lines of a file": lambda: untrusted.changed_lines("\n".join(LINES), "\n".join(OTHER)),
     "a changelog": lambda: changelog(state(LINES), state(OTHER)),
     "a judge's view": lambda: evidence(done({"f.py": "\n".join(OTHER)}), COMMUNICATION.shows),
     "TOML": raises(lambda: untrusted.toml_of(DOTS)),

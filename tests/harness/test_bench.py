@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.bench import behaviour, filtered_best_of, summarise
+from composer_nb.harness.bench import behaviour, filtered_best_of, pass_at_k, pass_hat_k, summarise
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
@@ -82,6 +84,13 @@ def test_an_interval_holds_the_mean(solved: list[list[bool]], seed: int) -> None
         assert -1e-9 <= low <= found[mean] + 1e-9 and found[mean] - 1e-9 <= high <= 1 + 1e-9
     assert found["best_of_k"] >= found["pass_at_1"] - 1e-9
     assert found == summarise(sampled, greedy, seed)
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 1), (5, 2, 1), (5, 2, 3), (6, 5, 2), (4, 4, 4)])
+def test_estimates_are_shares_of_draws_of_k(n: int, passed: int, k: int) -> None:
+    draws = list(combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_hat_k(n, passed, k) == pytest.approx(sum(map(all, draws)) / len(draws))
 
 
 def test_behaviour_is_what_was_done() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from composer_nb.labs.humaneval import (
     completed,
     evaluate_humaneval,
     extracted,
-    pass_at_k,
     read_problems,
     task_of,
 )
@@ -79,12 +77,6 @@ def test_a_completion_ends_before_the_next_statement_at_the_margin(text: str, pr
 def test_the_block_that_defines_the_function_is_the_answer(text: str) -> None:
     problem = PROBLEMS[0].model_copy(update={"prompt": "import math\n\n\ndef f(x):\n    '''x'''\n", "entry_point": "f"})
     assert extracted(problem, text) == "import math\n\n\ndef f(x):\n    return x\n"
-
-
-@pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 1), (5, 2, 1), (5, 2, 3), (6, 5, 2), (4, 4, 4)])
-def test_pass_at_k_is_the_share_of_draws_of_k_with_a_passing_one(n: int, passed: int, k: int) -> None:
-    draws = list(combinations([True] * passed + [False] * (n - passed), k))
-    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 class StandIn:

@@ -178,7 +178,9 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     assert bash["invalid_call_rate"] == pytest.approx(2 / 3)
     assert report["arms"]["no-descriptions"]["gain"] == [0.0, 0.0, 0.0]
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
-    assert pq.read_table(tmp_path / "out/all/rollouts.parquet").num_rows == 4
+    stored = pq.read_table(tmp_path / "out/all/rollouts.parquet")
+    assert stored.num_rows == 4 and stored["lines"].to_pylist() == stored["human_lines"].to_pylist() == [2] * 4
+    assert (whole["quality"]["n"], whole["quality"]["lines_ratio"]["mean"], bash["quality"]) == (4, 1.0, None)
     heard.clear()
     evaluate("scripted:expert", tasks, tmp_path / "out", **given)
     assert len(heard) == 4

@@ -44,7 +44,10 @@ def test_a_row_by_hand() -> None:
     rows += [attempt("c", False, status="tampered", flags=("twin_passed",))]
     found = figures(rows, price=(0.5, 2.5))
     assert (found["pass_at_1"], found["best_of_k"], found["all_of_k"]) == pytest.approx((1 / 2, 2 / 3, 1 / 3))
+    assert found["pass_at_k"] == pytest.approx({"1": 1 / 2, "2": 2 / 3})
+    assert found["pass_hat_k"] == pytest.approx({"1": 1 / 2, "2": 1 / 3})
     assert found["flagged"] == pytest.approx(1 / 6) and found["disqualified"] == ["c"]
+    assert found["disqualified_attempts"] == 1
     assert found["dollars_per_task"] == pytest.approx((9000 * 0.5 + 1000 * 2.5) / 1e6)
     assert figures(rows)["dollars_per_task"] is None
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pixels import drawn
+from rich.console import Console
 
+from composer_nb.harness.tasks.task import Task
 from composer_nb.production.agents import run_agent
 from composer_nb.production.work import Work
 from composer_nb.views import agent
@@ -50,3 +55,57 @@ def test_a_conflict_is_said_and_can_still_be_rejected(work: Work) -> None:
     yes, no, said = agent.verdict(work).children[1].children
     yes.click()
     assert "new.py" in said.value and not no.disabled and (work.source.root / "new.py").read_text() == "mine"
+
+
+def test_no_point_beats_those_of_the_front() -> None:
+    points = [(3.0, 0.5), (1.0, 0.2), (2.0, 0.2), (2.0, 0.6), (4.0, 0.6), (5.0, 0.7)]
+    assert agent.front(points) == [1, 3, 5] and agent.front([]) == []
+
+
+def row(score: float, tokens: float, dollars: float | None = None, n_tasks: int = 4) -> dict[str, Any]:
+    costs = {"tokens_per_task": tokens, "seconds_p50": 1.0, "dollars_per_task": dollars}
+    return costs | {"pass_at_1": score, "ci95": [score - 0.1, score + 0.1], "n_tasks": n_tasks}
+
+
+def test_score_against_the_costs_that_all_arms_have() -> None:
+    lost = {"n_tasks": 0}
+    one, two = (
+        {"arms": {"all": row(0.5, 100), "bash": lost}},
+        {"arms": {"all": row(0.4, 900, 0.1), "b$sh": row(0.6, 50)}},
+    )
+    picture = agent.pareto({"o$ne": one, "two": two})
+    tokens, seconds = picture.axes
+    points = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in tokens.lines}
+    assert points[r"o\$ne, all"] == (100, 0.5) and points["two, all"] == (900, 0.4) and len(seconds.lines) == 7
+    assert [list(tokens.lines[0].get_xdata()), list(tokens.lines[0].get_ydata())] == [[50], [0.6]], "it beats all"
+    assert drawn(picture.png()) > 0.003
+    assert len(agent.pareto({"priced": {"arms": {"all": row(0.5, 9, 0.1)}}}).axes) == 3
+    assert "no score yet" in agent.pareto({"one": {"arms": {"bash": lost}}}).axes[0].texts[0].get_text()
+
+
+def test_sizes_of_tasks_in_words_and_boxes() -> None:
+    tasks = [
+        Task.model_construct(
+            id=str(n), instruction="x" * 10 * n, files={}, solution={"a.py": "y\n" * n}, grader="pytest"
+        )
+        for n in range(1, 6)
+    ]
+    lines, requests = agent.sizes(tasks).axes
+    assert "median 3, quartiles 2 and 4" in lines.get_xticklabels()[0].get_text()
+    assert "median 30, quartiles 20 and 40" in requests.get_xticklabels()[0].get_text()
+    assert drawn(agent.sizes(tasks).png()) > 0.003
+    bare = [task.model_copy(update={"solution": {}}) for task in tasks]
+    assert agent.sizes(bare).axes[0].texts[0].get_text() == "no task has a solution"
+
+
+def test_quality_of_arms_beside_the_level_of_a_judge() -> None:
+    statistics = {"median": 2.0, "mean": 1.5}
+    quality = {name: statistics for name, _ in agent.QUALITY.values()} | {"n": 7}
+    report = {
+        "arms": {"all": {"quality": quality, "judge": {"mean": 3.5, "n": 6, "failed": 1}}, "bash": {"quality": None}}
+    }
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(agent.quality_table(report))
+    _, first, second = [line.split() for line in console.export_text().splitlines()]
+    assert first == ["all", "7", "2", "2", "2", "1.5", "1.5", "1.5", "1.5", "3.50", "1", "of", "7"]
+    assert second == ["bash", "0", *"–––––––––"]

@@ -10,7 +10,7 @@ import ast
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -56,16 +56,17 @@ def findings(text: str) -> tuple[int, int]:
     return len(codes) - style, style
 
 
-def _changed(rollout: Rollout) -> list[tuple[str, str, str]]:
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return path, text before and text after of each Python file that differs."""
-    paths = sorted({*rollout.before, *rollout.files})
-    pairs = [(p, rollout.before.get(p, ""), rollout.files.get(p, "")) for p in paths if p.endswith(".py")]
+    pairs = [(p, before.get(p, ""), after.get(p, "")) for p in sorted({*before, *after}) if p.endswith(".py")]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _delta(rollout: Rollout, index: int) -> float:
     findings("")
-    return saturated(sum(findings(new)[index] - findings(old)[index] for _, old, new in _changed(rollout)))
+    return saturated(
+        sum(findings(new)[index] - findings(old)[index] for _, old, new in _changed(rollout.before, rollout.files))
+    )
 
 
 @term
@@ -146,7 +147,7 @@ def odd_names(rollout: Rollout, grade: Grade) -> float:
     where the module has too few. Names that fit every form, and constants, do not count."""
     sources = [text for path, text in rollout.before.items() if path.endswith(".py")]
     odd = count = 0
-    for _, old, new in _changed(rollout):
+    for _, old, new in _changed(rollout.before, rollout.files):
         for kind, name in defined(new).names - defined(old).names:
             convention = _convention([old], kind) or _convention(sources, kind)
             if convention and (form := case_of(name)) not in ("", "UPPER"):
@@ -188,30 +189,40 @@ def _dump(node: object, renamed: dict[str, str]) -> str:
     return f"{type(node).__name__}({','.join(values)})"
 
 
-@term
-def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
-    """Return the share of the functions that the change wrote which the code had already, and still has: the same code under
-    whatever names, or a new function of a module with the name and the number of arguments of another module's. Tests and
-    small functions do not count."""
-    files_before, files_after = rollout.before, rollout.files
+def rewritten(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], int]:
+    """Return the names of the functions that a change wrote which the code had already, and still has: the same code under
+    whatever names, or a new function of a module with the name and the number of arguments of another module's. Beside them, the
+    number of functions that it wrote. Tests and small functions do not count."""
+    written = [
+        (
+            path,
+            function,
+            function.top and function.name not in {"main", *(other.name for other in defined(old).functions)},
+        )
+        for path, old, new in _changed(before, after)
+        for function in (() if is_test_module(path) else defined(new).functions)
+        if function.shape and function not in defined(old).functions
+    ]
     helpers = [
         (path, function)
-        for path, text in files_before.items()
+        for path, text in (before if written else {}).items()
         if path.endswith(".py") and not is_test_module(path)
         for function in defined(text).functions
-        if function.shape and function in defined(files_after.get(path, "")).functions
+        if function.shape and function in defined(after.get(path, "")).functions
     ]
-    rewritten = count = 0
-    for path, old, new in _changed(rollout):
-        earlier = defined(old).functions
-        names = {function.name for function in earlier}
-        for function in () if is_test_module(path) else defined(new).functions:
-            if function.shape and function not in earlier:
-                count += 1
-                fresh = function.top and function.name not in names
-                rewritten += any(
-                    function.shape == other.shape
-                    or (fresh and other.top and home != path and function[:3] == other[:3] and function.name != "main")
-                    for home, other in helpers
-                )
-    return rewritten / max(1, count)
+    names = [
+        function.name
+        for path, function, fresh in written
+        if any(
+            function.shape == other.shape or (fresh and other.top and home != path and function[:3] == other[:3])
+            for home, other in helpers
+        )
+    ]
+    return names, len(written)
+
+
+@term
+def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the functions that the change wrote which the code had already (`rewritten`)."""
+    names, count = rewritten(rollout.before, rollout.files)
+    return len(names) / max(1, count)

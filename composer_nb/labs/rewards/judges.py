@@ -33,7 +33,7 @@ from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.terms.conduct import final_message
 from composer_nb.harness.untrusted import MAX_DIFF_LINES, json_of, opcodes
 
-Part = Literal["task", "before", "changes", "calls", "message"]
+Part = Literal["task", "before", "reference", "changes", "calls", "message"]
 Messages = Sequence[Mapping[str, Any]]
 # Characters of each part of a rollout that a judge reads; of a longer one it reads both ends.
 MOST = 12_000
@@ -47,21 +47,31 @@ Levels:
 {levels}
 
 Answer with one JSON object and nothing before or after it:
-{{"mark": the value of the field `mark`, "level": the number of the level}}"""
+{{"mark": the value of the field `mark`, "level": the number of the level{more}}}"""
+# Characters of a level's reason.
+MAX_WHY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rubric:
-    """One aspect, with a scale of levels from 0, the worst first, and the parts of a rollout that show it."""
+    """One aspect, with a scale of levels, the worst first, and the parts of a rollout that show it.
+
+    Attributes:
+        lowest: Number of the first level.
+        reasoned: The answer has a sentence that says why.
+    """
 
     asks: str
     levels: tuple[str, ...]
     shows: tuple[Part, ...]
+    lowest: int = 0
+    reasoned: bool = False
 
     @property
     def rules(self) -> str:
-        levels = "\n".join(f"{number}: {text}" for number, text in enumerate(self.levels))
-        return _RULES.format(asks=self.asks, levels=levels)
+        levels = "\n".join(f"{number}: {text}" for number, text in enumerate(self.levels, self.lowest))
+        more = ', "why": one sentence that says why' if self.reasoned else ""
+        return _RULES.format(asks=self.asks, levels=levels, more=more)
 
 
 COMMUNICATION = Rubric(
@@ -89,27 +99,36 @@ RUBRICS = {"communication": COMMUNICATION, "checked": CHECKED, "conventions": CO
 def evidence(attempt: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     """Return the parts of an attempt that a judge sees. Hidden tests and the grade are never among them."""
     before, after = attempt.task.files, attempt.rollout.files
-    paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    lines = list[str]()
-    for path in paths:
-        old_lines, new_lines = (files.get(path, "").split("\n") for files in (before, after))
-        if len(old_lines) + len(new_lines) <= MAX_DIFF_LINES:
-            lines += difflib.unified_diff(old_lines, new_lines, path, path, lineterm="")
-        else:  # without context, in linear time
-            [(_, old_start, old_end, new_start, new_end)] = [
-                block for block in opcodes(old_lines, new_lines) if block[0] != "equal"
-            ]
-            lines += [f"--- {path}", *(f"-{line}" for line in old_lines[old_start:old_end])]
-            lines += [f"+{line}" for line in new_lines[new_start:new_end]]
+    paths = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in attempt.rollout.turns if turn.call]
     text_by_part: dict[Part, str] = {
         "task": attempt.task.instruction,
         "before": "\n".join(f"# {path}\n{before[path]}" for path in paths if path in before),
-        "changes": "\n".join(lines),
+        "reference": _diff(before, before | attempt.task.solution),
+        "changes": _diff(before, after),
         "calls": "\n".join(calls),
         "message": final_message(attempt.rollout),
     }
     return {name: _cut(text_by_part[name]) for name in shows}
+
+
+def _diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return a unified diff; for long files without context, in bounded time."""
+    lines = list[str]()
+    for path in sorted(path for path in {*before, *after} if before.get(path) != after.get(path)):
+        old_lines, new_lines = (files.get(path, "").split("\n") for files in (before, after))
+        if len(old_lines) + len(new_lines) <= MAX_DIFF_LINES:
+            lines += difflib.unified_diff(old_lines, new_lines, path, path, lineterm="")
+        else:
+            lines.append(f"--- {path}")
+            for kind, old_start, old_end, new_start, new_end in opcodes(old_lines, new_lines):
+                if kind != "equal":
+                    lines += [
+                        f"@@ -{old_start + 1} +{new_start + 1} @@",
+                        *(f"-{t}" for t in old_lines[old_start:old_end]),
+                    ]
+                    lines += [f"+{line}" for line in new_lines[new_start:new_end]]
+    return "\n".join(lines)
 
 
 def _cut(text: str) -> str:
@@ -118,9 +137,10 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeScore:
-    """The level of one rollout; None, never 0, where the judge gave none, and then `why`.
+    """The level of one rollout; None, never 0, where the judge gave none.
 
     Attributes:
+        why: Reason of the level, if the rubric asks for one, or of its absence.
         read: Tokens that were read and written for it, as the endpoint counts; 0 where an earlier answer was found.
         kept: The answer was found, not asked for.
     """
@@ -172,7 +192,8 @@ class RubricJudge:
         digest = hashlib.sha256("\0".join((repr(self.endpoint), rubric.rules, work)).encode()).hexdigest()
         file, mark = self.folder / f"{digest}.json", digest[:12]
         try:
-            return JudgeScore(level=level_of(str(json_of(file.read_bytes())["answer"]), mark, rubric), kept=True)
+            level, why = level_of(str(json_of(file.read_bytes())["answer"]), mark, rubric)
+            return JudgeScore(level=level, why=why, kept=True)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not there, or damaged
         question = f'{{"mark": "{mark}", "work": {work}}}'
@@ -184,30 +205,33 @@ class RubricJudge:
         text = answer.message.get("content")
         spent: dict[str, Any] = {"read": answer.read, "written": answer.written}
         try:
-            level = level_of(text if isinstance(text, str) else "", mark, rubric)
+            level, why = level_of(text if isinstance(text, str) else "", mark, rubric)
         except ValueError as error:
             return JudgeScore(level=None, why=str(error), **spent)
         write_json(file, {"answer": text, **spent})
-        return JudgeScore(level=level, **spent)
+        return JudgeScore(level=level, why=why, **spent)
 
 
-def level_of(text: str, mark: str, rubric: Rubric) -> int:
-    """Return the level that an answer gives. Thinking before it and a fence around it are left out. Raises ValueError unless the
-    rest is one JSON object of the mark and a level."""
+def level_of(text: str, mark: str, rubric: Rubric) -> tuple[int, str]:
+    """Return the level that an answer gives, and its reason if the rubric asks for one. Thinking before it and a fence around it
+    are left out. Raises ValueError unless the rest is one JSON object of these and the mark."""
     text = _AROUND.sub("", text.rpartition("</think>")[2].strip())
+    names = ("mark", "level", "why")[: 2 + rubric.reasoned]
     try:
-        pairs = json.loads(text, object_pairs_hook=tuple) if len(text) <= 200 else None
+        pairs = json.loads(text, object_pairs_hook=tuple) if len(text) <= 200 + rubric.reasoned * MAX_WHY else None
     except ValueError:
         pairs = None
-    answer = dict(pairs) if isinstance(pairs, tuple) and len(pairs) == 2 else {}
-    if answer.keys() != {"mark", "level"}:
-        raise ValueError(f"not an object of mark and level alone: {text[:80]!r}")
+    answer = dict(pairs) if isinstance(pairs, tuple) and len(pairs) == len(names) else {}
+    if answer.keys() != {*names}:
+        raise ValueError(f"not an object of {' and '.join(names)} alone: {text[:80]!r}")
     if answer["mark"] != mark:
         raise ValueError(f"an answer to something else: mark {answer['mark']!r}")
-    level = answer["level"]
-    if type(level) is not int or not 0 <= level < len(rubric.levels):
+    level, why = answer["level"], answer.get("why", "")
+    if type(level) is not int or not 0 <= level - rubric.lowest < len(rubric.levels):
         raise ValueError(f"no level of the scale: {level!r}")
-    return level
+    if not isinstance(why, str) or (rubric.reasoned and not why.strip()):
+        raise ValueError(f"no reason in words: {why!r:.80}")
+    return level, why.strip()
 
 
 def cost(verdicts: Sequence[JudgeScore]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from composer_nb.harness.agent.endpoint import Answer, Endpoint
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, wilson
+from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, evidence, wilson
 from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TASK = Task.model_construct(
@@ -136,6 +137,16 @@ def test_a_judge_sees_the_parts_of_its_aspect_and_never_the_tests(tmp_path: Path
     assert "-    return 1\n+    return 2" in work["changes"]
 
 
+def test_changes_of_a_long_file_are_shown_and_not_the_file() -> None:
+    lines = [f"x{n} = {n}" for n in range(4000)]
+    changed = [*lines[:100], "a = 1", *lines[101:300], *lines[310:]]
+    task = TASK.model_copy(update={"files": {"f.py": "\n".join(lines)}, "solution": {"f.py": "\n".join(lines[1:])}})
+    shown = evidence(replace(done("", "\n".join(changed)), task=task), ("changes", "reference"))
+    removed = [line for line in shown["changes"].split("\n") if line.startswith("-x")]
+    assert removed == ["-x100 = 100", *(f"-x{n} = {n}" for n in range(300, 310))] and "+a = 1" in shown["changes"]
+    assert shown["reference"].split("\n") == ["--- f.py", "@@ -1 +1 @@", "-x0 = 0"]
+
+
 def fair_to_changes(question: dict[str, Any]) -> str:
     """Give every message the middle level, every change the highest, and no verdict on calls where a marked file is read."""
     work = question["work"]
@@ -154,12 +165,16 @@ def test_rubrics_beside_the_tests_in_the_bench(
     tasks[0] = tasks[0].model_copy(update=marked)
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     model = Scripted(fair_to_changes)
-    monkeypatch.setattr(Endpoint, "complete", lambda _, *arguments, until: model.complete(*arguments, until=until))
+    monkeypatch.setattr(
+        Endpoint, "complete", lambda _, *arguments, until=0.0: model.complete(*arguments[:3], until=until)
+    )
     line = ["eval", "--policy", "scripted:expert", "--tasks", f"{tmp_path}/tasks.jsonl", "--out", f"{tmp_path}/out"]
     line += ["--samples", "2", "--greedy", "--judge"]
     address = "openai:http://127.0.0.1:9/v1#m"
     assert main([*line, address, "--json"]) == 0
-    rubrics = json.loads(capsys.readouterr().out)["arms"]["all"]["rubrics"]
+    figures = json.loads(capsys.readouterr().out)["arms"]["all"]
+    rubrics, review = figures["rubrics"], figures["judge"]
+    assert (review["n"], review["failed"], review["mean"]) == (0, 4, None), "levels without a reason"
     assert {name: (row["level"], row["n"], row["failed"]) for name, row in rubrics.items()} == {
         "communication": (0.5, 4, 0),
         "checked": (1.0, 2, 2),
@@ -171,7 +186,7 @@ def test_rubrics_beside_the_tests_in_the_bench(
     assert main([*line, address]) == 0
     [row] = [text.split() for text in capsys.readouterr().out.splitlines() if "(n=4)" in text]
     assert row == ["all", "1.000", "(n=2)", "0.500", "(n=4)", "1.000", "(n=2)", "1.000", "(n=4)", "2"]
-    assert main([*line, "scripted:lazy"]) == 2 and "scripted:lazy: give an address" in capsys.readouterr().err
+    assert main([*line, "scripted:lazy"]) == 2 and "scripted:lazy: give a checkpoint" in capsys.readouterr().err
     foreign = ["eval", "--policy", "scripted:expert", "--tasks", "verifiers:any", "--judge", address]
     assert main(foreign) == 2 and "keeps no rollouts that a rubric could judge" in capsys.readouterr().err
 

@@ -21,7 +21,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Place
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS
-from composer_nb.harness.untrusted import MAX_DIFF_LINES, opcodes
+from composer_nb.harness.untrusted import changed_lines
 
 MIN_LINES, MAX_LINES = 3, 160  # Lines of a function in which a bug may be planted.
 MAX_TOKENS = 8000  # Tokens of such a function: lines can be long.
@@ -181,15 +181,6 @@ def _means_else(old: str, new: str) -> bool:
         return normalised(old) != normalised(new)
     except (SyntaxError, ValueError):
         return False
-
-
-def changed_lines(old: str, new: str) -> int:
-    """Return the number of lines removed and added; of long texts without those that only moved."""
-    old_lines, new_lines = old.split("\n"), new.split("\n")
-    if len(old_lines) + len(new_lines) > MAX_DIFF_LINES:
-        return sum(((Counter(old_lines) - Counter(new_lines)) + (Counter(new_lines) - Counter(old_lines))).values())
-    blocks = [block for block in opcodes(old_lines, new_lines) if block[0] != "equal"]
-    return sum(end - start + stop - begin for _, start, end, begin, stop in blocks)
 
 
 def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:

@@ -35,7 +35,6 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
-from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
@@ -51,7 +50,7 @@ from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutco
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.harness.untrusted import opcodes
+from composer_nb.harness.untrusted import changed_lines, opcodes
 
 if TYPE_CHECKING:
     from dulwich.repo import Repo
