@@ -24,7 +24,7 @@ GROUPS = {
 }
 # Names of errors that the user can fix; comparing names spares importing torch.
 FIXABLE = {
-    *("ValueError", "FileNotFoundError", "SandboxUnavailable", "SandboxFailure", "ProviderFailure"),
+    *("ValueError", "FileNotFoundError", "FileExistsError", "SandboxUnavailable", "SandboxFailure", "ProviderFailure"),
     *("RunFailed", "JobFailed"),
 }
 FIXABLE_ERRNO = {

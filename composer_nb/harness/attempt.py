@@ -19,6 +19,7 @@ from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, converse, silent
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
+from composer_nb.harness.agent.user import UserOf, nobody
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
@@ -48,6 +49,7 @@ class Environment:
         backend: Makes the sandboxes of all other tasks.
         clock: Clock in seconds by which `limits.seconds` counts.
         opened: Called with the session of the tools, which another thread may abort.
+        user: Makes the user of a task's conversation; None: nobody answers.
     """
 
     tools: ToolSet
@@ -56,6 +58,7 @@ class Environment:
     backend: Backend | None = None
     clock: Callable[[], float] = time.monotonic
     opened: Callable[[Session], None] = lambda session: None
+    user: UserOf | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Agent:
     backend: Backend | None = None
     system: str = ""
     summary: SummarySettings = NO_SUMMARIES
+    user: UserOf | None = None
 
     def __post_init__(self) -> None:
         if self.summary.trigger and self.summary.kind != "truncate":
@@ -81,7 +85,9 @@ class Agent:
 
     def environment(self, functions: Executor | None = None) -> Environment:
         """Return the tools, limits and sandboxes of the agent's attempts."""
-        return Environment(functions=functions, tools=self.tools, limits=self.limits, backend=self.backend)
+        return Environment(
+            functions=functions, tools=self.tools, limits=self.limits, backend=self.backend, user=self.user
+        )
 
     def begin(self, task: Task) -> tuple[Limits, ChatRenderer]:
         """Return the limits and the chat format for a task. Raises ValueError if its prompt leaves no room to answer."""
@@ -168,7 +174,7 @@ def play(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = s
     )
     env.opened(work)
     try:
-        outcome = converse(task.instruction, turn_policy, env.tools, work, env.limits, report, env.clock)
+        outcome = _converse(task, env, turn_policy, work, report)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (outcome.read, outcome.written)
@@ -176,6 +182,11 @@ def play(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = s
     rollout = replace(outcome.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
     gradable = outcome.stop not in ("infrastructure", "interrupted")
     return Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded" if gradable else "infra_error"))
+
+
+def _converse(task: Task, env: Environment, turn_policy: TurnPolicy, session: Session, report: Told) -> Conversation:
+    user = env.user(task) if env.user else nobody
+    return converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock, user)
 
 
 def graded(ended: Attempt, env: Environment) -> Attempt:
@@ -210,7 +221,7 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
         with open_session(task, env) as session:
             env.opened(session)
             try:
-                outcome = converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock)
+                outcome = _converse(task, env, turn_policy, session, report)
                 if outcome.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):

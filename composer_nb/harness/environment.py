@@ -23,6 +23,7 @@ from composer_nb.harness.agent.formats import FORMATS, FormatName
 from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.agent.user import open_user
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
@@ -117,6 +118,9 @@ class EnvSettings:
     """Maximum sandboxes per engine that rollouts have of their own, in their conversations and for their grades together."""
     summary: SummarySettings = NO_SUMMARIES
     """Summaries, for conversations that exceed the context."""
+    user: Annotated[str, Field(pattern="^(scripted|openai:.+)?$")] = ""
+    """Who answers an agent that asks: nobody (empty), scripted (the facts of a task), or openai:URL[#MODEL], a model that knows
+    them."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for unknown tools."""
@@ -266,4 +270,6 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     tools = env.toolset
     backend = sandboxes.backend if sandboxes and env.boxed else None
     renderer = FORMATS[env.renderer](tokenizer, tools.schemas)
-    return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE), summary=env.summary)
+    user = open_user(env.user)
+    system = system_text(WORKSPACE, answered=user is not None)
+    return Agent(renderer, tools, limits, backend=backend, system=system, summary=env.summary, user=user)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,9 +17,11 @@ from composer_nb.operations import JSON, SET, arg, command, console, emit, overr
 from composer_nb.production import SLOTS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from composer_nb.harness.grading.grade import Attempt
+    from composer_nb.production.planner import TaskPlan
     from composer_nb.production.policies import OpenEngine
     from composer_nb.production.serve import ChatServer
 
@@ -47,6 +50,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--price READ,WRITTEN", "dollars per million tokens, for the cost of a task", ""),
     arg("--planner POLICY", "a policy that writes plans, for one more arm, `planned`", ""),
     arg("--planner-price READ,WRITTEN", "dollars per million tokens of the planner", ""),
+    arg("--user scripted|openai:URL[#MODEL]", "who answers an agent that asks, by the facts of a task", ""),
     arg(
         "--judge POLICY",
         "a policy that reviews passed changes beside the human's, with tools that read; an endpoint also judges by rubrics",
@@ -87,7 +91,8 @@ def evaluate(args: argparse.Namespace) -> int:
             tasks = make_suite(args.suite, CachedExecutor(executor))
     else:
         tasks, environment = load_environment(str(args.tasks))
-    settings = bench_settings(args.policy, tasks, overrides(args.set))
+    user = args.user or ("scripted" if args.suite.partition(":")[0] == "ambiguous" else "")
+    settings = bench_settings(args.policy, tasks, {"user": user, **overrides(args.set)})
     out = args.out or new_folder(Path("runs"), "eval")
     progress = bench_progress(len(tasks) * (args.samples + args.greedy), Console(stderr=True))
     attempts_by_arm: dict[str, list[Attempt]] = {}
@@ -116,6 +121,10 @@ def evaluate(args: argparse.Namespace) -> int:
             sampled_attempts = attempts[: len(tasks) * args.samples]  # greedy ones come last
             report["arms"][arm]["rubrics"] = rubric_levels(rubrics, sampled_attempts)
         tables.append(_rubric_table(report["arms"]))
+    if args.planner:
+        from composer_nb.views.agent import plan_worth
+
+        write_atomic(out / "plan.png", plan_worth(report).png())
     if args.suite or args.judge:
         write_json(out / "report.json", report)
     write_atomic(out / "pareto.png", pareto({args.policy: report}).png())
@@ -228,13 +237,19 @@ def _price(text: str) -> tuple[float, float] | None:
     arg("--verdict", "later: see composer-nb verdict", "ask", choices=["ask", "accept", "reject", "later"]),
     arg("--seconds S", "time limit", 1800.0),
     arg("--temperature T", "sampling temperature", 1.0),
+    arg("--planner POLICY", "a policy that writes a plan first, which you may edit before the work starts", ""),
+    arg("--planner-price READ,WRITTEN", "dollars per million tokens of the planner", ""),
+    arg("--plan FILE", "a plan to work by, as one that --planner wrote and you edited", type=Path),
+    arg("--plan-only", "stop after the plan"),
+    arg("--answer", "answer the agent's questions on the terminal"),
     epilog=KEY,
 )
 def agent(args: argparse.Namespace) -> int:
     """Let an agent work on a copy of your repository; you accept or reject the result."""
     from composer_nb.production.agents import new_folder, run_agent
     from composer_nb.production.policies import equipment
-    from composer_nb.production.show import decide, teller
+    from composer_nb.production.show import answerer, decide, teller
+    from composer_nb.production.work import read_plan
 
     screen = console()
     inside = Path.cwd().resolve().is_relative_to(args.path.resolve())  # the result is no part of the repository
@@ -243,8 +258,38 @@ def agent(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature {args.temperature:g}: must be 0 or more")
     limits = replace(equipment(args.policy)[1], seconds=args.seconds)
     options = pick(args, "backend", "image", "packages", "temperature")
-    work = run_agent(args.path, args.instruction, args.policy, out, limits=limits, on_event=teller(screen), **options)
+    options |= {"user": answerer(screen)} if args.answer else {}
+    if (args.planner and args.plan) or (args.plan_only and not args.planner):
+        raise ValueError(
+            "agent: --planner writes a plan and --plan FILE gives one: use one of them, and --plan-only with --planner"
+        )
+    plan = read_plan(args.plan) if args.plan else None
+    if args.planner and (plan := _plan(args, out, screen)) is None:
+        return int(not args.plan_only)
+    work = run_agent(
+        args.path, args.instruction, args.policy, out, limits=limits, on_event=teller(screen), plan=plan, **options
+    )
     return decide(work, args.verdict, screen)
+
+
+def _plan(args: argparse.Namespace, out: Path, screen: Console) -> TaskPlan | None:
+    """Have the planner write a plan and the user review it. Return None if no work is to start now."""
+    from composer_nb.production.agents import write_plan
+    from composer_nb.production.show import review
+    from composer_nb.production.work import PLAN, read_plan
+
+    price = _price(args.planner_price)
+    options: dict[str, Any] = {"price": price, **pick(args, "temperature", "seconds")}
+    plan = write_plan(args.path, args.instruction, args.planner, out, **options)
+    cost = "" if plan.dollars is None else f", ${plan.dollars:.4f}"
+    read = f"{len(plan.files)} of {len(plan.files) + plan.left_out} files"
+    say = partial(screen.print, markup=False, soft_wrap=True)
+    say(f"plan of {args.planner}, which saw {read}: {plan.read} tokens read, {plan.written} written{cost}", style="dim")
+    if plan.flawed:
+        say("it was cut off, or has calls of tools, which are not carried out", style="red")
+    say(f"kept: {out / PLAN}; go on with the same command and --plan {out / PLAN} in place of --planner", style="dim")
+    starts = review(out / PLAN, screen, ask=sys.stdin.isatty() and not args.plan_only)
+    return read_plan(out / PLAN) if starts and not args.plan_only else None
 
 
 @command(

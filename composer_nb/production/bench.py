@@ -28,6 +28,7 @@ from composer_nb.harness.agent.loop import LIMITS, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
+from composer_nb.harness.agent.user import open_user
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.bench import bootstrap, pass_at_k, pass_hat_k, scores, summarise
 from composer_nb.harness.files import write_atomic, write_json
@@ -109,6 +110,8 @@ class BenchSettings:
     summary: SummarySettings = NO_SUMMARIES
     temperature: float = 1.0
     seed: int = 0
+    user: str = ""
+    """Who answers an agent that asks, as `env.user`."""
 
 
 def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any]) -> BenchSettings:
@@ -151,20 +154,20 @@ def evaluate(
     tools: ToolSet | None = None,
     on_attempt: Callable[[str, Attempt], None] = lambda arm, attempt: None,
 ) -> dict[str, Any]:
-    """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
-    0 if `greedy`; keep every rollout in `out`. Agents have the tools of tiny models at tasks of the grader `functions`, and in
-    the arm `all` with a checkpoint that was trained with them. `planner`, another policy, adds the arm `planned` (`planner.py`),
-    with the tools of the first. `tools`: those of the arm `all`, of an environment of your own.
+    """Attempt every task `samples` times with each arm, `workers` at a time (0: WORKERS), and once at temperature 0 if `greedy`;
+    keep every rollout in `out`. Agents have tiny models' tools at tasks of the grader `functions`, and in the arm `all` with a
+    checkpoint trained with them, or `tools`. `planner`, another policy, adds the arm `planned`, with the tools of the first.
 
-    The same call with the same `out` resumes. Returns the figures of the first arm and figures by arm, and for each but the first
-    its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
-    SandboxUnavailable, ProviderFailure.
+    The same call with the same `out` resumes. Returns the figures of the first arm and of each, with the gain of each other over
+    the first. Raises ValueError for unknown tasks, arms, policies, or an `out` of others; SandboxUnavailable, ProviderFailure.
     """
     tiny, training = check_fit(tasks), known_training(policy)
     policy_tools, workers = tools or equipment(policy)[0], workers or WORKERS[tiny]
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
-    _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
+    limits, user = settings.limits, open_user(settings.user)
+    claim = {"policy": policy, "is": identity(policy), "backend": backend}
+    _claim(out, claim | {"settings": {name: value for name, value in asdict(settings).items() if value != ""}})
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
@@ -181,7 +184,7 @@ def evaluate(
         for name, arm_name, arm, arm_tasks in runs:
             own_tools = arm_name == "all" and (tools or (policy_tools.terse and not tiny))
             offered = policy_tools if own_tools else arm.tiny() if tiny else arm.tools()
-            environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=settings.limits)
+            environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=limits, user=user)
             run = partial(_attempts, policy, arm_tasks, environment, workers, partial(on_attempt, name))
             sampled = run(settings, samples, out / name / "attempts")
             quality = _save_with_quality(out / name / "rollouts.parquet", sampled)
@@ -265,7 +268,8 @@ def _turn_policies(
     kind, script = parse_policy(policy)
     if kind != "scripted" or not environment.tools.terse or script.endswith(".json"):
         options = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
-        with open_policy(policy, system_text(WORKSPACE), environment.tools.schemas, slots=workers, **options) as cast:
+        system = system_text(WORKSPACE, answered=environment.user is not None)
+        with open_policy(policy, system, environment.tools.schemas, slots=workers, **options) as cast:
             yield cast
         return
     from composer_nb.trainer.models.tokenizer import train_tokenizer

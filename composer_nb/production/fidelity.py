@@ -102,7 +102,8 @@ def open_in(side: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
             target.write_bytes(text.encode())
         source = read_checkout(Path(folder))
     dependencies = task.metadata.get("image", ""), packages_of(task)
-    with work.open_session(source, tools, agent.backend, *dependencies) as (session, system):
+    answered = agent.user is not None
+    with work.open_session(source, tools, agent.backend, *dependencies, answered) as (session, system):
         yield session, tools, _texts(system, tools.schemas)
 
 

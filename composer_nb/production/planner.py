@@ -1,14 +1,15 @@
-"""The arm `planned` of the bench: one policy writes a plan, and the policy that is scored carries it out.
+"""Plans: one policy writes a plan, and another carries it out, in the product and in the arm `planned` of the bench.
 
-A plan is one message, written once for each task from its request and its files; calls that a planner writes are not carried out.
-The policy finds the plan after the request, in the same message.
+A plan is one message, written once for a request from its words and the files; calls that a planner writes are not carried out.
+The other policy finds the plan after the request, in the same message. Of files that do not fit, a planner reads the names, and
+the contents that a search for the request ranks first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from composer_nb.harness.agent.chat import Said, User
 from composer_nb.harness.agent.scripts import play
 from composer_nb.harness.agent.turns import Script, TurnPolicy
 from composer_nb.harness.files import write_atomic
+from composer_nb.harness.search.index import CodeIndex
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import opcodes
 
@@ -27,21 +29,77 @@ ASK = (
     "Another engineer will carry out the request below in the repository below. Write a short plan: which files and functions to "
     "change, how, and how to check it. Answer with the plan alone, and call no tool.\n\nRequest: {request}\n\n{files}"
 )
-# Characters of a repository that a planner reads.
-SHOWN = 60_000
+# Characters of a repository that a planner reads; of its names if its files do not fit; and of one of these files, of which it
+# reads the chunks that were found if it is longer.
+SHOWN, NAMES, WHOLE = 60_000, 15_000, 20_000
+# Chunks that a search for the request returns.
+HITS = 200
 
 
 class TaskPlan(BaseModel, frozen=True):
-    """A plan, and the tokens read and written for it, where they are counted."""
+    """A plan, and the tokens read and written for it, where they are counted.
+
+    Attributes:
+        policy: The planner; empty if the user wrote the plan.
+        files: Files that the planner read, at least in part.
+        left_out: Number of files of which it read no more than the name.
+        flawed: Whether its message was cut off, or had calls.
+        dollars: Price of the tokens, if known.
+    """
 
     text: str
-    read: int
-    written: int
+    read: int = 0
+    written: int = 0
+    policy: str = ""
+    files: tuple[str, ...] = ()
+    left_out: int = 0
+    flawed: bool = False
+    dollars: float | None = None
+
+    def after(self, request: str) -> str:
+        """Return a request with the plan after it; unchanged if the plan is empty."""
+        return f"{request}\n\nplan:\n{self.text}" if self.text else request
 
     def given(self, task: Task) -> Task:
-        """Return the task with the plan in its request; unchanged if the plan is empty."""
-        planned = f"{task.instruction}\n\nplan:\n{self.text}" if self.text else task.instruction
-        return task.model_copy(update={"instruction": planned})
+        """Return the task with the plan in its request."""
+        return task.model_copy(update={"instruction": self.after(task.instruction)})
+
+
+def excerpt(request: str, files: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return what a planner reads of a repository, and the paths of the files in it."""
+    parts = {path: f"{path}:\n{text}" for path, text in sorted(files.items())}
+    if len(whole := "\n\n".join(parts.values())) <= SHOWN:
+        return whole, tuple(parts)
+    names = "\n".join(parts)[:NAMES]
+    text = f"Some of the {len(parts)} files follow, those first that suit the request best. The names of all:\n{names}"
+    index = CodeIndex.build({path: content.encode("utf-8", "replace") for path, content in files.items()})
+    hits, paths = index.search(request, limit=HITS), list[str]()
+    for path in dict.fromkeys([*(hit.path for hit in hits), *parts]):
+        part = parts[path]
+        if len(part) > WHOLE:
+            part = "\n\n".join(f"{path}, line {hit.first_line}:\n{hit.text}" for hit in hits if hit.path == path)
+        if part and len(text) + 2 + len(part) <= SHOWN:
+            text, paths = f"{text}\n\n{part}", [*paths, path]
+    return text, tuple(paths)
+
+
+def make_plan(request: str, files: Mapping[str, str], turn_policy: TurnPolicy, seconds: float) -> TaskPlan:
+    """Return the plan of a policy, which is closed, for a request. Raises ProviderFailure, TimeIsUp after `seconds`."""
+    text, paths = excerpt(request, files)
+    try:
+        spoken = turn_policy.say([User(text=ASK.format(request=request, files=text))], time.monotonic() + seconds)
+    finally:
+        held_tokens = sum(len(segment.token_ids) for segment in turn_policy.close())
+    if spoken is None:
+        return TaskPlan(text="", files=paths, left_out=len(files) - len(paths))
+    return TaskPlan(
+        text=spoken.said.text.strip(),
+        read=held_tokens - spoken.written if held_tokens else spoken.read,
+        written=spoken.written,
+        files=paths,
+        left_out=len(files) - len(paths),
+        flawed=bool(spoken.said.calls),
+    )
 
 
 def make_plans(
@@ -53,16 +111,8 @@ def make_plans(
     def one(number: int, task: Task) -> TaskPlan:
         path = keep / f"{hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:24]}.json"
         if not path.is_file():
-            files = "\n\n".join(f"{name}:\n{text}" for name, text in sorted(task.files.items()))[:SHOWN]
-            turn_policy = cast(task, number)
-            try:
-                prompt = User(text=ASK.format(request=task.instruction, files=files))
-                spoken = turn_policy.say([prompt], time.monotonic() + seconds)
-            finally:
-                held_tokens = sum(len(segment.token_ids) for segment in turn_policy.close())
-            text, written = (spoken.said.text.strip(), spoken.written) if spoken else ("", 0)
-            read = held_tokens - written if held_tokens else spoken.read if spoken else 0
-            write_atomic(path, TaskPlan(text=text, read=read, written=written).model_dump_json())
+            plan = make_plan(task.instruction, task.files, cast(task, number), seconds)
+            write_atomic(path, plan.model_dump_json())
         return TaskPlan.model_validate_json(path.read_bytes())
 
     with ThreadPoolExecutor(workers, thread_name_prefix="plan") as pool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import termios
 import tty
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,11 +21,13 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.agent.user import Answers, nobody
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.terms.conduct import asks
 from composer_nb.harness.terms.registry import called
 from composer_nb.harness.untrusted import visible, visible_lines
-from composer_nb.production.work import Work
+from composer_nb.production.work import Work, read_plan
 
 # Lines shown of an observation.
 SHOWN_LINES = 8
@@ -39,6 +44,8 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
                 console.out(visible_lines(event.text), highlight=False)
             return
         if not event.call and event.error is None:
+            if event.observation:
+                console.out(f"user: {visible_lines(event.observation)}", highlight=False)
             return
         colour = "red" if event.error else "cyan"
         console.print(f"[{colour}]{escape(call_line(event))}[/] [dim]{event.seconds * 1e3:.0f} ms[/]", soft_wrap=True)
@@ -48,6 +55,20 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
             console.out(f"  {line[:200]}", style="dim", highlight=False)
 
     return tell
+
+
+def answerer(console: Console) -> Answers:
+    """Return a user who types answers to the questions of an agent. Without a terminal, nobody answers."""
+
+    def answer(message: str, until: float) -> str:
+        if not asks(message):
+            return ""
+        try:
+            return console.input("your answer (Enter alone ends the work): ").strip()
+        except EOFError:
+            return ""
+
+    return answer if sys.stdin.isatty() else nobody
 
 
 def call_line(turn: Turn) -> str:
@@ -83,7 +104,8 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
     undecided = verdict == "later"
     if verdict == "ask":
-        verdict = _asked(console) if sys.stdin.isatty() else "later"
+        keys = {b"y": "accept", b"n": "reject", b"\x04": "later", b"": "later"}
+        verdict = _choice(console, "accept these changes? [y/n] ", keys) if sys.stdin.isatty() else "later"
     if verdict == "accept":
         work.accept()
         say(f"accepted: {len(work.changes)} files changed in {work.source.root}")
@@ -107,10 +129,38 @@ def _beginning(text: str) -> tuple[str, int]:
     return text[:end], len(text) - end
 
 
-def _asked(console: Console) -> str:
+def review(path: Path, console: Console, ask: bool) -> bool:
+    """Show the plan in a file. If `ask`, let the user edit it until he starts the work (True) or stops. Raises ValueError for a
+    plan that he emptied."""
+    keys = {b"y": "start", b"e": "edit", b"n": "stop", b"\x04": "stop", b"": "stop"}
+    while True:
+        console.out(visible_lines(read_plan(path).text), highlight=False)
+        if not ask:
+            return True
+        choice = _choice(console, "start with this plan? [y/n, e edits it] ", keys)
+        if choice != "edit":
+            return choice == "start"
+        _edit(path, console)
+
+
+def _edit(path: Path, console: Console) -> None:
+    """Open a file in the user's editor. Ctrl-C is left to the editor, so that it does not die with what it has not saved."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = subprocess.run([*shlex.split(editor), os.fspath(path)]).returncode
+        fault = f"ended with status {status}" if status else ""
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if fault:
+        console.print(f"editor {editor}: {fault}; VISUAL or EDITOR names another", style="red", markup=False)
+
+
+def _choice(console: Console, question: str, keys: Mapping[bytes, str]) -> str:
     """Ask for one key, without Enter. Keys that were pressed before the question do not answer it."""
-    keys = {b"y": "accept", b"n": "reject", b"\x04": "later", b"": "later"}
-    console.print("accept these changes? \\[y/n] ", end="")
+    console.print(question, end="", markup=False)
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)  # drops what was typed so far

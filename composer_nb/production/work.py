@@ -31,9 +31,12 @@ from composer_nb.harness.untrusted import HISTORY, json_of, parquet, visible
 from composer_nb.production.accept import Conflict, accept
 from composer_nb.production.checkout import Checkout
 from composer_nb.production.diff import Changes, patch
+from composer_nb.production.planner import TaskPlan
 
 Verdict = Literal["accepted", "rejected", "open"]
 DIFF, CHANGES = "changes.diff", "changes.json"
+# A plan to edit, and with its figures.
+PLAN, PLAN_FIGURES = "plan.md", "plan.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +85,18 @@ def tools_for(name: str) -> ToolSet:
 
 @contextmanager
 def open_session(
-    source: Checkout, tools: ToolSet, backend: Backend, image: str = "", packages: Mapping[str, bytes] | None = None
+    source: Checkout,
+    tools: ToolSet,
+    backend: Backend,
+    image: str = "",
+    packages: Mapping[str, bytes] | None = None,
+    answered: bool = False,
 ) -> Iterator[tuple[Session, str]]:
-    """Open an agent's session in a new sandbox with a copy of a user's repository; with the system text that it is told."""
+    """Open an agent's session in a new sandbox with a copy of a user's repository; with the system text that it is told.
+    `answered`: the user answers questions."""
     with source.start(backend, image, packages) as box:
         session = tools.open(box)
-        yield session, system_text(session.root)
+        yield session, system_text(session.root, answered=answered)
 
 
 def give_verdict(
@@ -177,10 +186,7 @@ def _unpack(content: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]
 def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: str) -> None:
     """Make the folder of a result and write it there, with an open verdict."""
     conversation, name = work.conversation, shown(work.source.root.name)
-    work.path.mkdir(parents=True)
-    if work.path.resolve().is_relative_to(work.source.root.resolve()):
-        # The folder lies in the repository but is not part of it.
-        (work.path / ".gitignore").write_text("*\n", encoding="utf-8")
+    _make_folder(work.path, work.source.root)
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
     for path, blob in work.changes.items():
@@ -206,6 +212,39 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
     content = {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
     write_atomic(work.path / CHANGES, json.dumps(content))
     _write_verdict(work.path, "open")
+
+
+def keep_plan(path: Path, root: Path, plan: TaskPlan) -> None:
+    """Write a plan for the repository `root` into the folder of a result."""
+    _make_folder(path, root)
+    write_atomic(path / PLAN, f"{plan.text}\n")
+    write_atomic(path / PLAN_FIGURES, plan.model_dump_json(indent=2))
+
+
+def read_plan(path: Path) -> TaskPlan:
+    """Read a plan that `keep_plan` wrote, or a user, with the text that it has now. Raises ValueError for an empty one."""
+    try:
+        text, figures = path.read_text(encoding="utf-8").strip(), path.with_name(PLAN_FIGURES)
+        has_figures = path.name == PLAN and figures.is_file()
+        plan = TaskPlan.model_validate_json(figures.read_bytes()) if has_figures else TaskPlan(text="")
+    except ValueError as error:  # also of its bytes
+        raise ValueError(f"--plan {path}: damaged, or not UTF-8 ({error!r:.200})") from None
+    if not text:
+        raise ValueError(f"--plan {path}: is empty; write the plan there")
+    return plan.model_copy(update={"text": text})
+
+
+def holds_plan_alone(path: Path) -> bool:
+    """Return whether a folder holds a plan, and no result yet."""
+    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    return PLAN in names and names <= {PLAN, PLAN_FIGURES, ".gitignore"}
+
+
+def _make_folder(path: Path, root: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    if path.resolve().is_relative_to(root.resolve()):
+        # The folder lies in the repository but is not part of it.
+        (path / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def _write_verdict(path: Path, verdict: Verdict) -> None:

@@ -1,5 +1,5 @@
 """Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, their
-score against cost, the quality of their changes, sizes of tasks, what a bench can show, and the gate of an update."""
+score against cost, what a plan is worth, the quality of changes, sizes of tasks, what a bench can show, and the gate of an update."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def conversation(turns: Sequence[Turn]) -> Html:
     for turn in turns:
         if turn.said:
             parts.append(f"<p>{as_html(turn.said)}</p>")
+        if turn.observation and not turn.call and not turn.error:
+            parts.append(f"<p><b>user</b> {as_html(turn.observation)}</p>")
         if turn.call or turn.error:
             colour = f";color:{style.VERMILION}" if turn.error else ""
             head = f'<code style="background:none{colour}">{as_html(call_line(turn))}</code>'
@@ -110,6 +112,27 @@ def arms(report: Mapping[str, Any]) -> Picture:
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
     key(calls, loc="upper center", ncols=2)
+    return picture
+
+
+def plan_worth(report: Mapping[str, Any]) -> Picture:
+    """Draw pass@1, with its interval, against the tokens and dollars of a task, without a plan and with one; the gain stands
+    above."""
+    rows = {"without a plan": next(iter(report["arms"].values())), "with a plan": report["arms"]["planned"]}
+    if "gain" not in rows["with a plan"]:
+        return style.empty("no task has graded attempts both with and without a plan")
+    costs = {"tokens_per_task": "tokens a task", "dollars_per_task": "dollars a task"}
+    priced = [name for name in costs if None not in [row[name] for row in rows.values()]]
+    gain, low, high = (100 * value for value in rows["with a plan"]["gain"])
+    headings = [f"what a plan is worth: {gain:+.1f} points ({low:+.1f} to {high:+.1f})", ""]
+    picture = Picture(4.6 * len(priced), 3.0)
+    for ax, cost, heading in zip(picture.panels(1, len(priced)), priced, headings, strict=False):
+        for color, (name, row) in zip((style.ORANGE, style.BLUE), rows.items(), strict=True):
+            style.interval(ax, [row[cost]] * 2, row["ci95"])
+            ax.plot(row[cost], row["pass_at_1"], "o", color=color, markersize=9, label=name)
+        ax.set_xlim(0, 1.15 * max(row[cost] for row in rows.values()))
+        title(as_share(ax, 1.05), heading, costs[cost], "solved (pass@1)")
+        key(ax, loc="upper left")
     return picture
 
 

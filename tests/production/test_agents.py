@@ -9,16 +9,18 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from termios import ICANON, tcgetattr
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from composer_nb.cli import main
-from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.agent.chat import Message, Said, User
+from composer_nb.harness.agent.scripts import play, read_script
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -27,6 +29,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.serve import ScriptServer
+from composer_nb.production.show import answerer, teller
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -144,6 +147,31 @@ def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: p
     assert main(words) == 0 and f"accepted: 1 files changed in {repository}" in capsys.readouterr().out
     assert (repository / "f.py").read_text() == RIGHT and (repository / "f.py").stat().st_mode & 0o777 == 0o600
     assert main([*words[:2], "reject"]) == 2 and "was accepted before" in capsys.readouterr().err
+
+
+def test_a_user_answers_on_the_terminal(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[Message]] = []
+    script = play([Said(text="Which one?"), Said(text="And why?"), Said(text="Done.")])
+
+    def speak(talk: Sequence[Message]) -> Said:
+        heard.append([*talk])
+        return script(talk)
+
+    console, answers = Console(file=io.StringIO()), iter(["the first ", ""])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(console, "input", lambda prompt: next(answers))
+    with ScriptServer(speak) as server:
+        policy = f"openai:{server.url}"
+        work = run_agent(
+            repository, "fix it", policy, tmp_path / "out", user=answerer(console), on_event=teller(console)
+        )
+    assert [(turn.said, turn.observation) for turn in work.conversation.turns] == [
+        ("Which one?", "the first"),
+        ("And why?", ""),
+    ]
+    assert heard[-1][2] == User(text="the first") and "user: the first" in console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert answerer(console)("Which one?", 0.0) == ""
 
 
 BAD: list[tuple[dict[str, str], str]] = [

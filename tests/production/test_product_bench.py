@@ -25,6 +25,7 @@ from composer_nb.production.bench import bench_settings, detectable, evaluate, f
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import open_engine
 from composer_nb.production.serve import ScriptServer
+from composer_nb.views.agent import plan_worth
 from tests.production.conftest import serving
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "data" / "example"
@@ -115,6 +116,23 @@ def test_planned_arm(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.Monk
     assert evaluate("scripted:searcher", tasks, tmp_path / "out", samples=1)["arms"]
     with pytest.raises(ValueError, match="holds rollouts of another"):
         evaluate("scripted:searcher", tasks, tmp_path / "out", **given | {"planner": "scripted:planner"})
+
+
+def test_eval_draws_what_a_plan_is_worth(tasks: list[Task], tmp_path: Path) -> None:
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    words = ["--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--planner", "scripted:planner"]
+    assert main(["eval", "--policy", "scripted:expert", *words, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert [ax.get_xlabel() for ax in plan_worth(report).axes] == ["tokens a task"]
+    for row, cost in zip(report["arms"].values(), (0.1, 0.3), strict=True):
+        row["dollars_per_task"] = cost
+    tokens, dollars = plan_worth(report).axes
+    assert tokens.get_title(loc="left") == "what a plan is worth: +0.0 points (+0.0 to +0.0)"
+    points = [line.get_xdata()[0] for line in dollars.lines if line.get_marker() == "o"]
+    assert points == [0.1, 0.3] and dollars.get_xlim()[1] > 0.3
+    del report["arms"]["planned"]["gain"]
+    assert "no task has graded attempts" in plan_worth(report).axes[0].texts[0].get_text()
 
 
 @contextmanager

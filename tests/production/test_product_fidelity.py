@@ -42,7 +42,7 @@ def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
 def test_every_tool_is_probed_and_answers_the_same(task: Task, sandboxes: Sandboxes, tools: str) -> None:
     tokens = train_tokenizer(["def f(x):"], 400)
     calls, found = differences(
-        task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)
+        task, make_agent(replace(CURSOR, tools=tools, renderer="compact", user="scripted"), tokens, LIMITS, sandboxes)
     )
     assert calls > 8 and found == []
     for made, names in ((probes, set(NAMES)), (tiny_probes, {tool.name for tool in TINY})):
@@ -71,12 +71,12 @@ def test_a_word_more_in_either_place_is_found(
         toolset: Any = EnvSettings.toolset
         monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
         if where == "system text":
-            monkeypatch.setattr(environment, "system_text", lambda root: f"A coding agent at {root}")
+            monkeypatch.setattr(environment, "system_text", lambda root, answered: f"A coding agent at {root}")
     else:
         original = work.tools_for
         monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
         if where == "system text":
-            monkeypatch.setattr(work, "system_text", lambda root: f"A coding agent at {root}")
+            monkeypatch.setattr(work, "system_text", lambda root, answered: f"A coding agent at {root}")
     _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
     assert {each.what for each in found} == PLANTS[where]
     for each in found:

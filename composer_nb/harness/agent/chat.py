@@ -175,9 +175,9 @@ class ChatRenderer(ABC):
                 for item in same:
                     yield from self._user(item.text)
 
-    def answers(self, results: Sequence[CallResult]) -> list[int]:
-        """Render the results of calls that a user's text follows (`ask`), not a turn."""
-        return self.encoded([*self._after(), *self._results(results)])
+    def answers(self, news: Sequence[User | CallResult]) -> list[int]:
+        """Render what answered a turn and is followed by a user's text (`ask`), not by a turn."""
+        return self.encoded([*self._after(), *self._news(news)])
 
     def summary(self, token_ids: Sequence[int]) -> tuple[str, list[Kind]]:
         """Return the summary in a turn that answers a query for one, and the kind of each token: thinking, then summary."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from composer_nb.harness.agent.chat import CallResult, Said, User
+from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.summary import history, resumed
 from composer_nb.harness.agent.turns import Limits, News, TurnPolicy
+from composer_nb.harness.agent.user import Answers, nobody
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure
@@ -26,11 +27,17 @@ LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
 # System text of every conversation, the same in training, in evaluation and in the product.
 SYSTEM = """\
 You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox without network access, and change it with
-your tools until the user's request is done. A message without a call ends your work and is shown to the user.
+your tools until the user's request is done. {ends}
 
 Read the code before you change it, and change only what the request needs. A message may have several calls; their results come
 in the same order. Check your work: run the code or its tests. When you are done, describe your changes in a few sentences,
 without a call."""
+# What a message without a call does, where nobody answers and where a user does.
+ENDS = "A message without a call ends your work and is shown to the user."
+ASKS = """\
+A message without a call ends your work and is shown to the user,
+unless it asks a question: then the user answers, and you continue. If the request leaves something open that only the user can
+know, ask before you change anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +88,13 @@ def converse(
     limits: Limits = LIMITS,
     report: Told = silent,
     clock: Callable[[], float] = time.monotonic,
+    user: Answers = nobody,
 ) -> Conversation:
-    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation.
+    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation; a
+    message without a call ends it unless `user` answers.
 
     When a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
-    conversation. An infrastructure failure ends the conversation with the turns so far. A sandbox that runs out of
-    memory does not: each call is answered with an error.
+    conversation. An infrastructure failure ends the conversation with the turns so far. A sandbox without memory does not.
 
     At the time limit, running calls in a sandbox are stopped, waiting ones are not started, and the loop does not wait for the
     next turn, except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.
@@ -116,17 +124,17 @@ def converse(
             report(spoken.said)
             calls = spoken.said.calls
             replies = tools.run(session, [written.call for written in calls])
-            new_turns = _turns(spoken.said, replies, tools)
-            turns += new_turns
+            answer = "" if replies else user(spoken.said.text, time.monotonic() + session.left())
+            turns += (new_turns := _turns(spoken.said, replies, tools, answer))
             for turn in new_turns:
                 report(turn)
-            if not replies or replies[-1].ends:
+            if not answer and (not replies or replies[-1].ends):
                 stop = "finished"
                 break
             if session.left() < 0:
                 stop = "time"
                 break
-            news = [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, new_turns, strict=True)]
+            news = _news(calls, new_turns)
     except TimeIsUp:
         stop = "time"
     except ProviderFailure as failure:
@@ -149,10 +157,10 @@ def _abort_in_time(session: Session, over: threading.Event) -> None:
     session.abort()
 
 
-def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
-    """Return the turns of a message, one per call, as stored with a rollout."""
+def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet, answer: str) -> list[Turn]:
+    """Return the turns of a message, one per call, as stored with a rollout; one without a call has the user's answer."""
     if not replies:
-        return [Turn(call="", observation="", said=message.text)]
+        return [Turn(call="", observation=answer, said=message.text)]
     return [
         Turn(
             call=reply.call.json if reply.call.name else written.text,
@@ -168,6 +176,13 @@ def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn
     ]
 
 
-def system_text(root: str) -> str:
-    """Return the system text. `root`: path of the workspace in the sandbox."""
-    return SYSTEM.format(root=root)
+def _news(calls: Sequence[Written], turns: Sequence[Turn]) -> News:
+    """Return what the next turn reads: the results of the calls, or the user's answer to a message without any."""
+    if not calls:
+        return [User(text=turn.observation) for turn in turns]
+    return [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, turns, strict=True)]
+
+
+def system_text(root: str, answered: bool = False) -> str:
+    """Return the system text. `root`: path of the workspace in the sandbox. `answered`: a user answers questions."""
+    return SYSTEM.format(root=root, ends=ASKS if answered else ENDS)

@@ -1,6 +1,7 @@
 """Turn policies: scripts, HTTP endpoints, and policies that continue tokens.
 
-Each turn answers the news: at first the text of the user, later the results of the calls of the previous turn.
+Each turn answers the news: at first the text of the user, later the results of the calls of the previous turn, or an answer of
+the user.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class TokenTurnPolicy:
     def say(self, news: News, until: float) -> Spoken | None:
         """Take a turn; None if the limits leave no room for one. `until`: a time of `time.monotonic`."""
         has_begun = self._transcript.token_ids or self._kept
-        news_ids = self.renderer.read(news, self.system)
+        news_ids = self.renderer.render(news, self.system, after=bool(has_begun))
         self._prompt = self._prompt or news_ids
         parts = ((self._kept, Kind.PROMPT), (news_ids, Kind.OBSERVATION if has_begun else Kind.PROMPT))
         completion = self._turn(parts, self.limits.turn_tokens, until)
@@ -138,7 +139,7 @@ class TokenTurnPolicy:
 
     def condense(self, news: News, until: float) -> Spoken | None:
         """Return a summary if the segment has reached its trigger, and end the segment; else None, also after `truncate`."""
-        results = self.renderer.answers([message for message in news if isinstance(message, CallResult)])
+        results = self.renderer.answers(news)
         if not 0 < self.summary.trigger <= len(self._transcript.token_ids) + len(results) or len(self._starts) < 2:
             return None  # after one turn a segment would end where it began
         if self.summary.kind == "truncate":

@@ -54,7 +54,8 @@ class Task(BaseModel):
     none of their twins, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files
     have no lint."""
     metadata: dict[str, str] = {}
-    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests."""
+    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests. `answers`
+    and `max_answers`: of a simulated user."""
     kept: harbor.ForeignFiles | None = None
     """The rest of a foreign task's directory."""
 
@@ -66,7 +67,7 @@ class Task(BaseModel):
                 "".join([*texts, *texts.values()]).encode()
             except UnicodeEncodeError:
                 raise ValueError(f"task {self.id!a}: holds text that is not Unicode (half a surrogate pair)") from None
-        for name in LOWERED.values():
+        for name in (*LOWERED.values(), "max_answers"):
             if not re.fullmatch("[1-9][0-9]{0,8}", text := self.metadata.get(name, "1")):
                 raise ValueError(f"task {self.id}: metadata.{name} must be a whole number above 0, not {text[:40]!r}")
         paths = {*self.files, *self.tests, *self.solution, *self.source_scope}
@@ -86,6 +87,7 @@ class Task(BaseModel):
         if outside := {path for path in solution if not is_inside(path, self.source_scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
+            _ = self.answers
             if self.grader == "script":
                 if ENTRY not in self.tests:
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
@@ -124,6 +126,15 @@ class Task(BaseModel):
             return _MUTANTS.validate_json(self.metadata.get("mutants", "[]"))
         except ValidationError as error:
             raise ValueError(f"metadata.mutants: {harbor.first_problem(error)}") from None
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """Facts that the request leaves out and a user knows, by the words of questions that they answer. Raises ValueError if
+        metadata.answers is not a JSON object of texts."""
+        try:
+            return _ANSWERS.validate_json(self.metadata.get("answers", "{}"))
+        except ValidationError as error:
+            raise ValueError(f"metadata.answers: {harbor.first_problem(error)}") from None
 
     @property
     def image(self) -> bool:
@@ -185,6 +196,8 @@ class Task(BaseModel):
 
 
 _MUTANTS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
+
+_ANSWERS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 
 def _validated(where: str, values: Mapping[str, Any]) -> Task:

@@ -111,4 +111,9 @@ def long_message(rollout: Rollout, grade: Grade) -> float:
 @term
 def asked_back(rollout: Rollout, grade: Grade) -> float:
     """Return 1 if the final message asks the user something; question marks in code do not count."""
-    return float(bool(re.search(r"\w[\"')\]]*\?(?=\W|\Z)", _CODE.sub(" ", final_message(rollout)))))
+    return float(asks(final_message(rollout)))
+
+
+def asks(text: str) -> bool:
+    """Return whether a message asks something; question marks in code do not count."""
+    return bool(re.search(r"\w[\"')\]]*\?(?=\W|\Z)", _CODE.sub(" ", text)))

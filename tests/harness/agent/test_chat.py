@@ -151,8 +151,7 @@ def test_turn_by_turn_is_at_once(
         news: list[Message] = [*results] if results else [User(text=answer)]
         messages += [turn, *news]
         count += len(calls)
-        whole = renderer.render(messages, system)
-        token_ids += written + (renderer.results(results) if results else whole[len(token_ids) + len(written) :])
+        token_ids += written + renderer.render(news, system, after=True)
         assert renderer.render(messages, system) == token_ids
         assert renderer.parse(written) == turn
 

@@ -1,0 +1,184 @@
+"""`composer-nb agent --planner`: a plan is written, shown, edited, worked by and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from termios import ICANON, tcgetattr
+from typing import Any
+
+import pytest
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.chat import Message, Said, User
+from composer_nb.harness.agent.scripts import play, turn
+from composer_nb.harness.tools.tool_call import call
+from composer_nb.production.agents import run_agent, write_plan
+from composer_nb.production.planner import SHOWN, excerpt
+from composer_nb.production.serve import ScriptServer
+
+EDIT = call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    made.mkdir()
+    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
+    (made / "logo.png").write_bytes(b"\0\1")
+    return made
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> str:
+    path = tmp_path / "planner.json"
+    path.write_text(json.dumps([{"text": "1. Change f.py."}]))
+    return f"scripted:{path}"
+
+
+@pytest.fixture
+def heard() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def policy(heard: list[str]) -> Iterator[str]:
+    """An agent that notes its first message."""
+    script = play([turn([EDIT]), Said(text="Done.")])
+
+    def speak(talk: Sequence[Message]) -> Said:
+        assert isinstance(talk[0], User)
+        heard.append(talk[0].text)
+        return script(talk)
+
+    with ScriptServer(speak) as server:
+        yield f"openai:{server.url}"
+
+
+def test_an_agent_works_by_a_plan_that_is_kept_with_its_price(
+    repository: Path, planner: str, policy: str, heard: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["agent", str(repository), "fix double", "--policy", policy]
+    out = ["--out", str(tmp_path / "out")]
+    with ScriptServer(play([Said(text="1. Change f.py.")])) as server:
+        given = ["--planner", f"openai:{server.url}", "--planner-price", "1,10"]
+        assert main([*words, *given, *out, "--plan-only"]) == 0 and not heard
+    shown = capsys.readouterr().out
+    assert "1. Change f.py." in shown and f"--plan {tmp_path}/out/plan.md" in shown and "1 of 2 files" in shown
+    plan = tmp_path / "out/plan.md"
+    plan.write_text("2. Test it.\n")
+    assert main([*words, *out, "--plan", str(plan), "--verdict", "accept"]) == 0
+    assert set(heard) == {"fix double\n\nplan:\n2. Test it."}
+    kept = json.loads((tmp_path / "out/plan.json").read_text())
+    assert kept["text"] == "2. Test it." and kept["files"] == ["f.py"] and kept["left_out"] == 1
+    assert kept["dollars"] == pytest.approx((kept["read"] + 10 * kept["written"]) / 1e6) and kept["written"]
+    assert main([*words, *out, "--plan", str(plan)]) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_without_a_terminal_work_begins_at_once(repository: Path, planner: str, policy: str, heard: list[str]) -> None:
+    out = repository / ".composer_nb" / "work"
+    words = ["--planner", planner, "--out", str(out), "--verdict", "reject"]
+    assert main(["agent", str(repository), "fix double", "--policy", policy, *words]) == 1
+    assert set(heard) == {"fix double\n\nplan:\n1. Change f.py."}
+    assert (out / "plan.md").read_text() == "1. Change f.py.\n" and (out / ".gitignore").is_file()
+
+
+def test_in_a_notebook_a_plan_is_one_call_and_the_work_another(
+    repository: Path, planner: str, policy: str, heard: list[str], tmp_path: Path
+) -> None:
+    plan = write_plan(repository, "fix double", planner, tmp_path / "out")
+    run_agent(repository, "fix double", policy, tmp_path / "out", plan=plan.model_copy(update={"text": "Mine."}))
+    assert set(heard) == {"fix double\n\nplan:\nMine."} and (tmp_path / "out/plan.md").read_text() == "Mine.\n"
+
+
+def test_a_plan_that_fails_is_an_error(
+    repository: Path, planner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent, blank = tmp_path / "silent.json", tmp_path / "blank.md"
+    silent.write_text(json.dumps([{"text": " "}]))
+    blank.write_text("\n")
+    words = ["agent", str(repository), "fix it", "--policy", planner, "--out", str(tmp_path / "out")]
+    for given, text in (
+        (["--planner", f"scripted:{silent}"], "its plan is empty"),
+        (["--planner", "scripted:planner"], "plays the solution of a task"),
+        (["--plan", str(blank)], "is empty"),
+        (["--plan", str(tmp_path / "none.md")], "none.md"),
+        (["--plan", str(blank), "--planner", planner], "use one of them"),
+        (["--plan-only"], "use one of them"),
+        (["--planner", planner, "--planner-price", "x"], "dollars per million tokens"),
+    ):
+        assert main([*words, *given]) == 2 and not (tmp_path / "out").exists()
+        assert text in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_request() -> None:
+    files = {f"pkg/m{n:03}.py": f"def part{n}(x):\n    return x + {n}\n" * 20 for n in range(200)}
+    files["pkg/zip_codes.py"] = "def parse_postcode(text):\n    return text.strip()\n"
+    files["pkg/long.py"] = f"{files['pkg/m000.py'] * 60}\n\ndef postcode_table():\n    return {{}}\n"
+    text, paths = excerpt("The postcode parser keeps white space", files)
+    assert len(text) <= SHOWN and 50 < len(paths) < len(files) and all(path in text for path in files)
+    assert paths[0] == "pkg/zip_codes.py" and files[paths[0]] in text
+    assert "def postcode_table" in text and files["pkg/long.py"] not in text
+    few = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
+    assert excerpt("x", few) == ("\n\n".join(f"{path}:\n{few[path]}" for path in sorted(few)), tuple(sorted(few)))
+
+
+EDITOR = """\
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: None)
+with open(sys.argv[1], "a") as plan:
+    plan.write("2. Test it.\\n")
+print("editing", flush=True)
+time.sleep(0.5)
+with open(sys.argv[1], "a") as plan:
+    plan.write("3. Stop.\\n")
+"""
+
+
+@pytest.mark.parametrize("last", [b"y", b"n"])
+def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
+    repository: Path, planner: str, tmp_path: Path, last: bytes
+) -> None:
+    ours, theirs = os.openpty()
+    editor, out = tmp_path / "editor.py", tmp_path / "out"
+    editor.write_text(EDITOR)
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps([{"text": "Done."}]))
+    words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
+    given: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = {**os.environ, "VISUAL": f"{sys.executable} {editor}"}
+    command = [sys.executable, "-m", "composer_nb.cli", *words, "--planner", planner]
+    with subprocess.Popen(command, env=environment, start_new_session=True, **given) as ran:
+        os.close(theirs)
+        shown = b""
+
+        def until(text: bytes) -> None:
+            nonlocal shown
+            while text not in shown and (part := ran.stdout.read1()):  # type: ignore[union-attr]
+                shown += part
+            assert text in shown, shown.decode()
+            shown = shown.partition(text)[2]
+
+        def press(key: bytes) -> None:
+            while tcgetattr(ours)[3] & ICANON:
+                time.sleep(0.01)
+            os.write(ours, key)
+
+        until(b"e edits it] ")
+        press(b"e")
+        until(b"editing")
+        os.killpg(ran.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the editor too
+        until(b"3. Stop.")
+        until(b"e edits it] ")
+        press(last)
+        ran.communicate()
+    os.close(ours)
+    assert ran.returncode == (0 if last == b"y" else 1)
+    assert (out / "plan.md").read_text() == "1. Change f.py.\n2. Test it.\n3. Stop.\n"
+    assert (out / "verdict.json").exists() == (last == b"y")
