@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
     arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
     arg("--limit N", "maximum number of tasks", 60),
     arg("--seed SEED", "the same seed gives the same tasks", "0"),
+    arg("--kinds KIND,…", "of feature, bug, combined, tests, lint, rename, move, question", "feature,bug,combined"),
     arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
     arg("--suite-seconds S", "time limit of a whole suite", 400.0),
     arg("--test-seconds S", "time limit of a test; slower tests do not count", 1.0),
@@ -57,7 +58,7 @@ def make(args: argparse.Namespace) -> int:
     time_limits = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
     run_options = RunOptions(**pick(args, "pytest_args", "packages", "image"), **time_limits)
     with open_backend(args.backend) as backend, _progress() as report:
-        options = pick(args, "limit", "seed", "require")
+        options = pick(args, "limit", "seed", "require") | {"kinds": args.kinds.split(",")}
         summary = make(args.path, args.out, backend, running=run_options, report=report, **options)
     return emit(args, summary, lambda: _made(summary), int(not summary["tasks"]))
 

@@ -126,10 +126,10 @@ def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
     drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
     right.
 
-    A gap is filled, and a lint removed, at the first try, with the tools of tiny models. Raises ValueError for a bug that is
-    undone by no single change."""
+    A gap is filled, a lint removed and a function renamed at the first try, with the tools of tiny models. Raises ValueError for
+    a bug that is undone by no single change."""
     if "kind" in task.metadata:
-        yield from (_write_test if task.metadata["kind"] == "tests" else _mend)(task)
+        yield from {"tests": _write_test, "rename": _rename}.get(task.metadata["kind"], _mend)(task)
         return
     [right] = task.solution.values()
     path, texts = yield from _look(task, verbs)
@@ -161,6 +161,15 @@ def _write_test(task: Task) -> Script:
     yield turn([_replace(path, now, guess), _TEST_CALL])
     if guess != right:
         yield turn([_replace(path, guess, right), _TEST_CALL])
+    yield TINY.finish
+
+
+def _rename(task: Task) -> Script:
+    """Search the name, change each line that has it, and test."""
+    yield one(call("grep", pattern=task.metadata["function"]))
+    pairs = [(path, task.files[path].split("\n"), task.solution[path].split("\n")) for path in sorted(task.solution)]
+    lines = [(path, *line) for path, old, new in pairs for line in zip(old, new, strict=True) if line[0] != line[1]]
+    yield turn([*(TINY.change(*line) for line in lines), _TEST_CALL])
     yield TINY.finish
 
 

@@ -16,6 +16,7 @@ from random import Random
 from typing import Literal
 
 from composer_nb.harness import syntax
+from composer_nb.harness.grading.structure import RULES
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
@@ -31,8 +32,8 @@ from composer_nb.tour.repairs import (
 )
 
 # bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
-# tests that mutants fail. lint: a name is unused or does not exist.
-Kind = Literal["bug", "feature", "tests", "lint"]
+# tests that mutants fail. lint: a name is unused or does not exist. rename: a function gets another name, in two modules.
+Kind = Literal["bug", "feature", "tests", "lint", "rename"]
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 # Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side.
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
@@ -111,6 +112,7 @@ PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
     "feature": _gap,
     "tests": lambda source, rng: (planted := _bug(source, rng)) and ("tests", planted[1]),
     "lint": _litter,
+    "rename": lambda source, rng: ("rename", source),
 }
 
 
@@ -121,7 +123,7 @@ def _deal(
     hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many."""
     failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
     indices = range(len(outcomes))
-    if candidate.kind == "lint":
+    if candidate.kind in ("lint", "rename"):
         return [*indices[:VISIBLE]], [*indices[VISIBLE:]], []
     if len(failing) < 3:
         return None
@@ -153,7 +155,7 @@ def _task(
     visible, hidden, mutants = dealt
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
     function, *spare_names = rng.sample(NAMES, 2 * MOST)
-    modules = rng.sample(MODULES, rng.randint(1, MOST))
+    modules = rng.sample(MODULES, rng.randint(1 + (candidate.kind == "rename"), MOST))
     home = rng.randrange(len(modules))
     sources: dict[str, list[str]] = {module: [] for module in modules}
     tests: dict[str, str] = {}
@@ -187,8 +189,8 @@ def _task(
         files, scope = files | {path: right}, (test_path,)
         solution = {test_path: tests[test_path].replace("def test_0", f"{added}\n\ndef test_0")}
     summary = f"{function}: {program.spec}"
-    instructions = {"bug": f"fix {summary}" if specified else "fix the tests", "lint": "fix the lints"}
-    return Task(
+    instructions = {"bug": f"fix {summary}" if specified else "fix the tests", "lint": "fix the lints", "rename": "-"}
+    task = Task(
         id=f"{program.family}-{digest}",
         instruction=(instructions | {"feature": f"add {summary}", "tests": f"test {summary}"})[kind],
         files=files | tests,
@@ -197,6 +199,36 @@ def _task(
         source_scope=scope,
         strictness="lints" if kind == "lint" else "twins",
         metadata=metadata,
+    )
+    return _renamed(task, spare_names, f"{modules[home - 1]}.py") if kind == "rename" else task
+
+
+def _renamed(task: Task, names: Sequence[str], user: str) -> Task | None:
+    """Return the task to rename the function of a repository, which another module, `user`, then calls. The tests that an agent
+    sees call the function through it. None if a variable has one of the names."""
+    old, new, caller = task.metadata["function"], *names[:2]
+    [home] = task.solution
+    parameters = task.files[home].partition(f"def {old}(")[2].partition(")")[0]
+    uses = f"def {caller}({parameters}):\n    return {old}({parameters})\n"
+    files = task.files | {user: f"from {home[:-3]} import {old}\n\n{task.files[user]}\n\n{uses}"}
+    sources = "\n".join(files[path] for path in task.source_scope)
+    if [len(re.findall(rf"\b{name}\b", sources)) for name in (old, new, caller)] != [3, 0, 1]:
+        return None
+    named = re.compile(rf"\b{old}\b(?=\(|$)", re.M)
+    tests = task.tests | {f"test_hidden_{new}.py": named.sub(new, task.tests[f"test_hidden_{old}.py"])}
+    for texts, prefix in ((files, "test_"), (tests, "test_hidden_")):
+        moved = named.sub(caller, texts.pop(f"{prefix}{old}.py"))
+        texts[f"{prefix}{caller}.py"] = moved.replace(f"from {home[:-3]} ", f"from {user[:-3]} ")
+    solution = {path: re.sub(rf"\b{old}\b", new, files[path]) for path in (home, user)}
+    rules = json.dumps([("absent", "", old), ("defined", home, new)])
+    return task.model_copy(
+        update={
+            "instruction": f"rename {old} -> {new}",
+            "files": files,
+            "tests": tests,
+            "solution": solution,
+            "metadata": task.metadata | {"renamed": new, RULES: rules},
+        }
     )
 
 

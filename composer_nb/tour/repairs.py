@@ -307,6 +307,7 @@ def _program(task: Task, files: Mapping[str, str]) -> str:
     if name is None:
         return files[min(task.solution)]
     text = files[home_of(name, task.files)]
+    name = name if f"def {name}(" in text else task.metadata["renamed"]
     return split_at(text, name)[1].replace(f"def {name}(", "def f(", 1)
 
 

@@ -52,9 +52,9 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
     (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
-    kinds: tuple[Literal["bug", "feature", "tests", "lint"], ...] = ("bug",)
-    """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to extend
-    or a `lint` to remove (`miniatures.py`). The published measurements use the default."""
+    kinds: tuple[Literal["bug", "feature", "tests", "lint", "rename"], ...] = ("bug",)
+    """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to
+    extend, a `lint` to remove or a function to `rename` (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25
     """Share of the bug tasks in repositories whose instruction specifies the function."""
     demonstrations: Count = 1024

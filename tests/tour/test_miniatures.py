@@ -22,7 +22,7 @@ from composer_nb.tour.miniatures import MUTANTS, OTHERS, VISIBLE, Kind, make_min
 from composer_nb.tour.programs import FAMILIES, Program
 from composer_nb.tour.repairs import buggy, fingerprints
 
-KINDS: tuple[Kind, ...] = ("bug", "feature", "tests", "lint")
+KINDS: tuple[Kind, ...] = ("bug", "feature", "tests", "lint", "rename")
 COUNT = 16
 
 
@@ -40,7 +40,8 @@ def functions_of(task: Task) -> dict[str, str]:
     """Every function of a repository, as `f`."""
     functions = {}
     for path in task.source_scope:
-        for node in ast.parse(task.solution.get(path, task.files[path])).body:
+        body = ast.parse(task.solution.get(path, task.files[path])).body
+        for node in body[1:-1] if isinstance(body[0], ast.ImportFrom) else body:  # without one that calls another
             assert isinstance(node, ast.FunctionDef)
             name, node.name = node.name, "f"
             functions[name] = ast.unparse(node)
@@ -76,7 +77,13 @@ def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task]
     kind: Kind = made[0].metadata.get("kind", "bug")  # type: ignore[assignment]
     again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
     assert list(again) == made and len({task.id for task in made}) == COUNT
-    asked = {"bug": "fix ", "feature": "add {}: ", "tests": "test {}: ", "lint": "fix the lints"}[kind]
+    asked = {
+        "bug": "fix ",
+        "feature": "add {}: ",
+        "tests": "test {}: ",
+        "lint": "fix the lints",
+        "rename": "rename {} -> ",
+    }[kind]
     for task in made:
         assert task.instruction.startswith(asked.format(task.metadata["function"]))
         assert buggy(task).startswith("def f(") and len(fingerprints([task])) >= 2

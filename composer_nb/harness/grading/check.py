@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import PLAN, gold_files, plan_of
-from composer_nb.harness.grading.recorded import Guarding, guard, meets
+from composer_nb.harness.grading.plan import PLAN, gold_files
+from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
 from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox import open_backend
@@ -78,7 +78,7 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
             row |= {"output": gold[0].output, "repeatable": not (_unlike(gold) or _unlike(none))}
             row["problem"] = next(_problems(gold, none, solved), "")
             if task.grader == "pytest":
-                row["guard"] = asdict(guard(plan_of(task), none[0].failed))
+                row["guard"] = asdict(guard_of(task, none[0].failed))
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
         row["problem"] = str(error).removeprefix(f"task {task.id}: ")
     if not row["problem"] and not meets(row["guard"]["by"], require):

@@ -22,6 +22,7 @@ from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.plan import conftests
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
+from composer_nb.harness.grading.structure import structure
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
@@ -52,25 +53,32 @@ def grade(task: Task, files: Files, sandbox: Executor | Backend | None = None, *
         if task.grader == "functions":
             texts = {path: _text(data) for path, data in files.items()}
             result = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
-            return _strictly(task, files, result)
+            return strictly(task, files, result)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
         contents = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
         run = grade_script if task.grader == "script" else grade_pytest if anew else grade_once
-        return _strictly(task, files, run(task, contents, backend))
+        return strictly(task, files, run(task, contents, backend))
 
 
 def _text(data: str | bytes) -> str:
     return data if isinstance(data, str) else data.decode("utf-8", "replace")
 
 
-def _strictly(task: Task, files: Files, result: Grade) -> Grade:
-    """Return the grade with what the task's strictness asks for besides its tests, as tests of their own."""
-    if result.status != "graded" or task.strictness in ("tests", "twins"):
+def strictly(task: Task, files: Files, result: Grade) -> Grade:
+    """Return the grade with what the task's structure and strictness ask for besides its tests, as tests of their own. A lint
+    counts if the solution lacks it."""
+    if result.status != "graded":
         return result
-    more = {"no flag": not result.flags}
-    for path, data in sorted(files.items()) if task.strictness == "lints" else ():
-        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope):
-            more[f"{path}: no lint"] = not lints(_text(data))
+    sources = {
+        path: _text(data)
+        for path, data in sorted(files.items())
+        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope)
+    }
+    more = structure(task, sources)
+    more |= {"no flag": not result.flags} if task.strictness in ("scope", "lints") else {}
+    for path, text in sources.items() if task.strictness == "lints" else ():
+        right = task.solution.get(path, task.files.get(path, ""))
+        more[f"{path}: no lint"] = text == right or set(lints(text)) <= set(lints(right))
     return replace(result, tests={**result.tests, **more})
 
 

@@ -34,6 +34,7 @@ from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
 from composer_nb.harness.grading.plan import GradePlan, Runs, Twin, draw, job, plan_of
 from composer_nb.harness.grading.recorded import INDEPENDENT, enough, replay, wrong
+from composer_nb.harness.grading.written import grade_written
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks import harbor
@@ -105,6 +106,8 @@ def grade_pytest(
     except ValueError:
         return Grade(status="invalid_task", flags=edits.flags)
     boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
+    if task.mutants:
+        return grade_written(task, edits, plan, boxes)
     rng = rng or random.SystemRandom()
     lone = draw_alone(plan, rng)
     twin_sets = draw(plan, rng, 2 if lone else RUNS)

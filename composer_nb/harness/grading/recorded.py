@@ -213,9 +213,14 @@ def guards_line(counts: Mapping[str, int]) -> str:
     return f"guarded by recorded calls: {calls}; by tests run alone: {twins}; by neither: {none}{warning}"
 
 
-def guard_of(task: Task) -> Guard:
-    """Return the guard of a task made here, whose metadata name the tests that fail. Raises ValueError without a plan."""
-    return guard(plan_of(task), json.loads(task.metadata["fail_to_pass"]))
+def guard_of(task: Task, failing: Iterable[str] | None = None) -> Guard:
+    """Return the guard of a task whose tests with these node ids, by default those that its metadata name, fail at the start.
+
+    Tests that an agent writes run on versions of the code that are twins of one another. Where no code is in the scope, nothing
+    of the agent's runs. Raises ValueError without a plan."""
+    if task.mutants or not any(pattern.endswith((".py", "*")) for pattern in task.source_scope):
+        return Guard(by="twins", calls=0, telling=0, strong=len(task.mutants), none=0, alone=0)
+    return guard(plan_of(task), json.loads(task.metadata["fail_to_pass"]) if failing is None else failing)
 
 
 def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:

@@ -54,8 +54,8 @@ class Task(BaseModel):
     none of their twins, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files
     have no lint."""
     metadata: dict[str, str] = {}
-    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests. `answers`
-    and `max_answers`: of a simulated user."""
+    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests, which must also
+    pass on `equivalents`. `answers` and `max_answers`: of a simulated user."""
     kept: harbor.ForeignFiles | None = None
     """The rest of a foreign task's directory."""
 
@@ -98,6 +98,8 @@ class Task(BaseModel):
                     )
                 for path, text in self.tests.items():
                     _ = path.endswith(".py") and parse_module(path, text)
+                if self.mutants and not (len(self.source_scope) == 1 and is_test_module(self.source_scope[0])):
+                    raise ValueError("a task with metadata.mutants has one test module as source_scope")
             else:
                 parse_test_files(self.tests)
                 test_path = self.source_scope[0]  # the test file that an agent extends
@@ -120,12 +122,21 @@ class Task(BaseModel):
 
     @property
     def mutants(self) -> tuple[dict[str, str], ...]:
-        """Wrong versions of source files, each of which must fail the agent's tests (grader `functions`). Raises ValueError if
-        metadata.mutants is not a JSON list of such versions."""
+        """Wrong versions of source files, each of which must fail the agent's tests. Raises ValueError if metadata.mutants is not
+        a JSON list of such versions."""
+        return self._versions("mutants")
+
+    @property
+    def equivalents(self) -> tuple[dict[str, str], ...]:
+        """Versions of source files that do the same in other words, which the agent's tests must pass (grader `pytest`). Tests
+        that read the code's text take them for wrong. Raises ValueError like `mutants`."""
+        return self._versions("equivalents")
+
+    def _versions(self, name: str) -> tuple[dict[str, str], ...]:
         try:
-            return _MUTANTS.validate_json(self.metadata.get("mutants", "[]"))
+            return _VERSIONS.validate_json(self.metadata.get(name, "[]"))
         except ValidationError as error:
-            raise ValueError(f"metadata.mutants: {harbor.first_problem(error)}") from None
+            raise ValueError(f"metadata.{name}: {harbor.first_problem(error)}") from None
 
     @property
     def answers(self) -> dict[str, str]:
@@ -195,8 +206,7 @@ class Task(BaseModel):
         return from_swesmith(row, files)
 
 
-_MUTANTS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
-
+_VERSIONS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
 _ANSWERS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 

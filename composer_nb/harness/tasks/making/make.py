@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.recorded import Guarding, guard_of, guards_line, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
+from composer_nb.harness.tasks.making.kinds import KINDS
 from composer_nb.harness.tasks.making.options import INI, Options, RunOptions, given_packages, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
-from composer_nb.harness.tasks.making.trial import Subject, TaskStore, TrialOutcome, settle
+from composer_nb.harness.tasks.making.trial import Assignment, Part, Subject, TaskStore, TrialOutcome, settle
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest
 from composer_nb.harness.tasks.task import Task, save_tasks
 
@@ -34,6 +35,7 @@ SIDE_BY_SIDE = 2  # Sandboxes at a time.
 AHEAD = 12  # Candidates drawn at a time.
 SHARE = 6  # One task in SHARE is a missing feature, and one combines several bugs.
 BELOW = 24  # Tasks below the required guard, without one that reaches it, after which a run ends.
+PLANTED = ("feature", "bug", "combined")  # Kinds that are made by default.
 FORMAT = "8"  # Version of the record. A new number makes earlier outcomes invalid.
 
 
@@ -51,18 +53,25 @@ def make(
     spec: SandboxSpec | None = None,
     running: RunOptions | None = None,
     require: Guarding = "none",
+    kinds: Sequence[str] = PLANTED,
     report: Report = lambda doing, counts: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks of the repository at `path` and write them into `out`. Return what was made, as in `SUMMARY`.
 
-    `require` leaves out tasks with a lesser guard. Tasks that were kept are written even if an exception ends the call.
+    `require` leaves out tasks with a lesser guard. `kinds`: of PLANTED and KINDS. Tasks that were kept are written even if an
+    exception ends the call.
 
-    Raises FileNotFoundError and ValueError for an unfit repository, an `out` that holds another one's tasks, or a guard that
-    none of the first `BELOW` tasks reaches, and SandboxFailure.
+    Raises FileNotFoundError and ValueError for an unfit repository, an `out` that holds another one's tasks, an unknown kind or
+    one without a candidate, or a guard that none of the first `BELOW` tasks reaches, and SandboxFailure.
     """
     began = time.monotonic()
     if limit < 1:
         raise ValueError(f"a limit of {limit} tasks: at least 1 is needed")
+    kinds = tuple(dict.fromkeys(kinds))
+    if unknown := [kind for kind in kinds if kind not in (*PLANTED, *KINDS)] or [""] * (not kinds):
+        raise ValueError(f"--kinds {unknown[0]}: no such kind; choose from {','.join([*PLANTED, *KINDS])}")
+    if "combined" in kinds and "bug" not in kinds:
+        raise ValueError("--kinds combined: combines tasks of the kind bug; add it")
     if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
         raise ValueError(
             f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
@@ -82,7 +91,7 @@ def make(
             measured = measure(repository, backend, spec, lambda doing: report(doing, ""), running, options)
             store.keep_fact("baseline", measured.to_json())
         baseline = Baseline.from_json(store.facts["baseline"])
-        maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require)
+        maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require, kinds)
         try:
             maker.run()
         finally:
@@ -110,41 +119,67 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
 class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
-    def __init__(self, subject: Subject, store: TaskStore, report: Report, limit: int, require: Guarding) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        store: TaskStore,
+        report: Report,
+        limit: int,
+        require: Guarding,
+        kinds: Sequence[str] = PLANTED,
+    ) -> None:
         self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
-        self.tried, self.below = 0, Counter[str]()
-        # By the change's key.
-        self.kept: dict[str, tuple[Change, Task]] = {}
+        self.kinds, self.tried, self.below = kinds, 0, Counter[str]()
+        # By the candidate's key.
+        self.kept: dict[str, tuple[Change | Assignment, Task]] = {}
 
     def run(self) -> None:
-        """Make missing features, single bugs, and several bugs at once.
+        """Make missing features, single bugs, several bugs at once, and then tasks of KINDS, of each an equal share.
 
-        Raises ValueError if no test calls a function in which a bug can be planted.
+        Raises ValueError if no test calls a function in which a bug can be planted, or a kind of KINDS has no candidate.
         """
         name, files, seed = self.subject.repository.name, self.subject.repository.files, self.subject.seed
-        reached = {function for reach in self.subject.baseline.reach.values() for function in reach.depths}
-        units = [unit for unit in self.subject.units if unit.place in reached]
+        units = self.subject.reached
         if not units:
             reasons = "".join(f". {path}: {reason}" for path, reason in list(self.subject.unfit.items())[:3])
             raise ValueError(
                 f"{name}: no test calls a function in which a bug can be planted. Tests of a package that pytest itself "
                 f"imports, such as packaging, run on pytest's copy{reasons}"
             )
-        part = self.limit // SHARE
+        share, rest = divmod(self.limit, len(self.kinds))
+        shares = {kind: share + (number < rest) for number, kind in enumerate(self.kinds)}
+        assignments = {kind: self._assignments(kind) for kind in self.kinds if kind in KINDS}
+        planted = sum(shares[kind] for kind in self.kinds if kind in PLANTED)
+        part = planted // SHARE if "bug" in self.kinds else planted
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             try:
-                self._try(pool, "taking features away", features(files, units, seed), part)
-                self._try(pool, "planting bugs", bugs(files, units, seed), self.limit - len(self.kept) - part)
-                singles = [change for change, _ in self.kept.values() if change.kind != "feature"]
-                self._try(pool, "combining bugs", combined(singles, seed), part)
+                if "feature" in self.kinds:
+                    self._try(pool, "taking features away", features(files, units, seed), part)
+                if "bug" in self.kinds:
+                    missing = planted - len(self.kept) - part * ("combined" in self.kinds)
+                    self._try(pool, "planting bugs", bugs(files, units, seed), missing)
+                if "combined" in self.kinds:
+                    changes = [change for change, _ in self.kept.values() if isinstance(change, Change)]
+                    singles = [change for change in changes if change.kind != "feature"]
+                    self._try(pool, "combining bugs", combined(singles, seed), part)
+                for kind, candidates in assignments.items():
+                    self._try(pool, KINDS[kind].doing, candidates, shares[kind])
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _try(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterator[Change], missing: int) -> None:
+    def _assignments(self, kind: str) -> Iterator[Assignment]:
+        candidates = KINDS[kind].candidates(self.subject)
+        if (first := next(candidates, None)) is None:
+            raise ValueError(f"{self.subject.repository.name}: --kinds {kind}: no candidate, {KINDS[kind].needs}")
+        return chain([first], candidates)
+
+    def _try(
+        self, pool: ThreadPoolExecutor, doing: str, candidates: Iterator[Change | Assignment], missing: int
+    ) -> None:
         """Keep the tasks of the first `missing` candidates that make one, in the candidates' order."""
         while missing > 0 and (window := list(islice(candidates, min(AHEAD, 2 * missing)))):
             fresh = [change for change in window if change.key not in self.store.outcomes]
-            parts = [[self.kept[key] for key in change.parts] for change in fresh]
+            parts = [[cast(Part, self.kept[key]) for key in change.parts] for change in fresh]
             for outcome in pool.map(partial(settle, self.subject), fresh, parts):
                 self.store.keep(outcome)
                 self.tried += 1

@@ -16,12 +16,13 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
+from composer_nb.harness.grading.front import strictly
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, gold_files, job, modules_of, normal, with_plan
 from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
 from composer_nb.harness.grading.validate import IDS, guarded
@@ -76,8 +77,27 @@ class Subject:
             except ValueError as error:
                 self.unfit[path] = str(error)
 
+        functions = {function for reach in baseline.reach.values() for function in reach.depths}
+        # Functions that tests call.
+        self.reached = [unit for unit in self.units if unit.place in functions]
+
     def boxes(self, timeout_s: float) -> Boxes:
         return Boxes(backend=self.backend, spec=self.spec, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A candidate for a task that is no planted bug and no missing feature.
+
+    Attributes:
+        key: Digest of the code that it is about.
+        build: Returns its task, or raises NoTask and SandboxFailure.
+    """
+
+    kind: str
+    key: str
+    build: Callable[[], Task]
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +175,7 @@ class TaskStore:
             self._db.execute("insert or replace into outcomes values (?, ?, ?, ?, ?)", row)
 
 
-def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> TestJob:
+def job_on(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> TestJob:
     """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
     whole_job = job(whole(subject.repository), files, (), frozenset(keys), explain=explain)
@@ -173,36 +193,36 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     return sorted({*paths, *(path for path in hidden if not is_test_module(path))})
 
 
-def _ran(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult]:
+def run_jobs(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult]:
     """Return the runs. Raises NoTask if one does not end. If one ends a sandbox that all share, each runs alone."""
     try:
         ran = subject.boxes(timeout_s).run(jobs)
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
             raise NoTask("ends early") from None
-        return [result for alone in jobs for result in _ran(subject, [alone], timeout_s)]
+        return [result for alone in jobs for result in run_jobs(subject, [alone], timeout_s)]
     for run in ran:
         if run.flags:
             raise NoTask("endless" if "timeout" in run.flags else "ends early")
     return ran
 
 
-def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
+def failing_keys(ran: JobResult, keys: Iterable[str]) -> set[str]:
     return {key for key in keys if not ran.result(key).passed}
 
 
 Part = tuple[Change, Task]  # A component bug of a combined change, and its task.
 
 
-def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> TrialOutcome:
-    """Return the task of a change, or why there is none. Raises SandboxFailure."""
+def settle(subject: Subject, change: Change | Assignment, parts: Sequence[Part] = ()) -> TrialOutcome:
+    """Return the task of a candidate, or why there is none. Raises SandboxFailure."""
     began, verdict = 0.0, "kept"
     task: Task | None = None
     try:
-        if not parts:  # the parts of a combined bug have been looked at
+        if isinstance(change, Change) and not parts:  # the parts of a combined bug have been looked at
             look(subject, change)
         began = time.monotonic()
-        task = _settled(subject, change, parts)
+        task = change.build() if isinstance(change, Assignment) else _settled(subject, change, parts)
     except NoTask as no_task:
         verdict = no_task.verdict
     seconds = time.monotonic() - began if began else 0.0
@@ -213,8 +233,8 @@ def look(subject: Subject, change: Change) -> None:
     """Raise NoTask if the tests nearest to a change do not notice it."""
     keys = subject.baseline.nearest(change.places)[:LOOK_AT]
     seconds = sum(subject.baseline.reach[key].seconds for key in keys)
-    [ran] = _ran(subject, [_job(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
-    if not _failing(ran, keys):
+    [ran] = run_jobs(subject, [job_on(subject, change.apply(subject.repository.files), keys)], 6.0 + 4 * seconds)
+    if not failing_keys(ran, keys):
         raise NoTask("unseen")
 
 
@@ -225,8 +245,8 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     originals = ["\n".join(files[edit.path].split("\n")[edit.start - 1 : edit.end]) for edit in change.edits]
     if any(text.count("\n") > 1 and sum(other.count(text) for other in files.values()) > 1 for text in originals):
         raise NoTask("copied")
-    [ran] = _ran(subject, [_job(subject, changed, tests, explain=True)], 15.0 + 4 * baseline.suite_s)
-    failing = _failing(ran, tests)
+    [ran] = run_jobs(subject, [job_on(subject, changed, tests, explain=True)], 15.0 + 4 * baseline.suite_s)
+    failing = failing_keys(ran, tests)
     names = {tests[key] for key in failing}
     if not failing or any(names.isdisjoint(json.loads(part.metadata["fail_to_pass"])) for _, part in parts):
         raise NoTask("unseen")
@@ -251,7 +271,9 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
         metadata=repository.settings
         | {"kind": change.kind, "repository": repository.name, "places": places, PLAN: ""},  # made last
     )
-    steady, varying = _repeated(subject, task, keys, failing)
+    steady, varying = repeated(subject, task, keys, failing)
+    if not steady:
+        raise NoTask("flaky")
     seed = f"{subject.seed} {change.key}"
     if change.kind == "feature":
         text = write_feature(change.edits[0].path, change.edits[0].name, originals[0], seed, symptoms)
@@ -266,45 +288,49 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     facts = {IDS: [tests[key] for key in counted], "fail_to_pass": [tests[key] for key in sorted(steady)]}
     metadata = task.metadata | {name: json.dumps(ids) for name, ids in facts.items()}
     task = task.model_copy(update={"instruction": text, "files": task.files | passing, "metadata": metadata})
-    return _graded(subject, task, counted, facts["fail_to_pass"])
+    return graded(subject, task, plan_on(subject, task, counted), facts["fail_to_pass"])
 
 
-def _repeated(
-    subject: Subject, task: Task, keys: frozenset[str], failing: Collection[str]
+def repeated(
+    subject: Subject, task: Task, keys: frozenset[str], failing: Collection[str] | None = None
 ) -> tuple[set[str], set[str]]:
-    """Return the tests that fail without a change every time, and those that do so at times. Raises NoTask if there is none, or
-    the solution fails one."""
+    """Return the tests that fail without a change every time, and those that do so at times; `failing`: those that did before.
+    Raises NoTask if the solution fails one."""
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
-    timeout_s = 10.0 + 4 * sum(subject.baseline.reach[key].seconds for key in keys)
-    failures = [set(failing)]
+    reach = subject.baseline.reach
+    timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys if key in reach)
+    failures = [] if failing is None else [set(failing)]
     for seed in range(REPEATS):
-        gold_run, start_run = _ran(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
-        if _failing(gold_run, keys):
+        gold_run, start_run = run_jobs(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
+        if failing_keys(gold_run, keys):
             raise NoTask("ungraded")
-        failures.append(_failing(start_run, keys))
-    if not (steady := set.intersection(*failures)):
-        raise NoTask("flaky")
+        failures.append(failing_keys(start_run, keys))
+    steady = set.intersection(*failures)
     return steady, set.union(*failures) - steady
 
 
-def _graded(subject: Subject, task: Task, keys: Sequence[str], failing: Sequence[str]) -> Task:
-    """Return the task with a plan of these tests, by whose twins and recorded calls the grader itself tells its solution from its
-    start. Raises NoTask."""
+def plan_on(subject: Subject, task: Task, keys: Sequence[str]) -> GradePlan:
+    """Return a plan of the tests of these keys, with the repository's twins."""
     baseline, counted = subject.baseline.plan, set(keys)
     twins = [replace(twin, keys=tuple(sorted(counted.intersection(twin.keys)))) for twin in baseline.twins]
     tests = {key: baseline.tests[key] for key in keys}
-    plan = GradePlan(digest=digest(task), tests=tests, twins=tuple(twin for twin in twins if twin.keys))
+    return GradePlan(digest=digest(task), tests=tests, twins=tuple(twin for twin in twins if twin.keys))
+
+
+def graded(subject: Subject, task: Task, plan: GradePlan, failing: Sequence[str], stub: Task | None = None) -> Task:
+    """Return the task with this plan and recorded calls, by which the grader itself tells its solution from its start. `stub`: a
+    start that does nothing, for calls that the task's own start answers. Raises NoTask."""
     # A multiple of RUN_S, so that it does not vary from run to run.
     timeout_s = RUN_S * round(1 + 4 * subject.baseline.suite_s / RUN_S)
     seconds = {SECONDS: f"{timeout_s:g}"} if timeout_s > RUN_S else {}
     task = with_plan(task.model_copy(update={"metadata": task.metadata | seconds}), plan)
-    task = with_plan(task, guarded(task, plan, failing, subject.boxes(timeout_s)))
+    task = with_plan(task, guarded(stub or task, plan, failing, subject.boxes(timeout_s)))
     gold_grade, start_grade = (
-        grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
+        strictly(task, files, grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec))
         for files in (gold_files(task), workspace(task))
     )
     fits = gold_grade.passed and not gold_grade.flags and start_grade.status == "graded" and not start_grade.flags
-    if not fits or set(start_grade.failed) != set(failing):
+    if not fits or start_grade.passed or {*start_grade.failed}.intersection(plan.tests.values()) != set(failing):
         raise NoTask("ungraded")
     return task
 

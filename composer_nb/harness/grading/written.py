@@ -1,0 +1,65 @@
+"""Grade tests that an agent wrote, on versions of the code that it never sees: right ones, which they must pass, and mutants.
+
+    the agent's test module  ->  the code as it is                      all pass, those of the start among them
+                             ->  the same code in other words           all pass
+                             ->  each mutant                            one fails, or they do not end
+
+Each version has a fresh sandbox, and nothing in it says which version it is. Tests that compare the code's text or bytecode with
+what they know also refuse the equivalent versions. References: mutation testing (DeMillo, Lipton and Sayward, 1978).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded
+from composer_nb.harness.grading.diff import Changes
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.plan import GradePlan, job
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.tasks.task import Task
+
+FORGED = {"forged_events", "forged_report"}
+
+
+def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> Grade:
+    """Return the grade of the test module in a task's scope. `plan`: the tests that must still be there."""
+    began, [path] = time.monotonic(), task.source_scope
+    equivalents, mutants = task.equivalents, task.mutants
+    names = ["passes as it is", *(f"passes equivalent {number}" for number in range(len(equivalents)))]
+    names += [f"refuses mutant {number}" for number in range(len(mutants))]
+    flags, results = {*edits.flags}, dict.fromkeys(names, False)
+    try:
+        module = edits.files.get(path, b"").decode()
+        written = task.model_copy(update={"tests": {**task.tests, path: module}})
+        versions = [{name: text.encode() for name, text in version.items()} for version in ({}, *equivalents, *mutants)]
+        ran = boxes.run([replace(job(written, {**edits.files, **version}), tests=(path,)) for version in versions])
+    except (SyntaxError, ValueError, RecursionError):  # no module
+        ran = []
+    except SandboxFailure as error:
+        return Grade(status="infra_error", flags=edits.flags, output=str(error))
+    except (SandboxDied, RunnerEnded):
+        early = tuple(sorted({*flags, "ended_early"}))
+        return Grade(status="agent_failed", tests=results, flags=early, cost={"wall_s": time.monotonic() - began})
+    if ran:
+        passing = {key for key, result in ran[0].results.items() if result.passed}
+        right, wrong = ran[: 1 + len(equivalents)], ran[1 + len(equivalents) :]
+        outcomes = [passing.issuperset(plan.tests) and _passes(run, passing) for run in right]
+        results = dict(zip(names, [*outcomes, *(not _passes(run, passing) for run in wrong)], strict=True))
+        flags |= {flag for run in right for flag in run.flags} | {flag for run in wrong for flag in run.flags & FORGED}
+    return Grade(
+        status="tampered" if flags & FORGED else "graded",
+        tests=results,
+        flags=tuple(sorted(flags)),
+        timeouts=sum("timeout" in run.flags for run in ran),
+        cost={"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)},
+    )
+
+
+def _passes(run: JobResult, keys: set[str]) -> bool:
+    """Return whether these tests pass, of which there are some, and no other test fails."""
+    broken = run.flags & {"timeout", "ended_early"} or any(
+        result.outcome == "failed" for result in run.results.values()
+    )
+    return bool(keys) and not broken and all(run.result(key).passed for key in keys)

@@ -1,0 +1,86 @@
+"""Build tasks that are no planted bug and no missing feature: what their kinds share (`kinds.py`)."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from random import Random
+from typing import Any
+
+from composer_nb.harness.grading.plan import GradePlan, digest, modules_of
+from composer_nb.harness.grading.source import Function
+from composer_nb.harness.grading.validate import IDS, with_twins
+from composer_nb.harness.tasks.making.changes import Unit, function_of, normalised, text_of
+from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.trial import Assignment, NoTask, Subject, graded, plan_on, repeated
+from composer_nb.harness.tasks.task import Task
+
+NEAR = 40  # Maximum tests that hold the behaviour of code whose structure or form changes; the nearest are chosen.
+
+
+def assignments(
+    kind: str, subject: Subject, build: Callable[[Subject, Unit], Task], units: Iterable[Unit]
+) -> Iterator[Assignment]:
+    """Yield one candidate for each of these functions, in an order drawn by the seed."""
+    shuffled = list(units)
+    Random(f"{kind} {subject.seed}").shuffle(shuffled)
+    for unit in shuffled:
+        with suppress(SyntaxError, ValueError):
+            text = normalised(text_of(unit, subject.repository.files))
+            key = hashlib.sha256(repr((kind, subject.seed, unit.path, unit.name, text)).encode()).hexdigest()[:12]
+            yield Assignment(kind=kind, key=key, build=partial(build, subject, unit))
+
+
+def task_of(
+    subject: Subject, kind: str, unit: Unit, wordings: Collection[str], facts: Mapping[str, str], **fields: Any
+) -> Task:
+    """Return a task about a function, without a plan, with one of several requests."""
+    name, settings = subject.repository.name, subject.repository.settings
+    key = hashlib.sha256(repr((kind, unit.path, unit.name, sorted(fields["solution"].items()))).encode()).hexdigest()[
+        :12
+    ]
+    about = {"kind": kind, "repository": name, "places": json.dumps([f"{unit.path}::{unit.name}"])}
+    instruction = Random(f"{kind} {subject.seed} {key}").choice(sorted(wordings))
+    values = {"id": f"{name}-{kind}-{key}", "grader": "pytest", "instruction": instruction}
+    return Task.model_validate(values | {"metadata": settings | about | facts} | fields)
+
+
+def rewritten(text: str, change: Callable[[Function], None]) -> str:
+    """Return a function's lines as `ast` writes it after a change of its tree. Raises SyntaxError and ValueError."""
+    node = function_of(text)
+    assert node is not None
+    change(node)
+    plain = text.lstrip("\f")
+    indent = plain[: len(plain) - len(plain.lstrip())]
+    return textwrap.indent(ast.unparse(ast.fix_missing_locations(node)), indent)
+
+
+def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: Mapping[str, str] | None = None) -> Task:
+    """Return a task whose solution passes these tests, ids by key, every time, and whose start does not do what is asked.
+
+    The workspace lacks the tests that fail in it and that its solution does not change. `stub`: files in which the functions do
+    nothing. Raises NoTask.
+    """
+    steady, varying = repeated(subject, task, frozenset(tests))
+    counted = sorted(tests.keys() - varying)
+    failing = [tests[key] for key in sorted(steady)]
+    visible = {
+        path: without_tests(task.files[path], [key for key in steady if key.startswith(f"{path}::")])
+        for path in modules_of(steady)
+        if path in task.files and path not in task.solution
+    }
+    facts = {IDS: json.dumps([tests[key] for key in counted]), "fail_to_pass": json.dumps(failing)}
+    task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})
+    if all(task.tests.get(path) == subject.repository.hidden.get(path) for path in modules_of(counted)):
+        plan = plan_on(subject, task, counted)
+    else:  # positions of twins are those of the repository's own tests
+        plan = GradePlan(digest=digest(task), tests={key: tests[key] for key in counted})
+        plan, problems = with_twins(task, plan, subject.boxes(20.0 + subject.baseline.suite_s))
+        if problems:
+            raise NoTask("ungraded")
+    return graded(subject, task, plan, failing, task.model_copy(update={"files": task.files | stub}) if stub else None)

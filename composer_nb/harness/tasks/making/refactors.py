@@ -1,0 +1,252 @@
+"""Refactors of a repository: the behaviour stays, and the host checks the structure (`grading/structure.py`).
+
+A function is renamed where its name stands for it alone, so that every occurrence in code is one of the function: no other
+definition, variable, attribute or parameter has it, no string but those of `__all__`, and no file that an answer may not change.
+A function is moved to a new module where it needs nothing of its old one but imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import keyword
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from random import Random
+
+import libcst as cst
+
+from composer_nb.harness import syntax
+from composer_nb.harness.grading.plan import modules_of
+from composer_nb.harness.grading.source import Function
+from composer_nb.harness.grading.structure import RULES
+from composer_nb.harness.tasks.making.assignments import NEAR, behaving, task_of
+from composer_nb.harness.tasks.making.changes import Change, Unit, text_of
+from composer_nb.harness.tasks.making.trial import NoTask, Subject, needed
+from composer_nb.harness.tasks.scope import in_scope, is_test_module
+from composer_nb.harness.tasks.task import Task
+
+BUILT_IN = {
+    name
+    for kind in (str, bytes, list, dict, set, int, float, Path, re.Pattern, re.Match, Exception)
+    for name in dir(kind)
+}
+SHORTEST = 4  # Characters of a name that is renamed.
+STRUCTURAL = "test_the_new_structure"
+
+
+def renameable(subject: Subject) -> Iterator[Unit]:
+    """Yield the functions that tests reach whose names stand for them alone."""
+    files = subject.repository.files
+    tops = {path.removeprefix("src/").split("/")[0].removesuffix(".py") for path in subject.repository.sources}
+    changeable = {path for path in files if path.endswith(".py") and _changeable(subject, path)}
+    defined, taken = Counter[str](), set[str]()
+    for path, text in files.items():
+        if path in changeable:
+            for name, is_function in bound(text, tops):
+                defined[name] += is_function
+                taken |= set() if is_function else {name}
+        elif path.endswith((".py", ".toml", ".cfg", ".ini")):
+            taken |= {*re.findall(r"\w+", text)}
+    for unit in subject.reached:
+        name = unit.name.rpartition(".")[2]
+        short = len(name) < SHORTEST or name.startswith("__")
+        if defined[name] == 1 and not short and name not in taken | BUILT_IN and unit.path in changeable:
+            yield unit
+
+
+def _changeable(subject: Subject, path: str) -> bool:
+    return is_test_module(path) or in_scope(path, subject.repository.scope)
+
+
+def bound(text: str, tops: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the names that a module binds, mentions in strings or imports from elsewhere than `tops`, each with whether it is a
+    function's."""
+    nodes = syntax.nodes_of(text)
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    prose |= {id(item) for node in nodes if _exports(node) for item in ast.walk(node)}
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, True
+            case ast.ClassDef(name=str(name)) | ast.arg(arg=str(name)) | ast.keyword(arg=str(name)):
+                yield name, False
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.Attribute(attr=name, ctx=ast.Store() | ast.Del()):
+                yield name, False
+            case ast.Import(names=names):
+                yield from ((part, False) for alias in names for part in alias.name.split("."))
+            case ast.ImportFrom(module=module, level=0, names=names) if (module or "").split(".")[0] not in tops:
+                yield from ((alias.name, False) for alias in names)
+            case ast.Constant(value=str(value)) if id(node) not in prose:
+                yield from ((word, False) for word in re.findall(r"\w+", value))
+        if isinstance(node, ast.alias) and node.asname:
+            yield node.asname, False
+
+
+def _exports(node: ast.AST) -> bool:
+    """Return whether a statement says what a module exports."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
+
+
+def new_name(old: str, words: set[str], rng: Random) -> str:
+    """Return another name for a function: its words the other way round, or with a verb."""
+    core = old.strip("_")
+    names = [f"{verb}_{core}" for verb in ("compute", "run", "make", "apply")]
+    names += ["_".join(reversed(core.split("_")))] if "_" in core else []
+    names = [old.replace(core, name) for name in names]
+    return rng.choice(
+        [name for name in names if name.isidentifier() and not keyword.iskeyword(name) and name not in words]
+    )
+
+
+class _Renamer(cst.CSTTransformer):
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        return updated_node.with_changes(value=self.new) if updated_node.value == self.old else updated_node
+
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+        if updated_node.raw_value != self.old:  # only names that a module exports are such strings
+            return updated_node
+        return updated_node.with_changes(value=updated_node.value.replace(self.old, self.new))
+
+
+def with_name(text: str, old: str, new: str) -> str:
+    """Return a module in which a function has another name, also where a comment or docstring calls it. Raises NoTask."""
+    layout = syntax.TextFormat.of(text)
+    try:
+        code = cst.parse_module(layout.plain(text)).visit(_Renamer(old, new)).code
+    except (cst.ParserSyntaxError, RecursionError):
+        raise NoTask("ungraded") from None
+    return layout.restore(re.sub(rf"\b{old}(?=\()", new, code))
+
+
+def _tests(
+    subject: Subject, unit: Unit, gold: Mapping[str, str], imports: str, assertion: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the hidden modules of the tests near a function as they are in the solution, with a test of the structure at run
+    time, and the ids of the tests by key."""
+    hidden, ids = subject.repository.hidden, subject.baseline.plan.tests
+    keys = subject.baseline.nearest([unit.place])[:NEAR]
+    path = f"{keys[0].partition('::')[0].rpartition('/')[0]}/{STRUCTURAL}.py".lstrip("/")
+    texts = {name: gold.get(name, hidden[name]) for name in needed(hidden, modules_of(keys))}
+    texts[path] = f"{imports}\n\n\ndef {STRUCTURAL}():\n    assert {assertion}\n"
+    return texts, {key: ids[key] for key in keys} | {f"{path}::{STRUCTURAL}#0": f"{path}::{STRUCTURAL}"}
+
+
+def module_of(path: str) -> str:
+    """Return the name by which tests import a file."""
+    return path.removesuffix(".py").removeprefix("src/").replace("/", ".").removesuffix(".__init__")
+
+
+def renamed(subject: Subject, unit: Unit) -> Task:
+    """Return the task to rename a function in sources and tests."""
+    files, scope = subject.repository.files, subject.repository.scope
+    holder, _, old = unit.name.rpartition(".")
+    words = {word for text in files.values() for word in re.findall(r"\w+", text)}
+    new = new_name(old, words, Random(f"rename {subject.seed} {unit.path} {unit.name}"))
+    word = re.compile(rf"\b{old}\b")
+    paths = [path for path in files if path.endswith(".py") and _changeable(subject, path) and word.search(files[path])]
+    gold = {path: with_name(files[path], old, new) for path in paths}
+    assertion = f"[hasattr({holder or 'module'}, name) for name in ({old!r}, {new!r})] == [False, True]"
+    module, owner = module_of(unit.path), holder.partition(".")[0]
+    imports = f"from {module} import {owner}" if owner else f"import {module} as module"
+    texts, tests = _tests(subject, unit, gold, imports, assertion)
+    wordings = (
+        f"rename `{unit.name}` to `{new}`, everywhere",
+        f"`{unit.name}` in {unit.path} should be called `{new}`. Please rename it in the code and in the tests. Nothing should "
+        "be left under the old name.",
+        f"Refactor: `{unit.name}` -> `{new}` ({unit.path}). No alias for the old name; update all uses.",
+    )
+    rules = [("absent", "", old), ("defined", unit.path, f"{holder}.{new}".lstrip("."))]
+    task = task_of(
+        subject,
+        "rename",
+        unit,
+        wordings,
+        {RULES: json.dumps(rules)},
+        files=files,
+        tests=texts,
+        solution=gold,
+        source_scope=(*scope, *(path for path in gold if not in_scope(path, scope))),
+    )
+    return behaving(subject, task, tests)
+
+
+def movable(subject: Subject) -> Iterator[Unit]:
+    """Yield the functions of modules that tests reach and that need nothing of their module but what it imports."""
+    for unit in subject.reached:
+        if "." not in unit.name and _needs(subject, unit) is not None:
+            yield unit
+
+
+def _needs(subject: Subject, unit: Unit) -> list[str] | None:
+    """Return the imports that a function needs; None where it needs more of its module, or the module binds its name again."""
+    text = subject.repository.files[unit.path]
+    body = syntax.parse(syntax.TextFormat.of(text).plain(text)).body
+    node = next((item for item in body if isinstance(item, Function) and item.name == unit.name), None)
+    if node is None or any(isinstance(inner, ast.Global) for inner in ast.walk(node)):
+        return None
+    used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    imports: dict[str, str] = {}
+    others = set[str]()
+    for item in body:
+        if isinstance(item, ast.Import | ast.ImportFrom):
+            for alias in item.names:
+                is_from = isinstance(item, ast.ImportFrom)
+                line = ast.ImportFrom(item.module, [alias], item.level) if is_from else ast.Import([alias])
+                imports[(alias.asname or alias.name).partition(".")[0]] = ast.unparse(line)
+        elif item is not node:
+            others |= {name for inner in ast.walk(item) for name in _bindings(inner)}
+    if used & others or unit.name in others or "*" in imports:
+        return None
+    return [line for name, line in imports.items() if name in used or "__future__" in line]
+
+
+def _bindings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, Function | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.alias):
+        yield (node.asname or node.name).partition(".")[0]
+
+
+def moved(subject: Subject, unit: Unit) -> Task:
+    """Return the task to move a function to a new module, from which its old one imports it."""
+    files, scope = subject.repository.files, subject.repository.scope
+    folder = unit.path.rpartition("/")[0]
+    rng = Random(f"move {subject.seed} {unit.path} {unit.name}")
+    paths = [f"{folder}/{name}.py".lstrip("/") for name in ("helpers", "shared", "common", "basics", "parts")]
+    target = rng.choice([path for path in paths if path not in files and path[:-3] not in " ".join(files)])
+    stem = target[:-3].rpartition("/")[2]
+    line = f"from {'.' if f'{folder}/__init__.py' in files else ''}{stem} import {unit.name}"
+    change = Change(kind="move", edits=(unit.becoming(line),), places=(unit.place,))
+    head = "\n".join(_needs(subject, unit) or [])
+    gold = change.apply(files) | {target: f"{head}\n\n\n{text_of(unit, files)}\n".lstrip("\n")}
+    imports = f"import {module_of(unit.path)} as before\nimport {module_of(target)} as after"
+    texts, tests = _tests(subject, unit, gold, imports, f"(before.{unit.name} is after.{unit.name}) is True")
+    wordings = (
+        f"move `{unit.name}` from {unit.path} to a new module {target}. importing it from the old place must still work",
+        f"{unit.path} is too long. Move `{unit.name}` into {target} (new), and import it in {unit.path}, as others get it from "
+        "there.",
+        f"Please put `{unit.name}` into a module of its own, {target}, with the imports that it needs. {unit.path} should only "
+        "import it.",
+    )
+    rules = [("undefined", unit.path, unit.name), ("defined", target, unit.name)]
+    task = task_of(
+        subject,
+        "move",
+        unit,
+        wordings,
+        {RULES: json.dumps(rules)},
+        files=files,
+        tests=texts,
+        solution=gold,
+        source_scope=(*scope, *([] if in_scope(target, scope) else [target])),
+    )
+    return behaving(subject, task, tests)

@@ -1,0 +1,187 @@
+"""Kinds of work from a repository: the right answer is accepted; the empty, the lazy and the deceitful one are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from composer_nb.harness.grading.check import check_task
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.structure import structure
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.syntax import lints
+from composer_nb.harness.tasks.making.kinds import KINDS
+from composer_nb.harness.tasks.making.make import TASKS, make
+from composer_nb.harness.tasks.runtime import workspace
+from composer_nb.harness.tasks.task import Task, load_tasks
+from tests.harness.tasks.making.conftest import FILES, write
+
+LIMIT = 2
+REPORT = """\
+from shapes.core import chunks, clamp
+
+
+def pages(items):
+    return [clamp(len(part), high=2) for part in chunks(items, 3)]
+
+
+def in_pairs(items):
+    return chunks(items, 2)
+"""
+TESTS_OF_REPORT = """\
+from shapes.report import in_pairs, pages
+
+
+def test_pages():
+    assert pages([5, 6, 7, 8]) == [2, 1]
+
+
+def test_in_pairs():
+    assert in_pairs([5, 6, 7]) == [[5, 6], [7]]
+"""
+Tasks = Mapping[str, list[Task]]
+
+
+@pytest.fixture(scope="module")
+def made(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    folder, kinds = tmp_path_factory.mktemp("kinds"), list(KINDS)
+    more = {"shapes/report.py": REPORT, "tests/test_report.py": TESTS_OF_REPORT}
+    out = folder / "out"
+    make(write(folder / "shapes", FILES | more), out, backend, limit=LIMIT * len(kinds), kinds=kinds)
+    tasks = load_tasks(out / TASKS)
+    return {kind: [task for task in tasks if task.metadata["kind"] == kind] for kind in kinds}
+
+
+def passes(task: Task, backend: Backend, changed: Mapping[str, str]) -> bool:
+    result = grade(task, workspace(task) | {path: text.encode() for path, text in changed.items()}, backend)
+    assert result.status == "graded", (task.id, result)
+    return result.passed
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (("bug", "poem"), "--kinds poem: no such kind; choose from feature,bug,combined,tests"),
+        ((), "--kinds : no such kind"),
+        (("combined",), "combines tasks of the kind bug"),
+    ],
+)
+def test_unknown_kinds_are_refused_before_work_starts(
+    checkout: Path, tmp_path: Path, kinds: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(checkout, tmp_path, cast(Backend, None), kinds=kinds)
+
+
+@pytest.mark.slow
+def test_a_kind_without_a_candidate_is_refused(checkout: Path, tmp_path: Path, backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"shapes: --kinds question: no candidate, as no function"):
+        make(checkout, tmp_path, backend, kinds=("question", "bug"))
+
+
+@pytest.mark.slow
+def test_each_kind_is_made_and_fit(made: Tasks, backend: Backend) -> None:
+    for kind, tasks in made.items():
+        assert len(tasks) == LIMIT, kind
+        for task in tasks:
+            row = check_task(task, backend)
+            assert row["gold"] and not row["none"] and row["repeatable"] and not row["problem"], row
+
+
+@pytest.mark.slow
+def test_tests_must_notice_the_mutants_by_what_they_do(made: Tasks, backend: Backend) -> None:
+    """`assert True` notices nothing. A test that knows the text of the code also refuses the same code in other words."""
+    for task in made["tests"]:
+        [(path, right)] = task.solution.items()
+        start = task.files[path]
+        assert right.count("def test_") > start.count("def test_") and len(task.mutants) > 1
+        source = json.loads(task.metadata["places"])[0].partition("::")[0]
+        spy = f"\n\ndef test_spy():\n    assert open({source!r}).read() == {task.files[source]!r}\n"
+        assert passes(task, backend, {path: right + "\n\ndef test_more():\n    assert 1 + 1 == 2\n"})
+        lazy = "\n\ndef test_all():\n    assert True\n"
+        wrong = "\n\ndef test_false():\n    assert False\n"
+        for text in ("", lazy, start + lazy, start + spy, right + wrong, right + "\n\ndef ("):
+            assert not passes(task, backend, {path: text})
+
+
+@pytest.mark.slow
+def test_lints_are_mended_without_a_change_of_behaviour(made: Tasks, backend: Backend) -> None:
+    for task in made["lint"]:
+        for path, right in task.solution.items():
+            start = task.files[path]
+            assert {*lints(start)} - {*lints(right)}
+            functions = [line for line in right.split("\n") if line.startswith("def ")]
+            empty = "\n".join(f"{head} pass" for head in functions)
+            for text in (start, right.replace("return", "return 0 and"), "", empty):
+                assert not passes(task, backend, {**task.solution, path: text})
+            assert passes(task, backend, {**task.solution, path: right + "\n\n# tidy\n"})
+
+
+@pytest.mark.slow
+def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -> None:
+    for task in made["rename"]:
+        [[_, _, old], [_, path, name]] = json.loads(task.metadata["rules"])
+        holder, _, new = name.rpartition(".")
+        right, sources = task.solution[path], {at: text for at, text in task.solution.items() if "test" not in at}
+        assert old in task.instruction and new in task.instruction
+        assert passes(task, backend, task.solution) and passes(task, backend, sources), (
+            "hidden tests are renamed as well"
+        )
+        sneaky = [
+            f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n",
+            f"def __getattr__(name):\n    return {holder or new}\n",
+            f"globals()['{old[:2]}' + '{old[2:]}'] = {holder or new}\n",
+            f"setattr({holder or '__import__(__name__)'}, '{old[::-1]}'[::-1], {holder or new})\n",
+        ]
+        broken = [task.files[path], "", right.replace("return", "return 0 and")]
+        for text in [*(f"{right}\n\n{more}" for more in sneaky), *broken]:
+            assert not passes(task, backend, {**task.solution, path: text}), text
+
+
+@pytest.mark.slow
+def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None:
+    for task in made["move"]:
+        [[_, old, name], [_, new, _]] = json.loads(task.metadata["rules"])
+        assert new not in task.files and f"import {name}" in task.solution[old]
+        lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
+        twice = {**task.solution, old: task.files[old]}
+        lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
+        for changed in (lazy, twice, lost):
+            assert not passes(task, backend, changed)
+
+
+@pytest.mark.slow
+def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> None:
+    for task in made["question"]:
+        names = task.solution["ANSWER.txt"].split()
+        assert len(names) == 2 and "ANSWER.txt" in task.instruction
+        assert passes(task, backend, {"ANSWER.txt": f"- `{names[1]}()`, {names[0]}."})
+        for text in ("", "chunks", names[0], "chunks clamp pages in_pairs"):
+            assert not passes(task, backend, {"ANSWER.txt": text})
+
+
+def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
+    rules = [["absent", "", "old"], ["defined", "a.py", "A.new"], ["undefined", "b.py", "moved"]]
+    task = Task(
+        id="t",
+        instruction="-",
+        files={"a.py": "class A:\n def old(self): pass\n", "b.py": "def moved(): pass\n"},
+        tests={"test_a.py": ""},
+        source_scope=("*.py",),
+        grader="pytest",
+        metadata={"rules": json.dumps(rules)},
+        solution={"a.py": "class A:\n def new(self): pass\n", "b.py": "from c import moved\n"},
+    )
+    right = {
+        "a.py": 'class A:\n "old, as x.old was"\n def new(self): pass  # once old\n',
+        "b.py": "from c import moved\n",
+    }
+    assert all(structure(task, right).values())
+    wrong = {"a.py": "class A:\n new = 1\n", "b.py": "def moved(): pass\n"}
+    more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
+    for path, text in [*wrong.items(), *(("c.py", line) for line in more)]:
+        assert not all(structure(task, right | {path: text}).values()), text
