@@ -67,7 +67,7 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    needed = {name: EXTRAS[name] for name in EXTRAS if name not in ("browser", "dev", "lab")}
+    needed = {name: EXTRAS[name] for name in EXTRAS if name not in ("browser", "bugs", "dev", "lab")}
     assert set().union(*needed.values()) <= set(EXTRAS["dev"]), "the tests need them"
 
 

@@ -1,4 +1,5 @@
-"""Commands for tasks and their sandboxes: tasks make, tasks mine, tasks check, tasks from, audit, sandbox check."""
+"""Commands for tasks and their sandboxes: tasks make, tasks mine, tasks bugs, tasks check, tasks from, audit,
+sandbox check."""
 
 from __future__ import annotations
 
@@ -95,9 +96,8 @@ def _made(summary: Mapping[str, Any]) -> Group:
     rows = []
     for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
         tried, tasks = kind["tried"], kind["kept"]
-        reasons = ", ".join(f"{n} {verdict}" for verdict, n in sorted(kind["verdicts"].items()) if verdict != "kept")
         cost = f"{kind['seconds'] / tasks:.1f}" if tasks else "-"
-        rows.append((kind["kind"], str(tried), str(tasks), f"{tasks / tried:.0%}", cost, reasons))
+        rows.append((kind["kind"], str(tried), str(tasks), f"{tasks / tried:.0%}", cost, _reasons(kind["verdicts"])))
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(summary["left_out"].items())) or "none"
     lines = [
         f"{summary['repository']}: {summary['tasks']} tasks, of {sum(kind['kept'] for kind in summary['kinds'])} changes kept, "
@@ -156,6 +156,43 @@ def mine(args: argparse.Namespace) -> int:
     line += f"; {UNFETCHED}: {unfetched[0]}" if unfetched else ""
     line += f"; reasons: {args.out}/summary.json"
     return emit(args, summary, lambda: Group(text_table(rows, ("changes", "")), line), int(not summary["tasks"]))
+
+
+@command(
+    "tasks bugs",
+    arg("projects PROJECT", "projects of tests4py, such as thefuck; all by default", nargs="*"),
+    arg("--out DIR", "folder for tasks, wheels and packages; the same folder resumes", required=True, type=Path),
+    BACKEND,
+    JSON,
+)
+def bugs(args: argparse.Namespace) -> int:
+    """Make tasks from real bugs of published projects, which pip downloads."""
+    if find_spec("libcst") is None or find_spec("dulwich") is None:
+        raise ValueError("tasks bugs needs dulwich and libcst: pip install 'composer_nb[tasks]'")
+    from rich.console import Group
+
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.harness.tasks.making.bugs import make_bugs, read_recipe
+    from composer_nb.views.page import text_table
+
+    recipe = read_recipe()
+    if foreign := set(args.projects) - recipe.keys():
+        raise ValueError(f"{min(foreign)}: no project of the recipe, which has {', '.join(recipe)}")
+    chosen = {name: project for name, project in recipe.items() if name in (args.projects or recipe)}
+    with open_backend(args.backend) as backend, _progress() as report:
+        summary = make_bugs(args.out, backend, chosen, report)
+    columns = ("project", "bugs", "tasks", "s", "")
+    rows = [
+        (name, str(row["tried"]), str(row["tasks"]), f"{row['wall_s']:.0f}", _reasons(row["verdicts"]))
+        for name, row in summary["projects"].items()
+    ]
+    line = f"{summary['tasks']} tasks in {args.out}; reasons: {args.out}/PROJECT/summary.json"
+    return emit(args, summary, lambda: Group(text_table(rows, columns), line), int(not summary["tasks"]))
+
+
+def _reasons(verdicts: Mapping[str, int]) -> str:
+    """Return the counts of verdicts other than `kept`."""
+    return ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()) if verdict != "kept")
 
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)

@@ -19,8 +19,8 @@ TIMEOUT_S = 60.0
 _NAMES = re.compile(r"^--- (.*)\n\+\+\+ (.*)$", re.M)
 
 
-def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
-    """Return the contents of the files that a patch changes; None for a deleted one.
+def apply_patch(files: Mapping[str, str], patch: str, *options: str) -> dict[str, str | None]:
+    """Return the contents of the files that a patch changes; None for a deleted one. `options` are those of `git apply`.
 
     Raises ValueError if it is not such a patch or does not fit the files, and FileNotFoundError if git is missing.
     """
@@ -37,7 +37,7 @@ def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
             target = beneath(root, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
-        command = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
+        command = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", *options, "-"]
         environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
         environment |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
         result = subprocess.run(

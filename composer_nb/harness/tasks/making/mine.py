@@ -19,7 +19,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -124,30 +124,54 @@ def mine(
 
     Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
     """
-    began, running, left_out = time.monotonic(), running or RunOptions(), dict[str, str]()
+    running = running or RunOptions()
     candidates = releases(paths) if len(paths) > 1 else history(paths[0], max_commits, request_behind)
+    origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
+    name = paths[-1].resolve().name
+    return try_candidates(name, candidates, origin, out, backend, running, limit, most_lines, report)
+
+
+def try_candidates(
+    repository: str,
+    candidates: Iterable[Candidate],
+    origin: str,
+    out: Path,
+    backend: Backend,
+    running: RunOptions,
+    limit: int,
+    most_lines: int,
+    report: Report,
+) -> dict[str, Any]:
+    """Write up to `limit` tasks of these candidates into `out`. A record of candidates of another `origin` is refused.
+
+    Returns and raises what `mine` does.
+    """
+    began, left_out = time.monotonic(), dict[str, str]()
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
         rows: list[dict[str, Any]] = []
-        for candidate in candidates:
-            if len(tasks) == limit:
-                break
-            report(candidate.id, f"{len(tasks)} of {limit} tasks, {len(rows)} tried")
-            left_out |= candidate.after.left_out if candidate.after else {}
-            if not rows:  # once its history could be read
-                store.claim("mined from", repr([[str(path.resolve()) for path in paths], most_lines, running]))
-            if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
-                outcome, slow = _try(candidate, backend, running, most_lines)
-                store.keep_fact(f"slow {candidate.key}", str(slow))
-                store.keep(outcome)
-            outcome, slow = store.outcomes[candidate.key], int(store.facts.get(f"slow {candidate.key}", 0))
-            row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
-            rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
-            if outcome.task is not None:
-                tasks.append(outcome.task)
+        try:
+            for candidate in candidates:
+                if len(tasks) == limit:
+                    break
+                report(candidate.id, f"{len(tasks)} of {limit} tasks, {len(rows)} tried")
+                left_out |= candidate.after.left_out if candidate.after else {}
+                if not rows:  # once its history could be read
+                    store.claim("mined from", origin)
+                if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
+                    outcome, slow = try_candidate(candidate, backend, running, most_lines)
+                    store.keep_fact(f"slow {candidate.key}", str(slow))
+                    store.keep(outcome)
+                outcome, slow = store.outcomes[candidate.key], int(store.facts.get(f"slow {candidate.key}", 0))
+                row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
+                rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
+                if outcome.task is not None:
+                    tasks.append(outcome.task)
+        finally:
+            if tasks:
                 save_tasks(tasks, out / TASKS)
     summary = {
-        "repository": paths[-1].resolve().name,
+        "repository": repository,
         "tasks": len(tasks),
         "tried": len(rows),
         "verdicts": Counter(row["verdict"] for row in rows),
@@ -317,7 +341,9 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
         raise NoTask("unfit", str(error)[:200]) from None
 
 
-def _try(candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int) -> tuple[TrialOutcome, int]:
+def try_candidate(
+    candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int
+) -> tuple[TrialOutcome, int]:
     """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
     began, slow, verdict, why = time.monotonic(), 0, "kept", ""
     task: Task | None = None
