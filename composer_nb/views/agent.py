@@ -1,5 +1,5 @@
 """Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, their
-score against cost, what a plan is worth, the quality of changes, sizes of tasks, what a bench can show, and the gate of an update."""
+score against cost, what a plan is worth, the quality of changes, sizes of tasks, what a bench can show, the gate of an update."""
 
 from __future__ import annotations
 
