@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from composer_nb.harness.grading.grade import Attempt
+    from composer_nb.harness.tasks.task import Task
     from composer_nb.production.planner import TaskPlan
     from composer_nb.production.policies import OpenEngine
     from composer_nb.production.serve import ChatServer
@@ -65,7 +66,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.harness.environment import load_environment
-    from composer_nb.harness.files import write_atomic, write_json
+    from composer_nb.harness.files import write_json
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.rewards.review import open_reviewer, review_evaluation
@@ -75,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from composer_nb.production.foreign import KINDS
     from composer_nb.production.policies import open_endpoint
     from composer_nb.production.show import bench_progress, bench_table
-    from composer_nb.views.agent import pareto, quality_table, sizes
+    from composer_nb.views.agent import quality_table
 
     if args.samples < 1 or args.workers < 0:
         raise ValueError(f"--samples {args.samples} --workers {args.workers}: at least 1 and 0 are needed")
@@ -121,17 +122,23 @@ def evaluate(args: argparse.Namespace) -> int:
             sampled_attempts = attempts[: len(tasks) * args.samples]  # greedy ones come last
             report["arms"][arm]["rubrics"] = rubric_levels(rubrics, sampled_attempts)
         tables.append(_rubric_table(report["arms"]))
-    if args.planner:
-        from composer_nb.views.agent import plan_worth
-
-        write_atomic(out / "plan.png", plan_worth(report).png())
     if args.suite or args.judge:
         write_json(out / "report.json", report)
-    write_atomic(out / "pareto.png", pareto({args.policy: report}).png())
-    write_atomic(out / "sizes.png", sizes(tasks).png())
+    _write_pictures(report, tasks, out)
     emit(args, report, lambda: Group(bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
     require_attempts(report, out)
     return 0
+
+
+def _write_pictures(report: Mapping[str, Any], tasks: Sequence[Task], out: Path) -> None:
+    """Write score against cost, the sizes of the tasks, and what plans are worth if there are any, into `out`."""
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.views.agent import pareto, plan_worth, sizes
+
+    write_atomic(out / "pareto.png", pareto({report["policy"]: report}).png())
+    write_atomic(out / "sizes.png", sizes(tasks).png())
+    if "planned" in report["arms"]:
+        write_atomic(out / "plan.png", plan_worth(report).png())
 
 
 @command(
