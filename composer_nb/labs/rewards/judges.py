@@ -231,7 +231,7 @@ def level_of(text: str, mark: str, rubric: Rubric) -> tuple[int, str]:
         raise ValueError(f"no level of the scale: {level!r}")
     if not isinstance(why, str) or (rubric.reasoned and not why.strip()):
         raise ValueError(f"no reason in words: {why!r:.80}")
-    return level, why.strip()
+    return level, why.strip().encode("utf-8", "replace").decode()
 
 
 def cost(verdicts: Sequence[JudgeScore]) -> dict[str, int]:

@@ -8,6 +8,7 @@ questions, marks and cache these are.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,7 @@ REVIEW = Rubric(
     reasoned=True,
 )
 LIMITS = Limits(turns=24, turn_tokens=4096, tokens=65_536, seconds=300.0)
+LOG = logging.getLogger(__name__)
 # Reviews at a time.
 WORKERS = 2
 # Returns the score of each attempt, with answers cached in a folder; None for one that there is nothing to review of.
@@ -122,8 +124,16 @@ def open_reviewer(policy: str, backend: str) -> Iterator[Reviewer]:
                 [score] = judge.verdicts(REVIEW, [attempt])
                 return score
 
+            scores = list[JudgeScore | None]()
             with ThreadPoolExecutor(WORKERS, thread_name_prefix="review") as pool:
-                return list(pool.map(ask, attempts))
+                try:
+                    for score in pool.map(ask, attempts):
+                        scores.append(score)
+                        LOG.info("judge: %d of %d attempts", len(scores), len(attempts))
+                except BaseException:
+                    sandboxes.close()  # ends what still runs
+                    raise
+            return scores
 
         yield review
 

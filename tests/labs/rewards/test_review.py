@@ -80,6 +80,8 @@ def test_a_judge_reads_what_the_agent_left_and_changes_nothing(tmp_path: Path) -
         "+    return x + x" in work["reference"] and "SYSTEM" in work["changes"] and "SYSTEM" not in work["reference"]
     )
     assert "SECRET" not in question + first
+    half = '{"mark": "000000000000", "level": 1, "why": "half \\ud800 "}'
+    assert level_of(half, "0" * 12, REVIEW) == (1, "half ?")
 
 
 @pytest.mark.parametrize(
