@@ -31,6 +31,7 @@ REACHED_OTHERWISE = {
     "_getobj": "of pytest's collectors",
     "repr_failure": "of pytest's items",
     "on_visit": "of libcst's visitors",
+    "on_leave": "of libcst's visitors",
     "process_renderables": "of rich's progress bars",
     "exchange": "called on a Ray actor",
     "meet": "called on a Ray actor",

@@ -10,6 +10,7 @@ what they know also refuse the equivalent versions. References: mutation testing
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from composer_nb.harness.grading.plan import GradePlan, job
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.task import Task
 
+LEFT_OUT = "left_out"  # Metadata key of the ids of tests that do not count, as a JSON list.
 FORGED = {"forged_events", "forged_report"}
 
 
@@ -43,6 +45,9 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         early = tuple(sorted({*flags, "ended_early"}))
         return Grade(status="agent_failed", tests=results, flags=early, cost={"wall_s": time.monotonic() - began})
     if ran:
+        left_out = set(json.loads(task.metadata.get(LEFT_OUT, "[]")))
+        for run in ran:
+            run.results = {key: result for key, result in run.results.items() if result.id not in left_out}
         passing = {key for key, result in ran[0].results.items() if result.passed}
         right, wrong = ran[: 1 + len(equivalents)], ran[1 + len(equivalents) :]
         outcomes = [passing.issuperset(plan.tests) and _passes(run, passing) for run in right]

@@ -131,10 +131,10 @@ def slips(code: Mapping[str, str], start: Files, gold: Files) -> Iterator[tuple[
 
 def contradicted(task: Task) -> Task | None:
     """Return the task with every assertion of its hidden tests negated, which its solution must fail. None if no hidden module
-    asserts anything. Statements such as `pytest.raises` and `self.assertEqual` stay as they are; so do tests of the grader
-    `functions`, whose values the host compares."""
+    asserts anything, or the answer is tests. Statements such as `pytest.raises` and `self.assertEqual` stay as they are; so do
+    tests of the grader `functions`, whose values the host compares."""
     tests, asserts = dict(task.tests), False
-    for path, text in task.tests.items() if task.grader != "functions" else ():
+    for path, text in task.tests.items() if task.grader != "functions" and not task.mutants else ():
         if is_test_module(path) and (module := _python(text.encode())):
             tree = parse(module)
             for node in ast.walk(tree):
@@ -251,6 +251,8 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
             often the workspace's own.
         passing: functions of visible tests that pass at the start, as node ids. They are earlier versions of hidden tests of
             the same names.
+
+    Test modules that the task asks to change are no leak.
     """
     places = readable(task, start)
     if leftovers := sorted(path for path in places if LEFTOVERS.search(path)):
@@ -267,8 +269,16 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
             answers = {location: tested if is_test_module(location) else asserted for location in places} | {
                 path: newer
             }
-            copy_paths = [location for location in places if _holds(_quoted(places[location]), answers[location])]
-            if earlier and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested):
+            copy_paths = [
+                location
+                for location in places
+                if location not in task.source_scope and _holds(_quoted(places[location]), answers[location])
+            ]
+            if (
+                earlier
+                and path not in task.source_scope
+                and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested)
+            ):
                 copy_paths.append(path)
             if copy_paths:
                 yield f"the hidden tests of {path} lie in {copy_paths[0]}"

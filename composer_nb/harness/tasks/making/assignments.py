@@ -6,18 +6,19 @@ import ast
 import hashlib
 import json
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
 
-from composer_nb.harness.grading.plan import GradePlan, digest, modules_of
+from composer_nb.harness.grading import plan as plans
+from composer_nb.harness.grading.plan import GradePlan, modules_of
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, with_twins
 from composer_nb.harness.tasks.making.changes import Unit, function_of, normalised, text_of
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.trial import Assignment, NoTask, Subject, graded, plan_on, repeated
+from composer_nb.harness.tasks.making.trial import Assignment, NoTask, Subject, graded, needed, plan_on, repeated
 from composer_nb.harness.tasks.task import Task
 
 NEAR = 40  # Maximum tests that hold the behaviour of code whose structure or form changes; the nearest are chosen.
@@ -37,17 +38,22 @@ def assignments(
 
 
 def task_of(
-    subject: Subject, kind: str, unit: Unit, wordings: Collection[str], facts: Mapping[str, str], **fields: Any
+    subject: Subject, kind: str, unit: Unit, wordings: Sequence[str], facts: dict[str, str] | None = None, **fields: Any
 ) -> Task:
-    """Return a task about a function, without a plan, with one of several requests."""
-    name, settings = subject.repository.name, subject.repository.settings
-    key = hashlib.sha256(repr((kind, unit.path, unit.name, sorted(fields["solution"].items()))).encode()).hexdigest()[
-        :12
-    ]
-    about = {"kind": kind, "repository": name, "places": json.dumps([f"{unit.path}::{unit.name}"])}
-    instruction = Random(f"{kind} {subject.seed} {key}").choice(sorted(wordings))
-    values = {"id": f"{name}-{kind}-{key}", "grader": "pytest", "instruction": instruction}
-    return Task.model_validate(values | {"metadata": settings | about | facts} | fields)
+    """Return a task about a function, without a plan, with one of several requests. `fields`: those of the task that are not the
+    repository's."""
+    repository = subject.repository
+    digest = hashlib.sha256(repr((kind, unit, sorted(fields["solution"].items()))).encode()).hexdigest()[:12]
+    about = {"kind": kind, "repository": repository.name, "places": json.dumps([f"{unit.path}::{unit.name}"])}
+    values: dict[str, Any] = {"files": repository.files, "source_scope": repository.scope, "grader": "pytest"}
+    values |= {"id": f"{repository.name}-{kind}-{digest}", "metadata": repository.settings | about | (facts or {})}
+    return Task.model_validate(values | {"instruction": Random(f"{subject.seed} {digest}").choice(wordings)} | fields)
+
+
+def hidden_of(subject: Subject, keys: Iterable[str]) -> dict[str, str]:
+    """Return the hidden modules that the tests of these keys need."""
+    hidden = subject.repository.hidden
+    return {path: hidden[path] for path in needed(hidden, modules_of(keys))}
 
 
 def rewritten(text: str, change: Callable[[Function], None]) -> str:
@@ -60,7 +66,7 @@ def rewritten(text: str, change: Callable[[Function], None]) -> str:
     return textwrap.indent(ast.unparse(ast.fix_missing_locations(node)), indent)
 
 
-def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: Mapping[str, str] | None = None) -> Task:
+def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: dict[str, str] | None = None) -> Task:
     """Return a task whose solution passes these tests, ids by key, every time, and whose start does not do what is asked.
 
     The workspace lacks the tests that fail in it and that its solution does not change. `stub`: files in which the functions do
@@ -79,7 +85,7 @@ def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: Mappi
     if all(task.tests.get(path) == subject.repository.hidden.get(path) for path in modules_of(counted)):
         plan = plan_on(subject, task, counted)
     else:  # positions of twins are those of the repository's own tests
-        plan = GradePlan(digest=digest(task), tests={key: tests[key] for key in counted})
+        plan = GradePlan(digest=plans.digest(task), tests={key: tests[key] for key in counted})
         plan, problems = with_twins(task, plan, subject.boxes(20.0 + subject.baseline.suite_s))
         if problems:
             raise NoTask("ungraded")

@@ -21,8 +21,9 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modules_of, with_plan
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS
-from composer_nb.harness.tasks.making.assignments import NEAR, assignments, behaving, rewritten, task_of
-from composer_nb.harness.tasks.making.changes import ROUNDS, Change, Unit, bugs, function_of, header_of, text_of
+from composer_nb.harness.grading.written import LEFT_OUT
+from composer_nb.harness.tasks.making.assignments import NEAR, assignments, behaving, hidden_of, rewritten, task_of
+from composer_nb.harness.tasks.making.changes import ROUNDS, Change, Edit, Unit, bugs, function_of, header_of, text_of
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.questions import questions
 from composer_nb.harness.tasks.making.refactors import movable, moved, renameable, renamed
@@ -33,7 +34,6 @@ from composer_nb.harness.tasks.making.trial import (
     Subject,
     failing_keys,
     job_on,
-    needed,
     run_jobs,
 )
 from composer_nb.harness.tasks.runtime import workspace
@@ -44,17 +44,15 @@ LINTS = 3  # Most lints of a task.
 UNUSED = ("os", "re", "json", "math", "itertools", "functools"), ("spare", "extra", "draft", "pending")
 
 
-class Kind(NamedTuple):
+class TaskKind(NamedTuple):
     """A kind of work.
 
     Attributes:
-        doing: What the progress line says.
         needs: Why a repository has no candidate.
     """
 
-    doing: str
-    needs: str
     candidates: Callable[[Subject], Iterator[Assignment]]
+    needs: str
 
 
 # Tests to write.
@@ -62,7 +60,7 @@ class Kind(NamedTuple):
 
 def _tests_to_write(subject: Subject, unit: Unit) -> Task:
     """Return the task to write the tests of a function, which the workspace lacks: those that notice the mutants."""
-    files, baseline, hidden = subject.repository.files, subject.baseline, subject.repository.hidden
+    files, baseline = subject.repository.files, subject.baseline
     keys = baseline.nearest([unit.place])
     seconds = 6.0 + 4 * sum(baseline.reach[key].seconds for key in keys)
     tried: list[tuple[Mapping[str, str], set[str]]] = []
@@ -93,32 +91,22 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
         f"`{unit.name}` in {unit.path} has no tests. Write some in {module}, next to those that are there. Wrong versions of "
         "it have to fail them.",
         f"please add tests of `{unit.name}` ({unit.path}) to {module}. they should notice when somebody breaks it",
-        f"Cover `{unit.name}` from {unit.path} with tests in {module}, and keep the tests that are there. We will run yours "
-        "on versions with bugs; each has to fail.",
     )
     facts = {"mutants": [mutant for mutant, _ in noticed], "equivalents": [equivalent], "fail_to_pass": []}
-    task = task_of(
-        subject,
-        "tests",
-        unit,
-        wordings,
-        {name: json.dumps(value) for name, value in (facts | {IDS: sorted(required.values())}).items()},
-        files={**files, **visible},
-        tests={path: hidden[path] for path in needed(hidden, [module])},
-        solution={module: files[module]},
-        source_scope=(module,),
-    )
+    facts |= {
+        IDS: sorted(required.values()),
+        LEFT_OUT: [name for name in baseline.left_out if name.startswith(f"{module}::")],
+    }
+    texts = {name: json.dumps(value) for name, value in facts.items()}
+    fields = {"tests": hidden_of(subject, [module]), "solution": {module: files[module]}, "source_scope": (module,)}
+    task = task_of(subject, "tests", unit, wordings, texts, files={**files, **visible}, **fields)
     task = with_plan(task, GradePlan(digest=digest(task), tests=required))
-    solved, again, start = (
-        grade(task, content, subject.backend, anew=True) for content in (*[gold_files(task)] * 2, workspace(task))
-    )
+    contents = (gold_files(task), gold_files(task), workspace(task))
+    grades = [grade(task, content, subject.backend, anew=True) for content in contents]
+    solved, again, start = grades
     refusals = [name for name in start.tests if name.startswith("refuses")]
-    if (
-        not (solved.passed and again.passed and [*start.failed] == refusals)
-        or solved.flags
-        or again.flags
-        or start.flags
-    ):
+    fits = solved.passed and again.passed and start.failed and (not required or [*start.failed] == refusals)
+    if not fits or any(result.flags for result in grades):
         raise NoTask("ungraded")
     return task
 
@@ -128,8 +116,8 @@ def reworded(node: Function) -> None:
 
     class Results(ast.NodeTransformer):
         def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
-            kept = ast.Assign([ast.Name("outcome_", ast.Store())], node.value or ast.Constant(None))
-            return [kept, ast.Return(ast.Name("outcome_", ast.Load()))]
+            result = ast.Assign([ast.Name("outcome_", ast.Store())], node.value or ast.Constant(None))
+            return [result, ast.Return(ast.Name("outcome_", ast.Load()))]
 
     documented = ast.get_docstring(node) is not None
     Results().visit(node)
@@ -141,11 +129,11 @@ def reworded(node: Function) -> None:
 
 def _lints(subject: Subject, unit: Unit) -> Task:
     """Return the task to mend lints in a function and in others, of other files if there are some."""
-    files, hidden = subject.repository.files, subject.repository.hidden
+    files = subject.repository.files
     rng = Random(f"lint {subject.seed} {unit.path} {unit.name}")
     others = rng.sample(subject.reached, len(subject.reached))
     others.sort(key=lambda other: other.path == unit.path)  # stable
-    edits = []
+    edits: list[Edit] = []
     for candidate in (unit, *(other for other in others if other != unit)):
         if len(edits) < LINTS and (text := littered(candidate, files, rng)):
             edits.append(candidate.becoming(text))
@@ -159,22 +147,11 @@ def _lints(subject: Subject, unit: Unit) -> Task:
     paths = " and ".join(sorted(changed))
     wordings = (
         f"fix the lints in {paths}",
-        f"Our linter complains about {paths}: there are unused names, or names that do not exist. Please clean that up; the "
-        "code should do what it did before.",
-        f"Somebody left unfinished edits in {paths} ({len(edits)} lints). Mend them without a change of behaviour.",
+        f"Somebody left unfinished edits in {paths}: unused names, or names that do not exist ({len(edits)} lints). Please clean "
+        "that up; the code should do what it did before.",
     )
-    task = task_of(
-        subject,
-        "lint",
-        unit,
-        wordings,
-        {},
-        files={**files, **changed},
-        tests={path: hidden[path] for path in needed(hidden, modules_of(tests))},
-        solution={path: files[path] for path in changed},
-        source_scope=subject.repository.scope,
-        strictness="lints",
-    )
+    fields = {"tests": hidden_of(subject, tests), "solution": {path: files[path] for path in changed}}
+    task = task_of(subject, "lint", unit, wordings, files={**files, **changed}, strictness="lints", **fields)
     return behaving(subject, task, tests, Change(kind="lint", edits=tuple(stubs), places=()).apply(files))
 
 
@@ -186,62 +163,51 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
     """Return a function's text with an unused import or variable, or a name that does not exist; empty where none fits."""
     text, before = text_of(unit, files), files[unit.path]
     node = function_of(text)
-    words = {*re.findall(r"\w+", before)}
+    assert node is not None
+    words, lines = {*re.findall(r"\w+", before)}, text.split("\n")
     shift = 1 + header_of(text).count("\n")  # from the tree's lines to those of the text
-    lines = text.split("\n")
-    options: list[tuple[int, str]] = []  # Lines to replace, and the new text.
-    documented = ast.get_docstring(node) is not None if node else False
-    first = node.body[documented] if node and len(node.body) > documented else None
-    if node and first and not (line := lines[first.lineno - shift])[: first.col_offset].strip():
-        added = [f"import {name}" for name in UNUSED[0]] + [f"{name} = {rng.randrange(10)}" for name in UNUSED[1]]
-        start = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - shift
-        options += [
-            (start, f"{line[: first.col_offset]}{new}\n{lines[start]}") for new in added if new.split()[-1] not in words
-        ]
-    for name in ast.walk(node) if node else ():
-        if (
-            isinstance(name, ast.Name)
-            and isinstance(name.ctx, ast.Load)
-            and len(name.id) > 2
-            and f"{name.id}s" not in words
-        ):
-            data = lines[name.lineno - shift].encode()
-            if data[name.col_offset : name.end_col_offset] == name.id.encode():
-                new_line = data[: name.end_col_offset] + b"s" + data[name.end_col_offset :]
-                options.append((name.lineno - shift, new_line.decode()))
-    known = Counter(syntax.lints(before))
-    for number, new_text in rng.sample(options, len(options)):
-        littered_text = "\n".join([*lines[:number], new_text, *lines[number + 1 :]])
-        change = Change(kind="lint", edits=(unit.becoming(littered_text),), places=())
-        if len([*(Counter(syntax.lints(change.apply(files)[unit.path])) - known).elements()]) == 1:
-            return littered_text
+    options: list[tuple[int, str]] = []  # Lines to replace, and their new text.
+    first = node.body[-1 if len(node.body) == 1 else int(ast.get_docstring(node) is not None)]
+    indent = lines[first.lineno - shift][: first.col_offset]
+    start = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - shift
+    unused = {name: f"import {name}" for name in UNUSED[0]} | {
+        name: f"{name} = {rng.randrange(10)}" for name in UNUSED[1]
+    }
+    for name in unused.keys() - words if not indent.strip() else ():
+        options.append((start, f"{indent}{unused[name]}\n{lines[start]}"))
+    for use in ast.walk(node):
+        if isinstance(use, ast.Name) and isinstance(use.ctx, ast.Load) and f"{use.id}s" not in words:
+            data = lines[use.lineno - shift].encode()
+            if data[use.col_offset : use.end_col_offset] == use.id.encode():  # not so in f-strings
+                changed = data[: use.end_col_offset] + b"s" + data[use.end_col_offset :]
+                options.append((use.lineno - shift, changed.decode()))
+    options = rng.sample(sorted(options), len(options))
+    lints_before = Counter(syntax.lints(before))
+    for number, new in options:
+        edit = unit.becoming("\n".join([*lines[:number], new, *lines[number + 1 :]]))
+        after = Change(kind="lint", edits=(edit,), places=()).apply(files)[unit.path]
+        if (Counter(syntax.lints(after)) - lints_before).total() == 1:
+            return edit.text
     return ""
 
 
-KINDS: Mapping[str, Kind] = {
-    "tests": Kind(
-        "taking tests away",
-        "as tests reach no function",
-        lambda subject: assignments("tests", subject, _tests_to_write, subject.reached),
+KINDS: Mapping[str, TaskKind] = {
+    "tests": TaskKind(
+        lambda subject: assignments("tests", subject, _tests_to_write, subject.reached), "as tests reach no function"
     ),
-    "lint": Kind(
-        "littering functions",
-        "as no function that tests reach has a line for a lint",
-        lambda subject: assignments("lint", subject, _lints, subject.reached),
+    "lint": TaskKind(
+        lambda subject: assignments("lint", subject, _lints, subject.reached), "as tests reach no function"
     ),
-    "rename": Kind(
-        "renaming functions",
-        "as no function that tests reach has a name that stands for it alone",
+    "rename": TaskKind(
         lambda subject: assignments("rename", subject, renamed, renameable(subject)),
+        "as no function that tests reach has a name that stands for it alone",
     ),
-    "move": Kind(
-        "moving functions",
-        "as every function that tests reach needs more of its module than imports",
+    "move": TaskKind(
         lambda subject: assignments("move", subject, moved, movable(subject)),
+        "as every function that tests reach needs more of its module than imports",
     ),
-    "question": Kind(
-        "asking questions",
-        "as no function that tests reach calls, or is called by, two to eight others whose names stand for them alone",
+    "question": TaskKind(
         questions,
+        "as no function that tests reach calls, or is called by, two to eight others whose names stand for them alone",
     ),
 }

@@ -163,7 +163,7 @@ class Maker:
                     singles = [change for change in changes if change.kind != "feature"]
                     self._try(pool, "combining bugs", combined(singles, seed), part)
                 for kind, candidates in assignments.items():
-                    self._try(pool, KINDS[kind].doing, candidates, shares[kind])
+                    self._try(pool, f"making tasks of the kind {kind}", candidates, shares[kind])
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -72,18 +72,10 @@ def _called(text: str) -> set[str]:
 
 def _question(subject: Subject, unit: Unit, text: str, names: set[str]) -> Task:
     wordings = [
-        f"{text} Write the names to {ANSWER}, one a line, those of methods as `Class.method`, and change nothing else."
+        f"{text} Write their names to {ANSWER}, separated by commas, those of methods as `Class.method`.",
+        f"I need to know for a review: {text[0].lower()}{text[1:]} Put the names into {ANSWER} (`a, Class.b`), nothing else.",
     ]
-    path = "test_answer.py"
-    task = task_of(
-        subject,
-        "question",
-        unit,
-        wordings,
-        {},
-        files=subject.repository.files,
-        tests={path: TEST.format(path=ANSWER, names=sorted(names))},
-        solution={ANSWER: "".join(f"{name}\n" for name in sorted(names))},
-        source_scope=(ANSWER,),
-    )
+    path, answer = "test_answer.py", sorted(names)
+    tests, solution = {path: TEST.format(path=ANSWER, names=answer)}, {ANSWER: ", ".join(answer) + "\n"}
+    task = task_of(subject, "question", unit, wordings, tests=tests, solution=solution, source_scope=(ANSWER,))
     return behaving(subject, task, {f"{path}::test_answer#0": f"{path}::test_answer"})

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import ast
 import json
-import keyword
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import libcst as cst
 
 from composer_nb.harness import syntax
-from composer_nb.harness.grading.plan import modules_of
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.structure import RULES
-from composer_nb.harness.tasks.making.assignments import NEAR, behaving, task_of
+from composer_nb.harness.tasks.making.assignments import NEAR, behaving, hidden_of, task_of
 from composer_nb.harness.tasks.making.changes import Change, Unit, text_of
-from composer_nb.harness.tasks.making.trial import NoTask, Subject, needed
+from composer_nb.harness.tasks.making.trial import NoTask, Subject
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
@@ -42,18 +41,18 @@ def renameable(subject: Subject) -> Iterator[Unit]:
     files = subject.repository.files
     tops = {path.removeprefix("src/").split("/")[0].removesuffix(".py") for path in subject.repository.sources}
     changeable = {path for path in files if path.endswith(".py") and _changeable(subject, path)}
-    defined, taken = Counter[str](), set[str]()
+    defined, bound_names = Counter[str](), set[str]()
     for path, text in files.items():
         if path in changeable:
             for name, is_function in bound(text, tops):
                 defined[name] += is_function
-                taken |= set() if is_function else {name}
+                bound_names |= set() if is_function else {name}
         elif path.endswith((".py", ".toml", ".cfg", ".ini")):
-            taken |= {*re.findall(r"\w+", text)}
+            bound_names |= {*re.findall(r"\w+", text)}
     for unit in subject.reached:
         name = unit.name.rpartition(".")[2]
         short = len(name) < SHORTEST or name.startswith("__")
-        if defined[name] == 1 and not short and name not in taken | BUILT_IN and unit.path in changeable:
+        if defined[name] == 1 and not short and name not in bound_names | BUILT_IN and unit.path in changeable:
             yield unit
 
 
@@ -94,25 +93,21 @@ def _exports(node: ast.AST) -> bool:
 def new_name(old: str, words: set[str], rng: Random) -> str:
     """Return another name for a function: its words the other way round, or with a verb."""
     core = old.strip("_")
-    names = [f"{verb}_{core}" for verb in ("compute", "run", "make", "apply")]
-    names += ["_".join(reversed(core.split("_")))] if "_" in core else []
+    names = [f"{verb}_{core}" for verb in ("compute", "run", "make", "apply")] + ["_".join(reversed(core.split("_")))]
     names = [old.replace(core, name) for name in names]
-    return rng.choice(
-        [name for name in names if name.isidentifier() and not keyword.iskeyword(name) and name not in words]
-    )
+    return rng.choice([name for name in names if name.isidentifier() and name not in words | {old}])
 
 
 class _Renamer(cst.CSTTransformer):
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        return updated_node.with_changes(value=self.new) if updated_node.value == self.old else updated_node
-
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
-        if updated_node.raw_value != self.old:  # only names that a module exports are such strings
-            return updated_node
-        return updated_node.with_changes(value=updated_node.value.replace(self.old, self.new))
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
+        if isinstance(updated_node, cst.Name) and updated_node.value == self.old:
+            return updated_node.with_changes(value=self.new)
+        if isinstance(updated_node, cst.SimpleString) and updated_node.raw_value == self.old:  # only in `__all__`
+            return updated_node.with_changes(value=updated_node.value.replace(self.old, self.new))
+        return updated_node
 
 
 def with_name(text: str, old: str, new: str) -> str:
@@ -125,17 +120,27 @@ def with_name(text: str, old: str, new: str) -> str:
     return layout.restore(re.sub(rf"\b{old}(?=\()", new, code))
 
 
-def _tests(
-    subject: Subject, unit: Unit, gold: Mapping[str, str], imports: str, assertion: str
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the hidden modules of the tests near a function as they are in the solution, with a test of the structure at run
-    time, and the ids of the tests by key."""
-    hidden, ids = subject.repository.hidden, subject.baseline.plan.tests
-    keys = subject.baseline.nearest([unit.place])[:NEAR]
+def _refactor(
+    subject: Subject,
+    kind: str,
+    unit: Unit,
+    gold: dict[str, str],
+    imports: str,
+    assertion: str,
+    rules: list[tuple[str, str, str]],
+    *wordings: str,
+) -> Task:
+    """Return the task to make the files of `gold`. Its hidden tests are those near the function as they are in `gold`, and one
+    that asserts how the structure shows at run time."""
+    keys, scope = subject.baseline.nearest([unit.place])[:NEAR], subject.repository.scope
     path = f"{keys[0].partition('::')[0].rpartition('/')[0]}/{STRUCTURAL}.py".lstrip("/")
-    texts = {name: gold.get(name, hidden[name]) for name in needed(hidden, modules_of(keys))}
-    texts[path] = f"{imports}\n\n\ndef {STRUCTURAL}():\n    assert {assertion}\n"
-    return texts, {key: ids[key] for key in keys} | {f"{path}::{STRUCTURAL}#0": f"{path}::{STRUCTURAL}"}
+    hidden = {name: gold.get(name, text) for name, text in hidden_of(subject, keys).items()}
+    hidden[path] = f"{imports}\n\n\ndef {STRUCTURAL}():\n    assert {assertion}\n"
+    scope = (*scope, *(name for name in gold if not in_scope(name, scope)))
+    facts = {RULES: json.dumps(rules)}
+    task = task_of(subject, kind, unit, wordings, facts, tests=hidden, solution=gold, source_scope=scope)
+    ids = {key: subject.baseline.plan.tests[key] for key in keys}
+    return behaving(subject, task, ids | {f"{path}::{STRUCTURAL}#0": f"{path}::{STRUCTURAL}"})
 
 
 def module_of(path: str) -> str:
@@ -145,36 +150,24 @@ def module_of(path: str) -> str:
 
 def renamed(subject: Subject, unit: Unit) -> Task:
     """Return the task to rename a function in sources and tests."""
-    files, scope = subject.repository.files, subject.repository.scope
+    files = subject.repository.files
     holder, _, old = unit.name.rpartition(".")
     words = {word for text in files.values() for word in re.findall(r"\w+", text)}
     new = new_name(old, words, Random(f"rename {subject.seed} {unit.path} {unit.name}"))
     word = re.compile(rf"\b{old}\b")
     paths = [path for path in files if path.endswith(".py") and _changeable(subject, path) and word.search(files[path])]
-    gold = {path: with_name(files[path], old, new) for path in paths}
-    assertion = f"[hasattr({holder or 'module'}, name) for name in ({old!r}, {new!r})] == [False, True]"
     module, owner = module_of(unit.path), holder.partition(".")[0]
-    imports = f"from {module} import {owner}" if owner else f"import {module} as module"
-    texts, tests = _tests(subject, unit, gold, imports, assertion)
-    wordings = (
-        f"rename `{unit.name}` to `{new}`, everywhere",
-        f"`{unit.name}` in {unit.path} should be called `{new}`. Please rename it in the code and in the tests. Nothing should "
-        "be left under the old name.",
-        f"Refactor: `{unit.name}` -> `{new}` ({unit.path}). No alias for the old name; update all uses.",
-    )
-    rules = [("absent", "", old), ("defined", unit.path, f"{holder}.{new}".lstrip("."))]
-    task = task_of(
+    return _refactor(
         subject,
         "rename",
         unit,
-        wordings,
-        {RULES: json.dumps(rules)},
-        files=files,
-        tests=texts,
-        solution=gold,
-        source_scope=(*scope, *(path for path in gold if not in_scope(path, scope))),
+        {path: with_name(files[path], old, new) for path in paths},
+        f"from {module} import {owner}" if owner else f"import {module} as module",
+        f"[hasattr({holder or 'module'}, name) for name in ({old!r}, {new!r})] == [False, True]",
+        [("absent", "", old), ("defined", unit.path, f"{holder}.{new}".lstrip("."))],
+        f"rename `{unit.name}` to `{new}`, everywhere",
+        f"`{unit.name}` in {unit.path} should be called `{new}`, in code and tests. No alias for the old name, please.",
     )
-    return behaving(subject, task, tests)
 
 
 def movable(subject: Subject) -> Iterator[Unit]:
@@ -197,11 +190,13 @@ def _needs(subject: Subject, unit: Unit) -> list[str] | None:
     for item in body:
         if isinstance(item, ast.Import | ast.ImportFrom):
             for alias in item.names:
-                is_from = isinstance(item, ast.ImportFrom)
-                line = ast.ImportFrom(item.module, [alias], item.level) if is_from else ast.Import([alias])
+                line: ast.stmt = ast.Import([alias])
+                if isinstance(item, ast.ImportFrom):
+                    line = ast.ImportFrom(item.module, [alias], item.level)
                 imports[(alias.asname or alias.name).partition(".")[0]] = ast.unparse(line)
         elif item is not node:
-            others |= {name for inner in ast.walk(item) for name in _bindings(inner)}
+            inside = [item] if isinstance(item, Function | ast.ClassDef) else ast.walk(item)
+            others |= {name for inner in inside for name in _bindings(inner)}
     if used & others or unit.name in others or "*" in imports:
         return None
     return [line for name, line in imports.items() if name in used or "__future__" in line]
@@ -218,35 +213,25 @@ def _bindings(node: ast.AST) -> Iterator[str]:
 
 def moved(subject: Subject, unit: Unit) -> Task:
     """Return the task to move a function to a new module, from which its old one imports it."""
-    files, scope = subject.repository.files, subject.repository.scope
-    folder = unit.path.rpartition("/")[0]
-    rng = Random(f"move {subject.seed} {unit.path} {unit.name}")
-    paths = [f"{folder}/{name}.py".lstrip("/") for name in ("helpers", "shared", "common", "basics", "parts")]
-    target = rng.choice([path for path in paths if path not in files and path[:-3] not in " ".join(files)])
-    stem = target[:-3].rpartition("/")[2]
-    line = f"from {'.' if f'{folder}/__init__.py' in files else ''}{stem} import {unit.name}"
-    change = Change(kind="move", edits=(unit.becoming(line),), places=(unit.place,))
+    files, folder = subject.repository.files, unit.path.rpartition("/")[0]
+    stems = [
+        stem
+        for stem in ("helpers", "shared", "common", "basics", "parts")
+        if f"{folder}/{stem}".lstrip("/") not in "\n".join(files)
+    ]
+    stem = Random(f"move {subject.seed} {unit.path} {unit.name}").choice(stems)
+    target = f"{folder}/{stem}.py".lstrip("/")
+    reference = f"from {'.' if f'{folder}/__init__.py' in files else ''}{stem} import {unit.name}"
+    change = Change(kind="move", edits=(unit.becoming(reference),), places=(unit.place,))
     head = "\n".join(_needs(subject, unit) or [])
-    gold = change.apply(files) | {target: f"{head}\n\n\n{text_of(unit, files)}\n".lstrip("\n")}
-    imports = f"import {module_of(unit.path)} as before\nimport {module_of(target)} as after"
-    texts, tests = _tests(subject, unit, gold, imports, f"(before.{unit.name} is after.{unit.name}) is True")
-    wordings = (
-        f"move `{unit.name}` from {unit.path} to a new module {target}. importing it from the old place must still work",
-        f"{unit.path} is too long. Move `{unit.name}` into {target} (new), and import it in {unit.path}, as others get it from "
-        "there.",
-        f"Please put `{unit.name}` into a module of its own, {target}, with the imports that it needs. {unit.path} should only "
-        "import it.",
-    )
-    rules = [("undefined", unit.path, unit.name), ("defined", target, unit.name)]
-    task = task_of(
+    return _refactor(
         subject,
         "move",
         unit,
-        wordings,
-        {RULES: json.dumps(rules)},
-        files=files,
-        tests=texts,
-        solution=gold,
-        source_scope=(*scope, *([] if in_scope(target, scope) else [target])),
+        change.apply(files) | {target: f"{head}\n\n\n{text_of(unit, files)}\n".lstrip("\n")},
+        f"import {module_of(unit.path)} as before\nimport {module_of(target)} as after",
+        f"(before.{unit.name} is after.{unit.name}) is True",
+        [("undefined", unit.path, unit.name), ("defined", target, unit.name)],
+        f"move `{unit.name}` from {unit.path} to a new module {target}. importing it from the old place must still work",
+        f"{unit.path} is too long. Put `{unit.name}` into {target} (new), and import it in {unit.path} for its users.",
     )
-    return behaving(subject, task, tests)

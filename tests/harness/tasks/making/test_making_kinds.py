@@ -157,7 +157,7 @@ def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None
 @pytest.mark.slow
 def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> None:
     for task in made["question"]:
-        names = task.solution["ANSWER.txt"].split()
+        names = task.solution["ANSWER.txt"].strip().split(", ")
         assert len(names) == 2 and "ANSWER.txt" in task.instruction
         assert passes(task, backend, {"ANSWER.txt": f"- `{names[1]}()`, {names[0]}."})
         for text in ("", "chunks", names[0], "chunks clamp pages in_pairs"):
@@ -185,3 +185,14 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
     for path, text in [*wrong.items(), *(("c.py", line) for line in more)]:
         assert not all(structure(task, right | {path: text}).values()), text
+
+
+def test_tests_to_write_have_one_module_as_scope() -> None:
+    fields = {"id": "t", "instruction": "-", "files": {"a.py": ""}, "tests": {"test_a.py": ""}, "grader": "pytest"}
+    metadata = {"mutants": '[{"a.py": "x"}]'}
+    assert Task.model_validate(fields | {"metadata": metadata, "source_scope": ("test_a.py",)}).mutants == (
+        {"a.py": "x"},
+    )
+    for scope in (("a.py",), ("test_a.py", "test_b.py"), ("*.py",)):
+        with pytest.raises(ValueError, match="has one test module as source_scope"):
+            Task.model_validate(fields | {"metadata": metadata, "source_scope": scope})
