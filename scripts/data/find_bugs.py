@@ -31,7 +31,8 @@ from composer_nb.harness.tasks.making.bugs import (
 from composer_nb.harness.tasks.making.mine import try_candidate
 from composer_nb.harness.tasks.making.options import RunOptions
 
-MAX_TRIES = 8  # Releases of a bug that are run.
+MAX_TRIES = 4  # Releases of a bug that are run.
+REASONS = {"ungraded": "its tests fail with the fix too", "unseen": "its tests pass without the fix too"}
 REQUESTS = "requests==2.31.0 urllib3==2.0.7 idna==3.4 certifi==2023.7.22 charset-normalizer==3.3.2"
 # Project -> name in the index, packages that it imports, and releases with a wheel, the newest first.
 PROJECTS: dict[str, tuple[str, str, str]] = {
@@ -115,6 +116,7 @@ def main() -> int:
                     continue
                 bugs[number] = search(name, number, distribution, releases.split(), args.cache, backend, running)
                 print(f"{name} {number}: {bugs[number].release or bugs[number].refused}", flush=True)
+                bugs = dict(sorted(bugs.items()))
                 project = Project(distribution=distribution, packages=tuple(packages.split()), bugs=bugs)
                 recipe[name] = project
                 write_json(RECIPE, {key: row.model_dump(exclude_defaults=True) for key, row in sorted(recipe.items())})
@@ -137,7 +139,7 @@ def search(
         outcome, _ = try_candidate(candidate, backend, running, MAX_LINES)
         if outcome.task:
             return Bug(release=release, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
-        refused, tries = " ".join(f"{release}: {outcome.verdict}: {outcome.kind}".split())[:200], tries + 1
+        refused, tries = f"{release}: {REASONS.get(outcome.verdict, outcome.verdict)}", tries + 1
         if tries == MAX_TRIES:
             break
     return Bug(refused=refused)
