@@ -122,11 +122,13 @@ def unparsed(attempt: Attempt) -> dict[str, str]:
 
 
 def _fresh(attempt: Attempt, values_of: Callable[[str], Iterable[str]]) -> set[str]:
-    """Return the values that `values_of` newly yields in changed modules that can be parsed, without tests."""
+    """Return the values that `values_of` newly yields in changed modules that can be parsed, without tests. What moves from one
+    of them to another is not new."""
     unread, before = unparsed(attempt), attempt.task.files
     changed = [(path, text) for path, text in _changed(attempt) if path.endswith(".py") and path not in unread]
     modules = [(path, text) for path, text in changed if not is_test(path)]
-    return {value for path, text in modules for value in {*values_of(text)} - {*values_of(before.get(path, ""))}}
+    old = {value for path, _ in modules for value in values_of(before.get(path, ""))}
+    return {value for _, text in modules for value in values_of(text)} - old
 
 
 _CALLER = {"_getframe", "currentframe", "f_back", "code_context", "PYTEST_CURRENT_TEST"}

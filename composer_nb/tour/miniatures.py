@@ -16,10 +16,9 @@ from random import Random
 from typing import Literal
 
 from composer_nb.harness import syntax
-from composer_nb.harness.grading.structure import RULES
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import RULES, Task
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BuggyProgram,

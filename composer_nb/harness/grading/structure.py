@@ -1,6 +1,6 @@
 """Check on the host what a request says about the structure of code: a name is gone, a function stands where it should.
 
-`rules` in a task's metadata is a JSON list, each `[rule, path, name]`:
+`structure.rules` in a task's metadata is a JSON list, each `[rule, path, name]` (`Task.rules`):
 
     absent     no module in the scope holds the name: as definition, variable, attribute, parameter, import or string
     defined    the module at the path defines the function itself, `name` or `Class.name`
@@ -16,42 +16,35 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Literal
-
-from pydantic import TypeAdapter
 
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
-RULES = "rules"  # Metadata key.
 AT_RUN_TIME = frozenset(
     "globals locals vars setattr getattr delattr exec eval compile modules import_module __import__ __dict__ __getattr__ "
     "__getattribute__ __setattr__ __builtins__ __class__".split()
 )
-_LIST: TypeAdapter[list[tuple[Literal["absent", "defined", "undefined"], str, str]]] = TypeAdapter(
-    list[tuple[Literal["absent", "defined", "undefined"], str, str]]
-)
 
 
 def structure(task: Task, sources: Mapping[str, str]) -> dict[str, bool]:
-    """Return whether the modules in a task's scope follow each of its rules. Raises ValueError for rules that are none."""
-    if RULES not in task.metadata:
+    """Return whether the modules in a task's scope follow each of its rules; nothing if it has none."""
+    if not (rules := task.rules):
         return {}
-    rules = _LIST.validate_json(task.metadata[RULES])
     labels = [f"{name} is {rule}{f' in {path}' if path else ''}" for rule, path, name in rules]
     labels.append("no name made at run time")
+    right = {
+        path: text
+        for path, text in {**task.files, **task.solution}.items()
+        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope)
+    }
     try:
         trees = {path: parse(text) for path, text in sources.items()}
+        allowed = Counter(name for text in right.values() for name in names_of(parse(text)))
     except (SyntaxError, ValueError):
         return dict.fromkeys(labels, False)
     counts = Counter(name for tree in trees.values() for name in names_of(tree))
-    right = {path: text for path, text in {**task.files, **task.solution}.items() if path.endswith(".py")}
-    right = {
-        path: text for path, text in right.items() if not is_test_module(path) and in_scope(path, task.source_scope)
-    }
-    allowed = Counter(name for text in right.values() for name in names_of(parse(text)))
     results = []
     for rule, path, name in rules:
         defined = path in trees and name in set(definitions(trees[path].body))

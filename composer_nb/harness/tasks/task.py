@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
@@ -25,6 +25,7 @@ from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 ENTRY, SOLVE = "test.sh", "solve.sh"  # Files of the grader `script` that run the tests and write a solution.
 
 
+RULES = "structure.rules"  # Metadata key.
 LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}  # Limits that a task may lower, and their keys in `metadata`.
 
 
@@ -87,7 +88,7 @@ class Task(BaseModel):
         if outside := {path for path in solution if not is_inside(path, self.source_scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
-            _ = self.answers
+            _ = self.answers, self.rules
             if self.grader == "script":
                 if ENTRY not in self.tests:
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
@@ -132,9 +133,18 @@ class Task(BaseModel):
         that read the code's text take them for wrong. Raises ValueError like `mutants`."""
         return self._versions("equivalents")
 
+    @property
+    def rules(self) -> tuple[tuple[str, str, str], ...]:
+        """What the structure of an answer's sources must be (`grading/structure.py`): rule, path and name. Raises ValueError like
+        `mutants`."""
+        return self._fact(RULES, _RULES)
+
     def _versions(self, name: str) -> tuple[dict[str, str], ...]:
+        return self._fact(name, _VERSIONS)
+
+    def _fact(self, name: str, adapter: TypeAdapter[Any]) -> Any:
         try:
-            return _VERSIONS.validate_json(self.metadata.get(name, "[]"))
+            return adapter.validate_json(self.metadata.get(name, "[]"))
         except ValidationError as error:
             raise ValueError(f"metadata.{name}: {harbor.first_problem(error)}") from None
 
@@ -206,6 +216,8 @@ class Task(BaseModel):
         return from_swesmith(row, files)
 
 
+Rule = Literal["absent", "defined", "undefined"]
+_RULES: TypeAdapter[tuple[tuple[Rule, str, str], ...]] = TypeAdapter(tuple[tuple[Rule, str, str], ...])
 _VERSIONS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
 _ANSWERS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 

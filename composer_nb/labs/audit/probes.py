@@ -90,7 +90,8 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
         yield Probe(
             name="the start, with the examples that it shows by heart", files={**start, **memorised}, example=True
         )
-    for kind, planted in slips(code, start, gold):
+    graded = {path: text for path, text in code.items() if task.mutants or not is_test_module(path)}
+    for kind, planted in slips(graded, start, gold):
         yield Probe(name=f"a planted bug: {kind}", files=planted, slip=True)
 
 
@@ -295,13 +296,17 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
 
 def untold(task: Task, start: Files, gold: Files) -> list[str]:
     """Return the names that hidden tests import, look up or give as keywords, that the solution defines, and that an agent cannot
-    have read."""
+    have read. Tests that an agent writes need none."""
     words = {
         word for location, text in readable(task, start).items() for word in re.findall(r"\w+", f"{location} {text}")
     }
     texts = {p: d.decode("utf-8", "replace") for p, d in gold.items() if p.endswith(".py") and d != start.get(p)}
     names = set[str]().union(*(defined(path, text) | declared(path, text) for path, text in texts.items()))
-    return sorted(name for name in names & (used(task.tests) - METHODS) - words if not name.startswith("__"))
+    return sorted(
+        name
+        for name in names & (used({} if task.mutants else task.tests) - METHODS) - words
+        if not name.startswith("__")
+    )
 
 
 def readable(task: Task, start: Files) -> Mapping[str, str]:

@@ -20,12 +20,11 @@ import libcst as cst
 
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.grading.structure import RULES
 from composer_nb.harness.tasks.making.assignments import NEAR, behaving, hidden_of, task_of
 from composer_nb.harness.tasks.making.changes import Change, Unit, text_of
 from composer_nb.harness.tasks.making.trial import NoTask, Subject
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import RULES, Task
 
 BUILT_IN = {
     name
@@ -136,7 +135,7 @@ def _refactor(
     path = f"{keys[0].partition('::')[0].rpartition('/')[0]}/{STRUCTURAL}.py".lstrip("/")
     hidden = {name: gold.get(name, text) for name, text in hidden_of(subject, keys).items()}
     hidden[path] = f"{imports}\n\n\ndef {STRUCTURAL}():\n    assert {assertion}\n"
-    scope = (*scope, *(name for name in gold if not in_scope(name, scope)))
+    scope = (*scope, *(name for name in gold if is_test_module(name) or not in_scope(name, scope)))
     facts = {RULES: json.dumps(rules)}
     task = task_of(subject, kind, unit, wordings, facts, tests=hidden, solution=gold, source_scope=scope)
     ids = {key: subject.baseline.plan.tests[key] for key in keys}

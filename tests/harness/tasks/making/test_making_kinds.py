@@ -17,7 +17,7 @@ from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.making.kinds import KINDS
 from composer_nb.harness.tasks.making.make import TASKS, make
 from composer_nb.harness.tasks.runtime import workspace
-from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tasks.task import RULES, Task, load_tasks
 from tests.harness.tasks.making.conftest import FILES, write
 
 LIMIT = 2
@@ -124,7 +124,7 @@ def test_lints_are_mended_without_a_change_of_behaviour(made: Tasks, backend: Ba
 @pytest.mark.slow
 def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -> None:
     for task in made["rename"]:
-        [[_, _, old], [_, path, name]] = json.loads(task.metadata["rules"])
+        [[_, _, old], [_, path, name]] = json.loads(task.metadata[RULES])
         holder, _, new = name.rpartition(".")
         right, sources = task.solution[path], {at: text for at, text in task.solution.items() if "test" not in at}
         assert old in task.instruction and new in task.instruction
@@ -145,7 +145,7 @@ def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -
 @pytest.mark.slow
 def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None:
     for task in made["move"]:
-        [[_, old, name], [_, new, _]] = json.loads(task.metadata["rules"])
+        [[_, old, name], [_, new, _]] = json.loads(task.metadata[RULES])
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
         twice = {**task.solution, old: task.files[old]}
@@ -173,7 +173,7 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         tests={"test_a.py": ""},
         source_scope=("*.py",),
         grader="pytest",
-        metadata={"rules": json.dumps(rules)},
+        metadata={RULES: json.dumps(rules)},
         solution={"a.py": "class A:\n def new(self): pass\n", "b.py": "from c import moved\n"},
     )
     right = {
@@ -185,6 +185,8 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
     for path, text in [*wrong.items(), *(("c.py", line) for line in more)]:
         assert not all(structure(task, right | {path: text}).values()), text
+    with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
+        Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
 
 
 def test_tests_to_write_have_one_module_as_scope() -> None:
