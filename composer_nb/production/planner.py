@@ -31,7 +31,7 @@ ASK = (
 )
 # Characters of a repository that a planner reads; of its names if its files do not fit; and of one of these files, of which it
 # reads the chunks that were found if it is longer.
-SHOWN, NAMES, WHOLE = 60_000, 15_000, 20_000
+SHOWN, NAMES, WHOLE = 60_000, 15_000, 8_000
 # Chunks that a search for the request returns.
 HITS = 200
 

@@ -90,11 +90,11 @@ def converse(
     clock: Callable[[], float] = time.monotonic,
     user: Answers = nobody,
 ) -> Conversation:
-    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation; a
-    message without a call ends it unless `user` answers.
+    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays; a message without
+    a call ends the conversation unless `user` answers.
 
     When a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
-    conversation. An infrastructure failure ends the conversation with the turns so far. A sandbox without memory does not.
+    conversation. An infrastructure failure ends it with the turns so far; a sandbox out of memory answers calls with errors.
 
     At the time limit, running calls in a sandbox are stopped, waiting ones are not started, and the loop does not wait for the
     next turn, except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.

@@ -10,6 +10,7 @@ give the work away. Reference: tau-bench (arXiv 2406.12045), where a model with 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,8 @@ Answers = Callable[[str, float], str]
 UserOf = Callable[[Task], Answers]
 UNKNOWN = "I do not know; decide yourself."
 LAST = "I will answer no more questions."
-# Answers of a user whose task does not limit them; tokens and characters of one that a model writes.
-ANSWERS, ANSWER_TOKENS, ANSWER_LENGTH = 3, 512, 1000
+# Answers of a user whose task does not limit them; tokens, characters and seconds of one that a model writes.
+ANSWERS, ANSWER_TOKENS, ANSWER_LENGTH, ANSWER_S = 3, 512, 1000, 60.0
 PERSONA = """\
 You are the user of a coding agent. You asked it for this:
 
@@ -74,9 +75,10 @@ class SimulatedUser:
         self.talk += [] if self.talk else [{"role": "system", "content": persona}]
         self.talk.append({"role": "user", "content": message})
         try:
+            until = min(until, time.monotonic() + ANSWER_S)  # nobody can drop an agent that waits
             content = self.endpoint.complete(self.talk, (), ANSWER_TOKENS, until=until).message.get("content")
         except TimeIsUp:
-            return ""  # the loop ends by itself
+            content = None
         text = content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""  # no half a pair
         answer = " ".join(text.split())[:ANSWER_LENGTH]
         self.talk.append({"role": "assistant", "content": answer})
@@ -98,5 +100,7 @@ def open_user(name: str) -> UserOf | None:
     if name == "scripted":
         return SimulatedUser
     url, _, model = address.partition("#")
-    endpoint = Endpoint(url=url, model=model or next(iter(Endpoint(url=url).models()), ""), temperature=0.0)
+    if not (model := model or next(iter(Endpoint(url=url).models()), "")):
+        raise ValueError(f"{name!r}: the server lists no model; write openai:URL#MODEL")
+    endpoint = Endpoint(url=url, model=model, temperature=0.0)
     return lambda task: SimulatedUser(task, endpoint)
