@@ -16,7 +16,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from composer_nb.harness.sandbox.reap import started as living
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.jobs.notebook import JobFailed, run_notebook
+from composer_nb.jobs.notebook import run_notebook
 
 PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
 
@@ -75,19 +75,6 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path: Path, given: di
         run_notebook(source, tmp_path / "out" / "o.ipynb", given)
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "cell, limit, state",
-    [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],
-)
-def test_a_timeout_and_a_dead_kernel_leave_no_false_completion(tmp_path, cell: str, limit: int | None, state: str):
-    source = notebook(tmp_path / "n.ipynb", cell, "print('never')")
-    output = tmp_path / "out.ipynb"
-    with pytest.raises(JobFailed):
-        run_notebook(source, output, cell_timeout_s=limit)
-    assert record(output)["state"] == state
-    assert states(output)[-1] == "pending"
 
 
 def test_a_signal_after_the_last_cell_changes_nothing(tmp_path: Path):

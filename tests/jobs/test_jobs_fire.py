@@ -52,17 +52,8 @@ class Bench:
         return f"{name}.ipynb"
 
     def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "composer_nb.cli",
-            "jobs",
-            words[0],
-            "--runs",
-            str(self.runs),
-            *words[1:],
-        ]
+        command = [sys.executable, "-P", "-m", "composer_nb.cli", "jobs"]
+        command += [words[0], "--runs", str(self.runs), *words[1:]]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, **pipes, **more)
 
@@ -160,7 +151,7 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)}
         | {"parameters": {"flag": str(tmp_path / "died")}},
         "shot_once": {
-            "notebook": bench.notebook("shot", once + kill_parent, "__import__('time').sleep(2)", parameters=flag)
+            "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
         }
         | {"parameters": {"flag": str(tmp_path / "shot")}},
         "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
@@ -368,13 +359,14 @@ def test_a_process_that_never_began_has_failed_with_its_last_words(bench: Bench)
             "ValueError: odd, in cell [2], line 2: `raise ValueError('odd')`",
         ),
         ("a b", "SyntaxError: invalid syntax"),
+        ("import time; time.sleep(600)", "a cell took longer than 1 s (cell_timeout_s)"),
     ],
 )
 def test_a_notebook_that_did_not_run_to_its_end_is_not_completed_and_says_where(tmp_path: Path, cell: str, error: str):
     source, output = notebook(tmp_path / "n.ipynb", cell, "print('after')"), tmp_path / "out" / "o.ipynb"
     with pytest.raises(JobFailed) as caught:
-        run_notebook(source, output)
+        run_notebook(source, output, cell_timeout_s=1 if "sleep" in cell else None)
     assert str(caught.value).startswith(error) and str(output) in str(caught.value)
     found = json.loads(output.with_name("run.json").read_text())
-    assert found["state"] in ("failed", "lost") and (found["cells"], found["cells_run"]) == (3, 2)
+    assert found["state"] in ("failed", "lost", "timed_out") and (found["cells"], found["cells_run"]) == (3, 2)
     assert found["cell_states"] == {"completed": 1, found["state"]: 1, "pending": 1}
