@@ -41,12 +41,8 @@ def record(output: Path) -> dict[str, Any]:
 
 
 def test_a_run_is_kept_and_told(tmp_path: Path):
-    source = notebook(
-        tmp_path / "n.ipynb",
-        "print('one'); print('steps', steps)",
-        "half = '\\ud83d'\nhalf",
-        "twice = steps * 2\ntwice",
-    )
+    cells = ["print('one'); print('steps', steps)", "half = '\\ud83d'\nhalf", "twice = steps * 2\ntwice"]
+    source = notebook(tmp_path / "n.ipynb", *cells)
     before, said = source.read_bytes(), []
     output = tmp_path / "deep" / "out.ipynb"
     given = {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
@@ -85,21 +81,15 @@ def test_a_signal_after_the_last_cell_changes_nothing(tmp_path: Path):
 
 
 def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
-    child = (
-        "import subprocess, time\nchild = subprocess.Popen(['sleep', '300'], start_new_session=True)\nprint(child.pid)"
-    )
+    child = "import subprocess, time\np = subprocess.Popen(['sleep', '300'], start_new_session=True)\nprint(p.pid)"
     source = notebook(tmp_path / "n.ipynb", child, "print('begun')\ntime.sleep(300)", "print('never')")
     output = tmp_path / "out.ipynb"
     script = (
         "import sys; from pathlib import Path; from composer_nb.jobs.notebook import run_notebook\n"
         "run_notebook(Path(sys.argv[1]), Path(sys.argv[2]), say=lambda line: print(line, flush=True))"
     )
-    runner = subprocess.Popen(
-        [sys.executable, "-c", script, str(source), str(output)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runner = subprocess.Popen([sys.executable, "-c", script, str(source), str(output)], **pipes)
     assert runner.stdout is not None
     pid = int(runner.stdout.readline())
     assert runner.stdout.readline() == "begun\n"

@@ -124,9 +124,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         process.kill()
 
 
-SLEEP = (
-    "import time\nfrom pathlib import Path\nPath(flag).touch()\nprint('asleep', flush=True)\nif wait: time.sleep(600)"
-)
+SLEEP = "import time\nopen(flag, 'w')\nprint('asleep', flush=True)\nif wait: time.sleep(600)"
 DETACHED = "import subprocess\nsubprocess.run(['setsid', 'sh', '-c', 'sleep 600 & sleep 600 &'])"
 LEASED = """
 import os, subprocess
@@ -148,12 +146,10 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "cell": {"notebook": bench.notebook("cell", "import time; time.sleep(600)", "1"), "cell_timeout_s": 1},
         "slow": {"notebook": bench.notebook("slow", "import time; time.sleep(600)", "1"), "timeout_s": 20},
         "dies": {"notebook": bench.notebook("dies", "1", "import os; os.kill(os.getpid(), 9)", "2"), "retries": 1},
-        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)}
-        | {"parameters": {"flag": str(tmp_path / "died")}},
+        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)},
         "shot_once": {
             "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
-        }
-        | {"parameters": {"flag": str(tmp_path / "shot")}},
+        },
         "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
         "leased": {"notebook": bench.notebook("leased", LEASED), "outputs": {"pid": "server"}},
         "tenth": {"notebook": "good.ipynb", "outputs": {"total": "total"}},
@@ -163,6 +159,8 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "mistyped": {"notebook": "good.ipynb", "parameters": {"steps": "${good.word}"}},
         "typed": {"notebook": "good.ipynb", "parameters": {"steps": "${good.total}"}, "outputs": {"total": "total"}},
     }
+    for name in ("dies_once", "shot_once"):
+        nodes[name]["parameters"] = {"flag": str(tmp_path / name)}
     job = bench.job(nodes, parallel=10)
     code, _ = bench.run("run", str(job))
     bench.nothing_is_left()

@@ -272,9 +272,7 @@ def test_what_cannot_be_continued_is_refused(served: Served) -> None:
     assert error.value.param == "messages" and served.post("/generate", {"prompt_token_ids": five})["choices"]
 
 
-def test_the_first_part_of_a_stream_waits_for_no_other_and_health_and_metrics_say_what_goes_on(
-    model, tokenizer
-) -> None:
+def test_a_stream_begins_at_once_and_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
             asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
