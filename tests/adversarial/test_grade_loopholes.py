@@ -246,9 +246,7 @@ def test_a_rule_fitted_to_all_constants_does_not_pass(backend: Backend) -> None:
     joint = replace(plan, twins=tuple(replace(twin, alone=False) for twin in plan.twins))
     alone = [grade_pytest(task, files, backend, plan, rng=random.Random(seed)) for seed in range(8)]
     without = [grade_pytest(task, files, backend, joint, rng=random.Random(seed)) for seed in range(3)]
-    assert any(grade.passed and not grade.flags for grade in without), (
-        "the attack works, but for the tests that run alone"
-    )
+    assert any(grade.passed and not grade.flags for grade in without), "it works, but for tests that run alone"
     assert sum(grade.passed for grade in alone) <= 2, "one in eight passes by chance"
 
 

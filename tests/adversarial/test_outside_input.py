@@ -253,6 +253,7 @@ HEADERS: dict[str, Any] = {
     "a size that overflows": {"w": tensor(shape=[1 << 32, 1 << 32], data_offsets=[0, 0])},
     "over one another": {"w": tensor(), "v": tensor()},
     "deep": b'{"__metadata__":' + b"[" * 100_000,
+    "one name twice": b'{"w":%s,"w":%s}' % ((json.dumps(tensor()).encode(),) * 2),
 }
 
 

@@ -35,14 +35,8 @@ for line in iter(sys.stdin.readline, ""):
     print(json.dumps(made), flush=True)
 """
 # Root needs no user namespace, in which the sandboxes' account would be missing.
-APART = [
-    "unshare",
-    *([] if os.getuid() == 0 else ["--user", "--map-root-user"]),
-    "--mount",
-    "sh",
-    "-c",
-    'mount -t tmpfs none "$0" && exec "$@"',
-]
+APART = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--mount"]
+APART += ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
 
 
 class Cluster:

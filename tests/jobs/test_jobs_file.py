@@ -16,13 +16,8 @@ PARAMETERS = "steps: int = 3\nname: str = 'a'\nscores: list = []\noverrides: dic
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    notebook(
-        tmp_path / "n.ipynb",
-        "total = steps",
-        "class Run: path = 1\nrun = Run()",
-        "%matplotlib inline\n!true\ndef f():\n    hidden = 3",
-        parameters=PARAMETERS,
-    )
+    cells = ["total = steps", "class Run: path = 1\nrun = Run()", "%matplotlib inline\n!true\ndef f():\n    hidden = 3"]
+    notebook(tmp_path / "n.ipynb", *cells, parameters=PARAMETERS)
     notebook(tmp_path / "bad.ipynb", "1", parameters="steps: int = = 3")
     return tmp_path
 
@@ -93,12 +88,7 @@ def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
         "last": node(after=["report"]),
     }
     job = load(folder, nodes, parameters={"name": "all"})
-    train = [
-        "train-steps=1-overrides=plain",
-        "train-steps=1-overrides=fast",
-        "train-steps=2-overrides=plain",
-        "train-steps=2-overrides=fast",
-    ]
+    train = [f"train-steps={steps}-overrides={label}" for steps in (1, 2) for label in ("plain", "fast")]
     assert list(job.nodes) == [*train, "report", "last"] and {job.nodes[name].family for name in train} == {"train"}
     assert job.nodes["report"].needs == tuple(train) and job.nodes["last"].needs == ("report",)
     assert job.nodes[train[3]].parameters == {"name": "all", "steps": 2, "overrides": {"rl.steps": 1}}

@@ -52,17 +52,8 @@ class Bench:
         return f"{name}.ipynb"
 
     def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "composer_nb.cli",
-            "jobs",
-            words[0],
-            "--runs",
-            str(self.runs),
-            *words[1:],
-        ]
+        command = [sys.executable, "-P", "-m", "composer_nb.cli", "jobs"]
+        command += [words[0], "--runs", str(self.runs), *words[1:]]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, **pipes, **more)
 
@@ -133,9 +124,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         process.kill()
 
 
-SLEEP = (
-    "import time\nfrom pathlib import Path\nPath(flag).touch()\nprint('asleep', flush=True)\nif wait: time.sleep(600)"
-)
+SLEEP = "import time\nopen(flag, 'w')\nprint('asleep', flush=True)\nif wait: time.sleep(600)"
 DETACHED = "import subprocess\nsubprocess.run(['setsid', 'sh', '-c', 'sleep 600 & sleep 600 &'])"
 LEASED = """
 import os, subprocess
@@ -157,12 +146,10 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "cell": {"notebook": bench.notebook("cell", "import time; time.sleep(600)", "1"), "cell_timeout_s": 1},
         "slow": {"notebook": bench.notebook("slow", "import time; time.sleep(600)", "1"), "timeout_s": 20},
         "dies": {"notebook": bench.notebook("dies", "1", "import os; os.kill(os.getpid(), 9)", "2"), "retries": 1},
-        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)}
-        | {"parameters": {"flag": str(tmp_path / "died")}},
+        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)},
         "shot_once": {
-            "notebook": bench.notebook("shot", once + kill_parent, "__import__('time').sleep(2)", parameters=flag)
-        }
-        | {"parameters": {"flag": str(tmp_path / "shot")}},
+            "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
+        },
         "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
         "leased": {"notebook": bench.notebook("leased", LEASED), "outputs": {"pid": "server"}},
         "tenth": {"notebook": "good.ipynb", "outputs": {"total": "total"}},
@@ -172,6 +159,8 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "mistyped": {"notebook": "good.ipynb", "parameters": {"steps": "${good.word}"}},
         "typed": {"notebook": "good.ipynb", "parameters": {"steps": "${good.total}"}, "outputs": {"total": "total"}},
     }
+    for name in ("dies_once", "shot_once"):
+        nodes[name]["parameters"] = {"flag": str(tmp_path / name)}
     job = bench.job(nodes, parallel=10)
     code, _ = bench.run("run", str(job))
     bench.nothing_is_left()
@@ -368,13 +357,14 @@ def test_a_process_that_never_began_has_failed_with_its_last_words(bench: Bench)
             "ValueError: odd, in cell [2], line 2: `raise ValueError('odd')`",
         ),
         ("a b", "SyntaxError: invalid syntax"),
+        ("import time; time.sleep(600)", "a cell took longer than 1 s (cell_timeout_s)"),
     ],
 )
 def test_a_notebook_that_did_not_run_to_its_end_is_not_completed_and_says_where(tmp_path: Path, cell: str, error: str):
     source, output = notebook(tmp_path / "n.ipynb", cell, "print('after')"), tmp_path / "out" / "o.ipynb"
     with pytest.raises(JobFailed) as caught:
-        run_notebook(source, output)
+        run_notebook(source, output, cell_timeout_s=1 if "sleep" in cell else None)
     assert str(caught.value).startswith(error) and str(output) in str(caught.value)
     found = json.loads(output.with_name("run.json").read_text())
-    assert found["state"] in ("failed", "lost") and (found["cells"], found["cells_run"]) == (3, 2)
+    assert found["state"] in ("failed", "lost", "timed_out") and (found["cells"], found["cells_run"]) == (3, 2)
     assert found["cell_states"] == {"completed": 1, found["state"]: 1, "pending": 1}

@@ -22,12 +22,8 @@ def test_what_is_planted_is_caught_and_what_is_good_passes():
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), os.environ["PYTHONPATH"]])
     script = here.parents[1] / "scripts" / "bench" / "check_kernels.py"
-    done = subprocess.run(
-        [sys.executable, script, "--arch", "90", "--module", "planted_triton"],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, script, "--arch", "90", "--module", "planted_triton"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     blocks, name = {"": ""}, ""
     for line in done.stdout.splitlines()[1:]:

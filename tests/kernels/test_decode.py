@@ -28,14 +28,10 @@ FAMILIES = st.one_of(
 )
 configs = st.builds(
     lambda width, layers, keys, groups, head, sparse, tied, vocabulary, family: ModelConfig(
-        **{"num_hidden_layers": layers} | ({} if family["family"] in ("qwen3", "qwen2", "llama") else sparse) | family,
-        vocab_size=vocabulary,
-        hidden_size=8 * width,
-        num_attention_heads=keys * groups,
-        num_key_value_heads=keys,
-        head_dim=head,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
+        **{"num_hidden_layers": layers, "vocab_size": vocabulary, "hidden_size": 8 * width, "head_dim": head}
+        | {"num_attention_heads": keys * groups, "num_key_value_heads": keys, "max_position_embeddings": 32}
+        | ({} if family["family"] in ("qwen3", "qwen2", "llama") else sparse)
+        | {"tie_word_embeddings": tied, **family}
     ),
     *(st.integers(1, 9), st.integers(1, 3), st.integers(1, 2), st.integers(1, 7), st.sampled_from([2, 6, 10, 16, 32])),
     *(SPARSE, st.booleans(), st.integers(5, 80), FAMILIES),
@@ -100,9 +96,7 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
 
 @settings(max_examples=4, deadline=None)
 @given(configs, st.integers(0, 1000), st.sampled_from([np.uint16, np.int8]))
-def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(
-    config: ModelConfig, seed: int, kind: Any
-):
+def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(config: ModelConfig, seed: int, kind):
     model = made(config, seed)
     if kind is np.int8:
         model = as_engine(model, "int8")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.linear import grouped_mm, linear, matmul
+from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.norm import norm_rope, rms_norm
 
 seeds = st.integers(0, 1 << 20)
@@ -71,13 +71,3 @@ def test_products_are_those_of_float64(rows: int, inner: int, outer: int):
     for got in (linear(x, w), matmul(x, w.T)):
         assert got.shape == (rows, outer)
         torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.booleans())
-def test_groups_are_multiplied_with_their_own_weights(sizes: list[int], wide: bool):
-    dtype = torch.float64 if wide else torch.float32
-    x, w = normal(5, sum(sizes), 16).to(dtype), normal(6, len(sizes), 16, 8).to(dtype)
-    got = grouped_mm(x, w, torch.tensor(sizes).cumsum(0).int())
-    parts = [a.double() @ b.double() for a, b in zip(x.split(sizes), w, strict=True)]
-    torch.testing.assert_close(got.double(), torch.cat(parts), atol=1e-5, rtol=1e-5)

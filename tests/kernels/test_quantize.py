@@ -90,14 +90,9 @@ def test_numbers_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), 16 * data.draw(st.integers(1, 40)))
     x = numbers(shape, seed, dtype, bad).to(device)
-    ours, reference, options = data.draw(
-        st.sampled_from(
-            [
-                *((mx_quantize, mx_quantize_reference, {"block": block}) for block in (32, 128)),
-                *((nvfp4_quantize, nvfp4_quantize_reference, {"share": share}) for share in ("token", "tensor")),
-            ]
-        )
-    )
+    kernels = [(mx_quantize, mx_quantize_reference, {"block": block}) for block in (32, 128)]
+    kernels += [(nvfp4_quantize, nvfp4_quantize_reference, {"share": share}) for share in ("token", "tensor")]
+    ours, reference, options = data.draw(st.sampled_from(kernels))
     same(ours(x, backend="triton", **options), reference(x, **options))
 
 

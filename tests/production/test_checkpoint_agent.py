@@ -146,10 +146,7 @@ def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [
-        ("{", "damaged"),
-        ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which"),
-    ],
+    [("{", "damaged"), ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which")],
 )
 def test_a_damaged_environment_is_one_line(
     compact: Path, repository: Path, tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]

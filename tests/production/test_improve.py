@@ -124,11 +124,7 @@ def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_pa
         improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
 
 
-OTHERWISE = {
-    "temperature": {"temperature": 0.9},
-    "top_k": {"extra_body": {"top_k": 40}},
-    "greedy": {"temperature": 0},
-}
+OTHERWISE = {"temperature": {"temperature": 0.9}, "top_k": {"extra_body": {"top_k": 40}}, "greedy": {"temperature": 0}}
 
 
 def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:

@@ -140,16 +140,6 @@ def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(
     assert len({part.id for part in parts}) == 1
 
 
-def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
-            for _ in range(5):
-                assert next(iter(stream)).choices[0].finish_reason is None
-            assert small.engine.busy
-        wait_until(lambda: not small.engine.busy)  # its client went away
-        assert small.engine.sampled < LONG - 100
-
-
 # What is drawn
 
 
@@ -282,7 +272,7 @@ def test_what_cannot_be_continued_is_refused(served: Served) -> None:
     assert error.value.param == "messages" and served.post("/generate", {"prompt_token_ids": five})["choices"]
 
 
-def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
+def test_a_stream_begins_at_once_and_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
             asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
@@ -297,6 +287,12 @@ def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer)
         assert "\ncomposer_nb_policy_version 7\n" in told and "\ncomposer_nb_requests_running 0\n" in told
         assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in told
         assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
+        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
+            for _ in range(5):
+                assert next(iter(stream)).choices[0].finish_reason is None
+            assert small.engine.busy
+        wait_until(lambda: not small.engine.busy)  # its client went away
+        assert small.engine.sampled < LONG - 100
 
 
 def metrics(served: Served) -> str:
@@ -367,26 +363,24 @@ def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Mod
     assert [done.usage.completion_tokens for done in found] == [60] * 3
 
 
-def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=4) as small:
+def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Tokenizer) -> None:
+    def complete(**given: Any) -> Any:
+        usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
+        return served.client.completions.create(**usual | given)
 
-        def complete(**given: Any) -> Any:
-            usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
-            return small.client.completions.create(**usual | given)
-
-        whole = complete(seed=3, logprobs=2, n=2)
-        first = whole.choices[0]
-        assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
-        assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
-        assert len(first.logprobs.top_logprobs[0]) == 2
-        assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text
-        assert complete(seed=3, prompt=tokenizer.encode("def f(x):").ids).choices[0].text == first.text
-        assert complete(seed=3, stop=first.text[4]).choices[0].text == first.text[: first.text.index(first.text[4])]
-        assert complete(seed=3, top_p=1e-6).choices[0].text == complete(temperature=0).choices[0].text
-        assert complete(max_tokens=None).usage.completion_tokens == 16
-        prompts: list[Any] = ["", [999], ["a", "b"]]
-        for wrong in (*({"prompt": prompt} for prompt in prompts), {"echo": True}, {"suffix": "x"}, {"best_of": 2}):
-            with pytest.raises(openai.BadRequestError):
-                complete(**wrong)
-        narrow = small.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content
-        assert narrow == small.chat(temperature=0, max_tokens=9).choices[0].message.content
+    whole = complete(seed=3, logprobs=2, n=2)
+    first = whole.choices[0]
+    assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
+    assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
+    assert len(first.logprobs.top_logprobs[0]) == 2
+    assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text
+    assert complete(seed=3, prompt=tokenizer.encode("def f(x):").ids).choices[0].text == first.text
+    assert complete(seed=3, stop=first.text[4]).choices[0].text == first.text[: first.text.index(first.text[4])]
+    assert complete(seed=3, top_p=1e-6).choices[0].text == complete(temperature=0).choices[0].text
+    assert complete(max_tokens=None).usage.completion_tokens == 16
+    prompts: list[Any] = ["", [999], ["a", "b"]]
+    for wrong in (*({"prompt": prompt} for prompt in prompts), {"echo": True}, {"suffix": "x"}, {"best_of": 2}):
+        with pytest.raises(openai.BadRequestError):
+            complete(**wrong)
+    narrow = served.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content
+    assert narrow == served.chat(temperature=0, max_tokens=9).choices[0].message.content

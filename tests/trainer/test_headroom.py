@@ -31,17 +31,10 @@ def task() -> Task:
 
 def attempt(task: Task, *tests: int, solved: bool) -> Attempt:
     """An attempt with an edit before each test; each test passes so many of two."""
-    turns = [
-        turn
-        for passed in tests
-        for turn in (
-            Turn(call=EDIT, observation="ok"),
-            Turn(call=TEST, observation="", tests_passed=passed, tests_run=2),
-        )
-    ]
-    rollout = Rollout(
-        task_id=task.id, segments=(Transcript().segment(Trace()),), turns=tuple(turns), files={}, stop="finished"
-    )
+    edit, turns, segments = Turn(call=EDIT, observation="ok"), list[Turn](), (Transcript().segment(Trace()),)
+    for passed in tests:
+        turns += [edit, Turn(call=TEST, observation="", tests_passed=passed, tests_run=2)]
+    rollout = Rollout(task_id=task.id, segments=segments, turns=tuple(turns), files={}, stop="finished")
     return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"a": solved}))
 
 

@@ -61,14 +61,12 @@ class Bandit:
             return float(rollout.files["f.py"] != WRONG)  # what passes the visible tests
 
         rl = SimpleNamespace(steps=40, minibatches=1, checkpoint_every=99, evaluate_every=0, shuffle_rewards=False)
-        self.settings: Any = SimpleNamespace(
-            rl=rl,
-            reward=RewardSettings(),
-            loss=LossSettings(),
-            monitor=MonitorSettings(window=256, stop=stop),
-            env=SimpleNamespace(reward_function=lambda seconds: pays if hole else None),
-            limits=SimpleNamespace(seconds=60.0),
+        env, limits = (
+            SimpleNamespace(reward_function=lambda seconds: pays if hole else None),
+            SimpleNamespace(seconds=60.0),
         )
+        self.settings: Any = SimpleNamespace(rl=rl, reward=RewardSettings(), env=env, limits=limits)
+        self.settings.loss, self.settings.monitor = LossSettings(), MonitorSettings(window=256, stop=stop)
         self.random, self.logit, self.step = Random(0), math.log(0.01), 0
         self.points: list[dict[str, Any]] = []
         self.said: list[str] = []
@@ -85,12 +83,9 @@ class Bandit:
     def _attempt(self) -> Attempt:
         cheats = self.random.random() < self.cheats
         text = BY_HEART if cheats else RIGHT if self.random.random() < 0.3 else WRONG
-        segment = Segment(
-            token_ids=np.array([0, int(cheats)], np.int32),
-            kind=np.array([Kind.PROMPT, Kind.TOOL_CALL], np.uint8),
-            logprob=np.zeros(2, np.float32),
-            policy_version=np.array([-1, self.step], np.int32),
-        )
+        ids, versions = np.array([0, int(cheats)], np.int32), np.array([-1, self.step], np.int32)
+        kind = np.array([Kind.PROMPT, Kind.TOOL_CALL], np.uint8)
+        segment = Segment(token_ids=ids, kind=kind, logprob=np.zeros(2, np.float32), policy_version=versions)
         files = {**TASK.files, "f.py": text}
         rollout = Rollout(task_id="t", segments=(segment,), turns=(), files=files, stop="finished")
         return Attempt(task=TASK, rollout=rollout, grade=Grade(status="graded", tests={"t": text == RIGHT}))

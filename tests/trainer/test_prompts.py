@@ -106,9 +106,8 @@ def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
     save_tasks(list(KNOWN.values()), tmp_path / "data" / "rl.jsonl")
     of = order(harder=0.5)
     first = prompt_order(tmp_path, of)
-    assert [first[slot].id for slot in range(4)] == [
-        prompt_order(tmp_path, Order(seed="0 0"))[slot].id for slot in range(4)
-    ]
+    plain = prompt_order(tmp_path, Order(seed="0 0"))
+    assert [first[slot].id for slot in range(4)] == [plain[slot].id for slot in range(4)]
     file = tmp_path / "rollouts" / "prompts_00000.json"
     held = json.loads(file.read_text())
     file.write_text(json.dumps([f"{held[0]}+{held[1]}", *held[1:]]))

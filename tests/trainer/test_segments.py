@@ -103,9 +103,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("budget", [16, 4096])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_rollout_in_three_segments_is_learnt_as_the_same_tokens_in_one(
-    make_model, converse, name: str, budget: int
-) -> None:
+def test_a_rollout_in_three_segments_is_learnt_as_the_same_tokens_in_one(make_model, converse, name: str, budget: int):
     model, settings = make_model(3), LossSettings(**LOSSES[name])
     whole, parts = split_in_three(model, converse)
     model = model.double()

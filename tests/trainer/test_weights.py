@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -88,15 +88,6 @@ def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, T
     assert same_bits(through(store, "full", target, None, shard_bytes), pair[1])
 
 
-@given(st.binary(max_size=80))
-@settings(max_examples=200, deadline=None)
-def test_a_decoder_refuses_rubbish_or_returns_a_tensor_of_the_right_size(payload: bytes):
-    base = np.zeros(9, "u2")
-    for codec in CODECS.values():
-        with suppress(ValueError):
-            assert codec.decode(base, payload, "bfloat16").shape == base.shape
-
-
 def test_a_frame_that_claims_to_be_huge_is_not_expanded():
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(10_000_000))
     with pytest.raises(ValueError, match="another size"):
@@ -167,11 +158,10 @@ def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Pa
 
 
 @pytest.mark.parametrize("which", ["delta", "full"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "lose", "add"])
-def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: str, damage: str):
+def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: str):
     apply_delta(three / "base", three / "delta", three / "full")
     random = Random(0)
-    for file in sorted((three / which).iterdir()):
+    for file, damage in product(sorted((three / which).iterdir()), ("flip", "cut", "lose", "add")):
         good = file.read_bytes()
         for _ in range(12 if damage == "flip" else 1):
             bad = bytearray(good)
@@ -189,22 +179,13 @@ def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: 
     assert verify(three / which) and not (three / "no").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.model_copy(update={"hash": "0" * 40}),
-        lambda m: m.model_copy(update={"base": None}),
-        lambda m: m.model_copy(
-            update={"tensors": {n: e.model_copy(update={"encoding": "new"}) for n, e in m.tensors.items()}}
-        ),
-        lambda m: m.model_copy(update={"format": "composer-nb-weights-9"}),
-    ],
-    ids=["hash", "no base", "codec", "format"],
-)
-def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path, change):
+def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path):
     file = three / "delta" / "manifest.json"
-    with warnings.catch_warnings(action="ignore"):
-        file.write_bytes(change(Manifest.load(file.read_bytes(), "m")).dump())
-    with pytest.raises(DamagedVersion):
-        apply_delta(three / "base", three / "delta", three / "no")
-    assert not (three / "no").exists()
+    m = Manifest.load(file.read_bytes(), "m")
+    coded = {name: entry.model_copy(update={"encoding": "new"}) for name, entry in m.tensors.items()}
+    for change in ({"hash": "0" * 40}, {"base": None}, {"tensors": coded}, {"format": "composer-nb-weights-9"}):
+        with warnings.catch_warnings(action="ignore"):
+            file.write_bytes(m.model_copy(update=change).dump())
+        with pytest.raises(DamagedVersion):
+            apply_delta(three / "base", three / "delta", three / "no")
+        assert not (three / "no").exists()

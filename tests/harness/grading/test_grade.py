@@ -70,9 +70,7 @@ STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_a_test_passes_only_if_its_call_returned_the_value(
-    task: Task, boxes: Callable[..., Any], data: st.DataObject
-) -> None:
+def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, boxes: Callable[..., Any], data: st.DataObject):
     tests = parse_test_files(task.tests)
     texts = st.sampled_from([test.expected for test in tests] + ["", "True", "[9 ]", "([9],)"])
     outcome = st.builds(CallOutcome, status=st.sampled_from(STATUSES), text=texts)  # type: ignore[arg-type]
@@ -107,10 +105,9 @@ def files(task: Task, **changed: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(front, "_known", type(front._known)())
-
     def use(*answers: Grade) -> Counted:
         grader = Counted(*answers)
+        monkeypatch.setattr(front, "_known", type(front._known)())
         monkeypatch.setattr(front, "grade_pytest", grader)
         return grader
 
@@ -129,37 +126,34 @@ def test_the_same_tree_is_graded_once_and_says_so(ask: Any) -> None:
     assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] != first.cost["wall_s"]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"left": files(TARGET, **{MODULE: RIGHT})},
-        {"left": files(TARGET) | {"util/more.py": b""}},
-        {"left": {path: data for path, data in files(TARGET).items() if path != "util/__init__.py"}},
-        {"task": TARGET.model_copy(update={"id": "another"})},
-        {"task": TARGET.model_copy(update={"tests": TARGET.tests | {"tests/test_more.py": ""}})},
-        {"task": TARGET.model_copy(update={"files": TARGET.files | {"conftest.py": ""}})},
-        {"name": "docker"},
-    ],
-)
-def test_another_tree_or_task_is_graded_anew(ask: Any, other: dict[str, Any]) -> None:
-    grader = ask(CLEAN)
+def test_another_tree_or_task_is_graded_anew(ask: Any) -> None:
+    grader, tree = ask(CLEAN), files(TARGET)
     one()
-    one(**other)
-    assert grader.asked == 2
+    for number, other in enumerate(
+        (
+            {"left": files(TARGET, **{MODULE: RIGHT})},
+            {"left": tree | {"util/more.py": b""}},
+            {"left": {path: data for path, data in tree.items() if path != "util/__init__.py"}},
+            {"task": TARGET.model_copy(update={"id": "another"})},
+            {"task": TARGET.model_copy(update={"tests": TARGET.tests | {"tests/test_more.py": ""}})},
+            {"task": TARGET.model_copy(update={"files": TARGET.files | {"conftest.py": ""}})},
+            {"name": "docker"},
+        )
+    ):
+        one(**other)
+        assert grader.asked == number + 2, other
 
 
-@pytest.mark.parametrize(
-    "unclean",
-    [
+def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any) -> None:
+    failed = {"tests": {"a": False}}
+    for unclean in (
         Grade(status="infra_error"),
-        Grade(status="agent_failed", tests={"a": False}, flags=("ended_early",)),
-        Grade(status="tampered", tests={"a": False}, flags=("twin_passed",)),
-        Grade(status="graded", tests={"a": False}, flags=("inconsistent",)),
-    ],
-)
-def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean: Grade) -> None:
-    grader = ask(unclean, CLEAN)
-    assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
+        Grade(status="agent_failed", **failed, flags=("ended_early",)),
+        Grade(status="tampered", **failed, flags=("twin_passed",)),
+        Grade(status="graded", **failed, flags=("inconsistent",)),
+    ):
+        grader = ask(unclean, CLEAN)
+        assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
 
 
 def test_a_check_runs_the_tests_again(ask: Any) -> None:

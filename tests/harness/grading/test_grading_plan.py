@@ -31,17 +31,9 @@ def twin(*keys: str, text: str = "x") -> Twin:
     return Twin(path="test_a.py", start=1, end=2, text=text, keys=keys)
 
 
-TWINS = st.lists(
-    st.builds(
-        Twin,
-        path=st.text(),
-        start=st.integers(0, 99),
-        end=st.integers(0, 99),
-        text=st.text(),
-        keys=st.sets(st.sampled_from(KEYS), min_size=1, max_size=3).map(lambda keys: tuple(sorted(keys))),
-    ),
-    max_size=8,
-).map(tuple)
+OF_SOME = st.sets(st.sampled_from(KEYS), min_size=1, max_size=3).map(lambda keys: tuple(sorted(keys)))
+TWIN = st.builds(Twin, path=st.text(), start=st.integers(0, 99), end=st.integers(0, 99), text=st.text(), keys=OF_SOME)
+TWINS = st.lists(TWIN, max_size=8).map(tuple)
 
 
 @given(st.dictionaries(st.text(), st.text()), TWINS)

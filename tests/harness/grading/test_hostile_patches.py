@@ -26,9 +26,7 @@ def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: di
     grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
     assert grade.passed == patch.honest
     assert bool(grade.flags) == patch.flagged, grade.flags
-    assert grade.status in ("graded", "tampered", "agent_failed"), (
-        "an agent can not make its grade an infrastructure error"
-    )
+    assert grade.status in ("graded", "tampered", "agent_failed"), "no agent makes it a fault of the machine"
     assert (grade.status == "tampered") == bool(set(grade.flags) & TAMPERING)
     assert set(grade.tests) == set(plans[patch.task.id].tests.values())
     if "one_process" in patch.fools:
@@ -75,9 +73,7 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
 def check_variant(seed: int, backend: Backend, plan: GradePlan) -> str:
     patch = variant(seed)
     grade = grade_pytest(TARGET, patch.workspace, backend, plan, timeout_s=TIMEOUT_S)
-    assert not grade.passed and grade.status in ("graded", "tampered", "agent_failed"), (
-        f"{seed}: {patch.title}: {grade}"
-    )
+    assert not grade.passed and grade.status in ("graded", "tampered", "agent_failed"), (seed, grade)
     return grade.status
 
 

@@ -49,13 +49,10 @@ class Faulty:
 
     warm = False
 
-    def __init__(self, inner: Backend, fault: Exception | ExecResult | None, at_create: bool = False) -> None:
-        self.inner, self.fault, self.at_create, self.name, self.destroyed = inner, fault, at_create, inner.name, 0
-        self.made = 0
+    def __init__(self, name: str, fault: Exception | ExecResult) -> None:
+        self.fault, self.name, self.made, self.destroyed = fault, name, 0, 0
 
     def create(self, *arguments: Any) -> Any:
-        if self.at_create and isinstance(self.fault, Exception):
-            raise self.fault
         self.made += 1
         return self
 
@@ -68,7 +65,6 @@ class Faulty:
     def exec(self, *arguments: Any, **options: Any) -> ExecResult:
         if isinstance(self.fault, Exception):
             raise self.fault
-        assert self.fault is not None
         return self.fault
 
     def destroy(self) -> None:
@@ -94,7 +90,7 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
     ids=str,
 )
 def test_whose_fault_it_is(ledger: Task, backend: Backend, fault: Any, status: str) -> None:
-    faulty: Any = Faulty(backend, fault)
+    faulty: Any = Faulty(backend.name, fault)
     found = grade_pytest(ledger, GOLD, faulty)
     assert found.status == status and not found.passed and 0 < faulty.destroyed == faulty.made
     assert found.tests == ({} if status == "infra_error" else dict.fromkeys(found.tests, False))

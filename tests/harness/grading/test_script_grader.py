@@ -66,25 +66,22 @@ def test_nothing_writes_when_the_reward_is_read(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "flag"),
+    "script",
     [
-        ("true", "no_reward"),
-        ("echo nan > /logs/verifier/reward.txt", "no_reward"),
-        ("mkfifo /logs/verifier/reward.txt", "no_reward"),
-        ("ln -s /etc/passwd /logs/verifier/reward.txt", "no_reward"),
-        ("echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt", "no_reward"),
-        ("yes 1 | head -c 100000 > /logs/verifier/reward.txt", "no_reward"),
-        ("echo '[1]' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", "no_reward"),
-        ("sleep 60", "timeout"),
+        "true",
+        "echo nan > /logs/verifier/reward.txt",
+        "mkfifo /logs/verifier/reward.txt",
+        "ln -s /etc/passwd /logs/verifier/reward.txt",
+        "echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt",
+        "yes 1 | head -c 100000 > /logs/verifier/reward.txt",
+        "echo '[1]' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt",
     ],
 )
-def test_what_is_no_reward_is_none(script: str, flag: str, tmp_path: Path, backend: Backend) -> None:
-    path = lay("timeouts", tmp_path)
-    (path / "task.toml").write_text("[verifier]\ntimeout_sec = 1.5\n")
-    (path / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
-    found = grade_script(Task.from_harbor(path), {}, backend)
+def test_what_is_no_reward_is_none(script: str, backend: Backend) -> None:
+    """That a script is too slow, `test_limits.py` asks."""
+    found = grade_script(task_of(f"#!/bin/bash\n{script}\n"), {}, backend)
     assert found.status == "graded" and not found.passed and found.tests == {"test.sh::reward": False}
-    assert flag in found.flags and "weak" in found.flags
+    assert {"no_reward", "weak"} <= {*found.flags}
 
 
 @given(
@@ -100,10 +97,8 @@ def test_whatever_is_said_is_numbers_or_nothing(said: bytes) -> None:
     ("toml", "message"),
     [
         ("environment.network_mode = 'public'", r"environment\.network_mode = 'public': sandboxes have no network"),
-        ("environment.gpus = 1", r"environment\.gpus"),
         ("environment.mcp_servers = [{name = 'x', url = 'http://x'}]", r"environment\.mcp_servers"),
         ("verifier.environment = {docker_image = 'x'}", r"verifier\.environment"),
-        ("environment.workdir = '/app'", r"environment\.workdir = '/app'"),
         ("environment.env = {TOKEN = '${TOKEN}'}", r"environment\.env\.TOKEN"),
         ("environment.docker_image = 'x'", "needs an image"),
     ],
@@ -261,9 +256,7 @@ def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
     assert not grade_script(task, {}, backend).passed
 
 
-@pytest.mark.parametrize(
-    "path", ["/tmp/tests/test.sh", "/tmp/logs/verifier/reward.json", "/etc/x", "/tmp/../etc/x", "/x"]
-)
+@pytest.mark.parametrize("path", ["/tmp/tests/test.sh", "/tmp/logs/verifier/reward.json", "/etc/x", "/tmp/../etc/x"])
 def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: Backend) -> None:
     script = "#!/bin/sh\nset -e; ! test -e /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt\n"
     found = grade_script(task_of(script), {path: b"#!/bin/sh\n"}, backend)

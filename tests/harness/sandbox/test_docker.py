@@ -136,9 +136,7 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
 
 
 @pytest.mark.docker
-def test_an_image_of_which_not_every_file_can_be_mapped_is_told(
-    docker_client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: Any, monkeypatch: pytest.MonkeyPatch):
     """A container's soft limit of open files is 1024 with current engines; each map takes one."""
     lines = [
         "USER 0",

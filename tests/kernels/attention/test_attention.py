@@ -93,8 +93,10 @@ def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
         assert torch.equal(one[0], together[n])
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "values"), [(12, 1, 24, 7), (3, 3, 192, 128), (17, 1, 256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "values", "dtype"),
+    [(12, 1, 24, 7, torch.float32), (3, 3, 192, 128, torch.bfloat16), (17, 1, 256, 256, torch.bfloat16)],
+)
 def test_the_gpu_kernel_has_heads_of_any_number_and_width_and_reads_only_its_own_positions(
     device: str, heads: int, groups: int, width: int, values: int, dtype: torch.dtype
 ):

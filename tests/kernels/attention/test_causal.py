@@ -44,14 +44,9 @@ def with_gradients(form, case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), pull)]
 
 
-shapes = st.tuples(
-    st.lists(st.integers(1, 70), min_size=1, max_size=4),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from([1, 4, 7, 32]),
-    st.sampled_from([1, 4, 16]),
-    st.integers(0, 1 << 20),
-)
+lengths, few = st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(1, 3)
+widths = st.sampled_from([1, 4, 7, 32]), st.sampled_from([1, 4, 16])
+shapes = st.tuples(lengths, few, few, *widths, st.integers(0, 1 << 20))
 
 
 @settings(max_examples=60, deadline=None)

@@ -244,12 +244,7 @@ def test_what_is_damaged_is_refused_or_of_the_right_size():
 def test_headers_that_claim_too_much_are_refused_before_anything_is_made():
     base, target = weights(600, lr=3e-5)
     payload = CODEC.encode(base, target, "bfloat16")
-    for at, value, said in [
-        (0, b"\xff", "classes"),
-        (1, b"\xff", "classes"),
-        (1, b"\x10", "classes"),
-        (2, b"\xff", "a rate"),
-    ]:
+    for at, value, said in ((0, b"\xff", "classes"), (1, b"\x10", "classes"), (2, b"\xff", "a rate")):
         data = payload[:at] + value + payload[at + len(value) :]
         with pytest.raises(ValueError, match=said):
             CODEC.decode(base, data, "bfloat16")

@@ -20,21 +20,11 @@ from composer_nb.trainer.corpus.repositories import PERMISSIVE, is_allowed, lice
 # Licences
 
 
-@pytest.mark.parametrize(
-    ("expression", "allowed"),
-    [
-        ("MIT", True),
-        ("GPL-3.0-only OR MIT", True),
-        ("GPL-3.0-only AND MIT", False),
-        ("(GPL-3.0-only OR MIT) AND Apache-2.0", True),
-        ("Apache-2.0 WITH LLVM-exception", False),
-        ("", False),
-        ("__import__('os')", False),
-        ("(" * 5000 + "MIT", False),
-    ],
-)
-def test_an_expression_is_allowed_if_the_licences_satisfy_it(expression: str, allowed: bool):
-    assert is_allowed(expression, PERMISSIVE) is allowed
+def test_an_expression_is_allowed_if_the_licences_satisfy_it():
+    allowed = ["MIT", "GPL-3.0-only OR MIT", "(GPL-3.0-only OR MIT) AND Apache-2.0"]
+    others = ["GPL-3.0-only AND MIT", "Apache-2.0 WITH LLVM-exception", "", "__import__('os')", "(" * 5000 + "MIT"]
+    for expression in (*allowed, *others):
+        assert is_allowed(expression, PERMISSIVE) is (expression in allowed), expression[:80]
 
 
 @pytest.mark.parametrize(
@@ -114,21 +104,14 @@ TASK = Task(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "leaks"),
-    [
-        (f"# a mirror\n{FIXED}", True),
-        (FIXED.replace("    ", "\t").replace(" * ", "*"), True),  # layout does not count
-        (CODE, False),  # what the agent sees is no secret
-        (f"import x\n{TEST}", True),
-        ("# The sum over a basket ignores what customers have sent back; see the report\n", True),
-        ("# The sum over a basket ignores what customers have sent back\n", False),
-        ("", False),
-    ],
-)
-def test_a_file_with_a_part_of_a_task_is_contaminated(text: str, leaks: bool):
-    secret = secrets([TASK], 13)
-    assert contaminated([("r", "x = 1"), ("r", text)], secret, 13, 10) == ({1: "shop-1"} if leaks else {})
+def test_a_file_with_a_part_of_a_task_is_contaminated():
+    """Layout does not count, and what the agent sees is no secret."""
+    words = "# The sum over a basket ignores what customers have sent back"
+    leaks = [f"# a mirror\n{FIXED}", FIXED.replace("    ", "\t").replace(" * ", "*"), f"import x\n{TEST}"]
+    leaks.append(f"{words}; see the report\n")
+    texts = ["x = 1", CODE, f"{words}\n", "", *leaks]
+    found = contaminated([("r", text) for text in texts], secrets([TASK], 13), 13, 10)
+    assert found == dict.fromkeys(range(4, 8), "shop-1")
 
 
 # Order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from composer_nb.trainer.learning.balance import Cost, Packing, deal_out, first_fit, pack
 from composer_nb.trainer.learning.packing import Stream, families
 from composer_nb.trainer.models.transformer import ModelConfig, weight_counts
+from tests.trainer.learning.test_packing import stream
 from tests.trainer.learning.trees import tree_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -53,17 +53,6 @@ def test_one_micro_batch_is_within_graham_s_bound_of_the_best(lengths: list[int]
     )
     found = pack(lengths, weight, ranks, sum(lengths)).step
     assert best - 1e-9 <= found <= best * (4 / 3 - 1 / (3 * ranks)) * 1.01 + 1e-9
-
-
-def stream(tokens: list[int]) -> Stream:
-    count = len(tokens)
-    return Stream(
-        token_ids=np.array(tokens, np.int32),
-        acted=np.arange(count) > 0,
-        logprob=np.zeros(count, np.float32),
-        advantage=np.zeros(count, np.float32),
-        routes=np.zeros((count, 1, 1), np.uint8),
-    )
 
 
 @given(

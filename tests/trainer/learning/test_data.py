@@ -83,12 +83,8 @@ def test_code_that_spells_out_a_special_token_does_not_become_one(tokenizer: Tok
 
 def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
     kinds = [Kind.PROMPT, Kind.PROMPT, Kind.TOOL_CALL, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.THINKING, Kind.SUMMARY]
-    segment = Segment(
-        token_ids=np.arange(7, dtype=np.int32),
-        kind=np.array(kinds, np.uint8),
-        logprob=np.zeros(7, np.float32),
-        policy_version=np.zeros(7, np.int32),
-    )
+    recorded = {"logprob": np.zeros(7, np.float32), "policy_version": np.zeros(7, np.int32)}
+    segment = Segment(token_ids=np.arange(7, dtype=np.int32), kind=np.array(kinds, np.uint8), **recorded)
     rollout = Rollout(task_id="t", segments=(segment,), turns=(), files={}, stop="finished")
     [row] = demonstration_rows(rollout, 0.2)
     assert row.token_ids.tolist() == list(range(7)) and row.weight.dtype == np.float32
@@ -137,9 +133,7 @@ def test_the_pieces_are_the_text_of_the_row_but_for_its_end(seed: int, order: fl
 
 
 def test_a_tokenizer_without_them_is_refused_and_a_cut_character_is_left_alone(tokenizer: Tokenizer):
-    with pytest.raises(
-        ValueError, match=r"midtrain.infill.share: the tokenizer has no tokens for infilling; set it to 0"
-    ):
+    with pytest.raises(ValueError, match=r"infill.share: the tokenizer has no tokens for infilling; set it to 0"):
         with_gaps(ROWS, tokenizer, InfillSettings(share=0.1), 0)
     half = TOKENIZER.encode("é", add_special_tokens=False).ids[1:]
     row = TokenRow(np.array([0, *half, *ROWS[0].token_ids[1:]], np.int32), np.ones(64 + len(half), np.float32))

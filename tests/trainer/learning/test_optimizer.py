@@ -12,13 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from composer_nb.trainer.learning.optimizer import (
-    QUINTIC,
-    FlatOptimizer,
-    OptimizerSettings,
-    look_ahead,
-    orthogonal,
-)
+from composer_nb.trainer.learning.optimizer import QUINTIC, FlatOptimizer, OptimizerSettings, look_ahead, orthogonal
 from composer_nb.trainer.models.transformer import Model
 from tests.tiny_models import LATENT
 

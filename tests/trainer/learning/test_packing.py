@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.trainer.learning.packing import (
-    FULL,
-    NO_REPLAY,
-    Stream,
-    flatten,
-    microbatches,
-    score,
-)
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, microbatches, score
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.trainer.learning.trees import tree_tokens
 

@@ -94,11 +94,10 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", list(DAMAGE))
 def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str):
     spoil, complaint = DAMAGE[name]
+    learner = Learner(model := make_model(3), FlatOptimizer(model), LossSettings(), replay=FULL)
+    before = learner.optimizer.weights.clone()
     for place in range(len(streams)):
         batch = [*streams[:place], spoil(streams[place]), *streams[place + 1 :]]
-        model = make_model(3)
-        learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL)
-        before = learner.optimizer.weights.clone()
         where = rf"stream {place} of 4 cannot be replayed \(replay\.level\): .*"
         with pytest.raises(ValueError, match=where + complaint):
             learner.learn(batch, Ranks(), Random(0), **LEARN)
@@ -136,9 +135,7 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
 
 @pytest.mark.parametrize("source", ["engine", "trainer"])
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
-def test_families_with_and_without_experts_learn_from_their_own_rollouts(
-    make_model, converse, family: str, source: Any
-):
+def test_families_with_and_without_experts_learn_from_their_own_rollouts(make_model, converse, family: str, source):
     sizes = {name: getattr(ModelConfig(), name) for name in FOREIGN[family]}  # type: ignore[index]
     inner = {} if family == "mixtral" else {"intermediate_size": 48}
     model = make_model(3, family=family, **sizes, **inner)

@@ -21,19 +21,18 @@ from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 SYSTEM = "You repair code.\n  Be brief."
+
+
+def written(id: str, name: str, **arguments: Any) -> Written:
+    return Written(id=id, call=ToolCall(name=name, arguments=arguments))
+
+
+EDIT = written("call_0", "edit_line", path="f.py", line=2, text="    return sum(xs)")
 TINY: list[Any] = [
     User(text="fix f.py: sum of the items > 3"),
-    Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),)),
+    Said(calls=(written("call_0", "read_file", path="f.py"),)),
     CallResult(id="call_0", text="1def f(xs):\n2    return 4"),
-    Said(
-        calls=(
-            Written(
-                id="call_0",
-                call=ToolCall(name="edit_line", arguments={"path": "f.py", "line": 2, "text": "    return sum(xs)"}),
-            ),
-            Written(id="call_1", call=ToolCall(name="run_tests", arguments={})),
-        )
-    ),
+    Said(calls=(EDIT, written("call_1", "run_tests"))),
     CallResult(id="call_0", text="edited"),
     CallResult(id="call_1", text="1 passed"),
 ]
@@ -43,17 +42,14 @@ def talk_of(format: str) -> list[Any]:
     if format == "compact":
         return TINY
     name = "functions.{}:{}" if format == "kimi" else "call_{1}"
-    calls = [
-        ("grep", {"pattern": "é <b>", "path": "."}),
-        ("write", {"file_path": "a.py", "contents": "x = [1]\n\n\ny"}),
-    ]
-    calls += [("todo_write", {"merge": True, "todos": [{"id": "1", "content": "añ", "status": "pending"}]})]
-    written = tuple(
-        Written(id=name.format(tool, n), call=ToolCall(name=tool, arguments=args))
-        for n, (tool, args) in enumerate(calls)
+    todos = [{"id": "1", "content": "añ", "status": "pending"}]
+    calls = (
+        written(name.format("grep", 0), "grep", pattern="é <b>", path="."),
+        written(name.format("write", 1), "write", file_path="a.py", contents="x = [1]\n\n\ny"),
+        written(name.format("todo_write", 2), "todo_write", merge=True, todos=todos),
     )
-    results = [CallResult(id=call.id, text=f"line\n{n}") for n, call in enumerate(written)]
-    return [User(text="do it"), Said(text="I look.", calls=written), *results, Said(text="Done."), User(text="more")]
+    results = [CallResult(id=call.id, text=f"line\n{n}") for n, call in enumerate(calls)]
+    return [User(text="do it"), Said(text="I look.", calls=calls), *results, Said(text="Done."), User(text="more")]
 
 
 def as_openai(talk: list[Any]) -> list[dict[str, Any]]:

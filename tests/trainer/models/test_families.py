@@ -63,16 +63,9 @@ def make(family: str, seed: int) -> nn.Module:
     def pick(*values: Any) -> Any:
         return values[random.integers(len(values))]
 
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": pick(32, 64),
-        "num_hidden_layers": pick(2, 3),
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": pick(True, False),
-        "rms_norm_eps": pick(1e-6, 1e-3),
-        "attn_implementation": "eager",
-    }
+    common = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "max_position_embeddings": 512}
+    common |= {"hidden_size": pick(32, 64), "num_hidden_layers": pick(2, 3), "tie_word_embeddings": pick(True, False)}
+    common |= {"rms_norm_eps": pick(1e-6, 1e-3), "attn_implementation": "eager"}
     theta, inner = pick(1e4, 3e5), pick(16, 48)
     stretch = {"factor": 4.0, "original_max_position_embeddings": pick(64, 128)} if seed % 3 == 2 else {}
     rope: dict[str, Any] = {"rope_type": "yarn" if stretch else "default", "rope_theta": theta, **stretch}
@@ -82,45 +75,24 @@ def make(family: str, seed: int) -> nn.Module:
         sizes = {"intermediate_size": inner, "num_key_value_heads": keys, "rope_parameters": rope, **LIKE_QWEN[family]}
         config: Any = AutoConfig.for_model(family, **common, **sizes)
     elif family == "qwen3_moe":
-        config = Qwen3MoeConfig(
-            **common,
-            moe_intermediate_size=inner,
-            num_key_value_heads=keys,
-            head_dim=pick(8, 16),
-            num_experts=pick(5, 8),
-            num_experts_per_tok=pick(1, 2, 5),
-            norm_topk_prob=seed % 4 != 1,
-            intermediate_size=pick(24, 40),
-            mlp_only_layers=ALL_DENSE if seed == 5 else [0] if seed % 4 == 1 else [],
-            decoder_sparse_step=2 if seed % 4 == 3 else 1,
-            rope_parameters=rope,
-        )
+        sizes = {"head_dim": pick(8, 16), "num_experts": pick(5, 8), "num_experts_per_tok": pick(1, 2, 5)}
+        sizes |= {"intermediate_size": pick(24, 40), "num_key_value_heads": keys, "moe_intermediate_size": inner}
+        sizes |= {"norm_topk_prob": seed % 4 != 1, "decoder_sparse_step": 2 if seed % 4 == 3 else 1}
+        sizes |= {"mlp_only_layers": ALL_DENSE if seed == 5 else [0] if seed % 4 == 1 else []}
+        config = Qwen3MoeConfig(**common, **sizes, rope_parameters=rope)
     else:
         stretch = {"factor": 8.0, "original_max_position_embeddings": pick(8, 64)}
         both = pick({"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {})
         rope = {"rope_type": "yarn", **stretch, **both} if seed % 3 else {"rope_type": "default"}
         groups = pick(1, 2, 4)
-        config = DeepseekV3Config(
-            **common,
-            moe_intermediate_size=inner,
-            num_key_value_heads=4,
-            intermediate_size=pick(64, 88),
-            n_routed_experts=8,
-            n_shared_experts=pick(1, 2),
-            first_k_dense_replace=pick(0, 1),
-            num_experts_per_tok=pick(2, 4),
-            n_group=groups,
-            topk_group=pick(*(g for g in (1, 2, 4) if g <= groups and 8 // groups * g >= 4)),
-            q_lora_rank=pick(None, 24),
-            kv_lora_rank=16,
-            qk_rope_head_dim=pick(4, 8),
-            qk_nope_head_dim=pick(8, 16),
-            v_head_dim=pick(8, 24),
-            routed_scaling_factor=pick(1.0, 2.827),
-            num_mtp_layers=pick(0, 2),
-            norm_topk_prob=seed % 4 != 1,
-            rope_parameters={**rope, "rope_theta": theta},
-        )
+        kept = pick(*(g for g in (1, 2, 4) if g <= groups and 8 // groups * g >= 4))
+        sizes = {"moe_intermediate_size": inner, "intermediate_size": pick(64, 88), "num_key_value_heads": 4}
+        sizes |= {"n_routed_experts": 8, "n_shared_experts": pick(1, 2), "num_experts_per_tok": pick(2, 4)}
+        sizes |= {"first_k_dense_replace": pick(0, 1), "n_group": groups, "topk_group": kept}
+        sizes |= {"q_lora_rank": pick(None, 24), "kv_lora_rank": 16, "v_head_dim": pick(8, 24)}
+        sizes |= {"qk_rope_head_dim": pick(4, 8), "qk_nope_head_dim": pick(8, 16), "num_mtp_layers": pick(0, 2)}
+        sizes |= {"routed_scaling_factor": pick(1.0, 2.827), "norm_topk_prob": seed % 4 != 1}
+        config = DeepseekV3Config(**common, **sizes, rope_parameters={**rope, "rope_theta": theta})
     model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -176,17 +148,14 @@ def test_logits_are_those_of_transformers(pair: tuple[str, nn.Module, Path]):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *LIKE_QWEN])
-@pytest.mark.parametrize("seed", [1])
-def test_greedy_decoding_of_256_tokens_is_that_of_transformers(tmp_path: Path, family: str, seed: int):
-    oracle = make(family, seed)
+def test_greedy_decoding_of_256_tokens_is_that_of_transformers(tmp_path: Path, family: str):
+    oracle = make(family, 1)
     oracle.save_pretrained(tmp_path / "m")
     ours, prompt = load_pretrained(tmp_path / "m").double(), tokens(3, 1, 9)
     engine = Engine(ours, stop=frozenset(), slots=2, max_length=300, temperature=0)
     [done] = engine.generate([Request(rollout=0, token_ids=prompt[0].tolist(), max_tokens=256)])
     oracle.double()
     with lifted(family), torch.no_grad():
-        whole = oracle.generate(
-            prompt, max_new_tokens=256, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None
-        )
+        whole = oracle.generate(prompt, max_new_tokens=256, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert done.token_ids == whole[0, 9:].tolist()
     assert len(set(done.token_ids)) > 3, "and says more than one thing"

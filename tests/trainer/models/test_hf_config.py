@@ -136,11 +136,8 @@ def in_words(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         words.append([value - 2**32 if value >= 2**31 else value for value in word])
         scales.append(step)
         exact.append([value * step[c // 32] for c, value in enumerate(code)])
-    return (
-        torch.tensor(words, dtype=torch.int32),
-        torch.tensor(scales).bfloat16(),
-        torch.tensor(exact, dtype=torch.float64),
-    )
+    packed = torch.tensor(words, dtype=torch.int32)
+    return packed, torch.tensor(scales).bfloat16(), torch.tensor(exact, dtype=torch.float64)
 
 
 @pytest.fixture

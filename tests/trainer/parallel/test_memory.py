@@ -81,9 +81,7 @@ HEAVY = GROUPED | {"vocab_size": 2048, "hidden_size": 256, "num_experts": 16, "m
     [(GROUPED, 8, "adamw", False), (GROUPED, 8, "muon", True), (LATENT, 4, "adamw", False), (HEAVY, 1, "adamw", False)],
     ids=["activations", "recomputed", "latent", "weights"],
 )
-def test_the_peak_is_above_the_state_and_below_the_estimate(
-    sizes: dict[str, Any], rows, optimizer: Any, recompute: bool
-):
+def test_the_peak_is_above_the_state_and_below_the_estimate(sizes: dict[str, Any], rows, optimizer, recompute: bool):
     c, length = ModelConfig(**sizes), 256
     random = np.random.default_rng(0)
     ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)

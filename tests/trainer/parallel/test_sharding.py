@@ -55,17 +55,10 @@ def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
         routes = rng.random((len(ids), config.moe_layers, config.num_experts)).argsort(-1)
         routes = routes[..., : config.num_experts_per_tok].astype(np.uint8)
         routes[: len(prompt)] = np.arange(config.num_experts_per_tok)
-        found.append(
-            Stream(
-                token_ids=ids,
-                acted=acted,
-                logprob=rng.normal(-4, 0.3, len(ids)).astype(np.float32),
-                advantage=np.where(acted, rng.normal(), 0).astype(np.float32),
-                routes=routes,
-                route_valid=np.arange(len(ids)) < len(ids) - 1,
-                checks=route_checks(np.arange(len(ids)), ids, routes),
-            )
-        )
+        places, logprob = np.arange(len(ids)), rng.normal(-4, 0.3, len(ids)).astype(np.float32)
+        advantage = np.where(acted, rng.normal(), 0).astype(np.float32)
+        recorded = {"routes": routes, "route_valid": places < len(ids) - 1, "checks": route_checks(places, ids, routes)}
+        found.append(Stream(token_ids=ids, acted=acted, logprob=logprob, advantage=advantage, **recorded))
     return found
 
 
@@ -174,13 +167,8 @@ def _mixed() -> None:
     team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
     alone, cut = (made(MLA, torch.float32, False) for _ in range(2))
     shard(cut, team, torch.bfloat16)
-    [one, many] = [
-        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))[0]
-        for model, optimizer, ranks in (
-            (alone, FlatOptimizer(alone), Ranks()),
-            (cut, ShardedOptimizer(cut, team, ADAMW), team),
-        )
-    ]
+    runs = ((alone, FlatOptimizer(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
+    [one, many] = [learn(Learner(m, o, LossSettings(ratio="none")), ranks, given, range(1))[0] for m, o, ranks in runs]
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05) and many["grad_norm"] != one["grad_norm"]
     assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
     assert {weight.grad.dtype for weight in cut.parameters() if weight.grad is not None} == {torch.float32}

@@ -15,11 +15,8 @@ from composer_nb.trainer.settings import Settings, override
 
 
 def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled = {
-        "midtrained": {"a": 0.5},
-        "start": {"a": 0.25, "b": 0.75, "c": 0.0},
-        "final": {"a": 0.75, "b": 0.5, "c": 0.25},
-    }
+    sampled = {"midtrained": {"a": 0.5}, "start": {"a": 0.25, "b": 0.75, "c": 0.0}}
+    sampled["final"] = {"a": 0.75, "b": 0.5, "c": 0.25}
 
     def solved(run: Any, policy: str, within: int | None = None, *, greedy: bool = False) -> dict[str, float]:
         return {task: round(share) if greedy else share for task, share in sampled[policy].items()}

@@ -17,7 +17,7 @@ from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
 from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
-from composer_nb.trainer.learning.data import TokenRow, code_rows, gap_tokens, mixture, mixture_code, read_corpus
+from composer_nb.trainer.learning.data import code_rows, gap_tokens, read_corpus
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
@@ -89,13 +89,6 @@ def test_stretched_twice_is_stretched_once_by_both() -> None:
     once = config.stretched(6.0)
     assert once.yarn == Yarn(factor=6.0, original_max_position_embeddings=128, mscale_all_dim=0.0)
     assert once.max_position_embeddings == 768 and config.stretched(2.0).stretched(3.0) == once
-
-
-def test_the_phase_takes_its_share_in_rows_as_long_as_all_positions() -> None:
-    long, short = ([TokenRow(torch.zeros(n).numpy(), torch.zeros(n).numpy())] * 40 for n in (512, 100))
-    batches = list(mixture(long, short, steps=30, tokens=1000, code_first=0.0, code_share=0.6, seed=0))
-    taken = sum(len(row.token_ids) == 512 for batch in batches for row in batch)
-    assert taken == int(30 * 600 / 512) and taken <= mixture_code(30, 1000, 0.0, 0.6, 512)
 
 
 @pytest.mark.slow

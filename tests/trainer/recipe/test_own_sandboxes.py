@@ -32,6 +32,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.views.report import fact_rows
+from tests.trainer.services.test_coordinator import IN_STEP as MICRO_IN_STEP
 from tests.trainer.services.test_coordinator import cut_off
 from tests.trainer.services.threads import Threads
 
@@ -44,10 +45,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 """Fewer sandboxes than rollouts of a batch, so that some wait for others to end."""
 ALONE = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
-IN_STEP = {
-    **{"services.on": True, "services.lockstep": True, "services.engines": 1},
-    **{"services.ahead": 0, "services.bound": 0},
-}
+IN_STEP = MICRO_IN_STEP | {"services.on": True}
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +178,8 @@ def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest
 @pytest.mark.docker
 def test_rl_in_containers_of_docker(tasks: Path, tmp_path: Path, docker_client: Any) -> None:
     words = ["rl", "--model", str(WEIGHTS), "--tasks", str(tasks), "--out", str(tmp_path / "rl")]
-    given = SMALL | {
-        "env.backend": "docker",
-        "services.on": True,
-        "services.engines": 1,
-        "reward.weights": '{"solved": 1.0}',
-    }
+    given = SMALL | {"env.backend": "docker", "services.on": True, "services.engines": 1}
+    given |= {"reward.weights": '{"solved": 1.0}'}
     assert main([*words, *(part for name, value in given.items() for part in ("--set", f"{name}={value}"))]) == 0
     report = build_report(RunDir((tmp_path / "rl").resolve()))
     assert report["complete"] and report["train"]["steps"] == 2 and report["rewards"]["rollouts"] == 12

@@ -58,14 +58,9 @@ def checkpoint(tmp_path: Path, make_model: Callable[..., Model], tokenizer: Toke
 def own(number: int, **changes: Any) -> Task:
     """A task that shares nothing with one of another number."""
     source = f"def f{number}(x):\n    return x + {number}\n"
-    values: dict[str, Any] = {
-        "id": f"own-{number}",
-        "instruction": f"add {number}",
-        "files": {"f.py": source.replace("+", "-")},
-        "tests": {"hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"},
-        "solution": {"f.py": source},
-        "source_scope": ("f.py",),
-    }
+    tests = {"hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"}
+    values: dict[str, Any] = {"id": f"own-{number}", "instruction": f"add {number}", "tests": tests}
+    values |= {"files": {"f.py": source.replace("+", "-")}, "solution": {"f.py": source}, "source_scope": ("f.py",)}
     return Task(**values | changes)
 
 
@@ -281,9 +276,7 @@ def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettin
     assert scored.reward.total == pytest.approx(0.96) and scored.reward.terms == {"own": pytest.approx(0.96)}
 
 
-def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_of_ones_own_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It comes last, so that no file there takes the place of a library."""
     (tmp_path / "env_of_mine.py").write_text("class Mine:\n    def tasks(self):\n        return []\n")
     (tmp_path / "json.py").write_text("raise RuntimeError")

@@ -135,12 +135,7 @@ def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> Non
 
 def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(whole: RunDir, tmp_path: Path) -> None:
     skipped = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
-    values = {
-        "ranks": 1,
-        "rl.steps": 1,
-        "model.start": str(whole.path / "weights" / "start"),
-        "model.num_hidden_layers": 2,
-    }
+    values = {"ranks": 1, "rl.steps": 1, "model.start": str(whole.path / "weights" / "start")}
     run = start_or_resume(None, override(Settings(), MICRO | values | skipped), runs=tmp_path, say=quiet)
     report = build_report(run)
     assert report["complete"] and report["train"]["steps"] == 1 and not run.steps("midtrain")

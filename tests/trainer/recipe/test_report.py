@@ -14,12 +14,7 @@ from rich.console import Console
 
 from composer_nb.harness.files import write_json
 from composer_nb.trainer.recipe.launch import STAGES
-from composer_nb.trainer.recipe.reader import (
-    read_status,
-    solved_by_task,
-    telling_step,
-    weights_before,
-)
+from composer_nb.trainer.recipe.reader import read_status, solved_by_task, telling_step, weights_before
 from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict

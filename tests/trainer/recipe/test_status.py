@@ -226,9 +226,7 @@ def test_prompts_of_a_log_of_batches(run: RunDir) -> None:
     assert found is not None and (found.skipped, found.twice) == ((lost,), (0,))
 
 
-def test_prompts_of_the_plain_loop_are_those_of_its_rollouts(
-    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
-) -> None:
+def test_prompts_of_the_plain_loop_are_those_of_its_rollouts(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     found = prompts(tiny_run.path)
     assert found is not None and found.trained == tuple(range(3 * 4)) and not (found.skipped or found.twice)
     run = copy_of(tiny_run)

@@ -154,9 +154,7 @@ def test_the_services_end_although_a_tool_and_a_reward_block(folder: Path, begun
     assert info is not None and sum(run.ledger().values()) == info["sampled"] and run.ledger()["faulted"] > 0
 
 
-def test_a_call_has_its_time_and_a_process_in_which_too_many_block_makes_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_has_its_time_and_a_process_in_which_too_many_block_makes_no_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blocking, "_late", set())
     monkeypatch.setattr(blocking, "MOST", 2)
     free, stop, calls = threading.Event(), threading.Event(), list[int]()

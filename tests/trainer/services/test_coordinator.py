@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,21 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from composer_nb.harness.attempt import Environment
-from composer_nb.harness.environment import make_agent
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Completion, Trace
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
-from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.replay import branch, replay
-from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
+from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services import environments
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
-from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.journal import REFUSED, request_change
-from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Finished, Orchestrator
+from composer_nb.trainer.services.orchestrator import Dispatch, Finished, Orchestrator
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
@@ -413,57 +404,6 @@ def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
     run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
     with pytest.raises(RunStopped, match="services.deaths"):
         go(run, settings, Flaky(work={*range(99)}))
-
-
-class MuteEngine:
-    """In place of an engine's actor: every turn is its stop token."""
-
-    def __init__(self, stop: int) -> None:
-        self.stop = stop
-
-    def call(self, method: str, *values: Any) -> Future[Any]:
-        reply: Future[Any] = Future()
-        if method == "exchange":
-            turn = {"token_ids": [self.stop], "logprobs": [0.0], "policy_versions": [0]}
-            reply.set_result([Completion(rollout=request.rollout, **turn) for request in values[1]])
-        else:
-            reply.set_result(Trace())
-        return reply
-
-
-def test_a_rollout_whose_grade_takes_long_holds_up_no_other_of_its_worker(begun, monkeypatch):
-    run, s = begun("grading", {})
-    stop = min(make_agent(s.env, load_tokenizer(run.path / "data", needed=()), s.limits).renderer.stop)
-    free, blocked, grade = threading.Event(), list[str](), environments.graded
-
-    def block_first(ended: Attempt, env: Environment) -> Attempt:
-        if not blocked:
-            blocked.append(ended.task.id)
-            assert free.wait(patience(60))
-        return grade(ended, env)
-
-    monkeypatch.setattr(environments, "graded", block_first)
-    engine = MuteEngine(stop), "engine", 2
-    worker = EnvironmentService(run.path, s.env, s.limits, Order.of(s), s.rl.group, engine, False)
-    reports = worker.work([Dispatch(worker="w", slot=0, attempt=1, places=(0, 1, 2))], [], 0.0)
-    reports += worker.work([Dispatch(worker="w", slot=1, attempt=1, places=(0,))], [], 0.0)
-    deadline = time.monotonic() + patience(60)
-
-    def finished() -> set[RolloutName]:
-        return {(r.slot, r.attempt, r.place) for r in reports if isinstance(r, Finished)}
-
-    while len(finished()) < 3:
-        assert time.monotonic() < deadline
-        reports += worker.work([], [], 0.1)
-    assert blocked and len(finished()) == 3 and (1, 1, 0) in finished()
-    [waiting] = {(0, 1, 0), (0, 1, 1), (0, 1, 2)} - finished()
-    assert waiting in {(r.slot, r.attempt, r.place) for r in reports if isinstance(r, Alive)}, "its seat is free"
-    free.set()
-    while len(finished()) < 4:
-        assert time.monotonic() < deadline
-        reports += worker.work([], [], 0.1)
-    assert finished() == FinishedRollouts(run.path).names() == {(0, 1, 0), (0, 1, 1), (0, 1, 2), (1, 1, 0)}
-    assert worker.work([], [], 0.1) == []
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):

@@ -85,9 +85,8 @@ class Driver:
                 self.training = command
                 assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
-                assert all(
-                    command.step - self.told[key].oldest_version <= self.schedule.bound for key in command.rollouts
-                )
+                oldest = min(self.told[key].oldest_version for key in command.rollouts)
+                assert command.step - oldest <= self.schedule.bound
             case Drained() | Stop():
                 self.end = command
 
@@ -461,11 +460,8 @@ class Chaos(Driver):
     def rubbish(self) -> Event:
         """A message that nobody meant: its numbers are near the right ones, and never all right."""
         rng = self.rng
-        slot, attempt, place = (
-            rng.randint(-1, 30),
-            rng.randint(-1, 5) - 2 * ATTEMPTS_A_LIFE * rng.randint(0, 1),
-            rng.randint(-1, 4),
-        )
+        slot, attempt = rng.randint(-1, 30), rng.randint(-1, 5) - 2 * ATTEMPTS_A_LIFE * rng.randint(0, 1)
+        place = rng.randint(-1, 4)
         if (slot, attempt, place) in self.born:
             attempt = self.life * ATTEMPTS_A_LIFE + 999
         numbers = {"slot": slot, "attempt": attempt, "place": place}

@@ -65,18 +65,17 @@ def test_ranks_on_gpus_need_one_each():
         require_room_for_rl(wanted, [machine, machine])
     with pytest.raises(ValueError, match="ranks=4 would fit"):
         require_room_for_rl(wanted, [machine])
-    for check in (lambda one: require_room_for_rl(wanted, [one]), lambda one: require_room(wanted, one)):
-        with pytest.raises(ValueError, match=r"mesh\.device='cuda': no GPU on node; 'cpu' would run"):
-            check(replace(machine, gpus=0))
-
-
-def test_a_run_without_services_shares_the_gpus_of_its_machine():
     alone = override(Settings(), {"services.on": False, "ranks": 2, "mesh.device": "cuda"})
     assert not alone.meshed, "where models are is no division of work"
-    for check in (lambda one: require_room_for_rl(alone, [one]), lambda one: require_room(alone, one)):
-        check(MachineCapacity(name="node", memory=GIB, gpus=1))
-        with pytest.raises(ValueError, match="no GPU on node"):
-            check(MachineCapacity(name="node", memory=GIB))
+    require_room_for_rl(alone, [replace(machine, gpus=1)])  # without services they share it
+    require_room(alone, replace(machine, gpus=1))
+    for run in (wanted, alone):
+        for check in (
+            lambda one, run=run: require_room_for_rl(run, [one]),
+            lambda one, run=run: require_room(run, one),
+        ):
+            with pytest.raises(ValueError, match=r"mesh\.device='cuda': no GPU on node; 'cpu' would run"):
+                check(replace(machine, gpus=0))
 
 
 @pytest.fixture

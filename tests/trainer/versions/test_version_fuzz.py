@@ -36,11 +36,8 @@ class Case:
 
     def __init__(self, url: str, seed: int) -> None:
         self.url, self.random, self.store = url, random.Random(seed), VersionStore(url)
-        self.publisher, self.follower, self.joiner = (
-            Publisher(url, owner="run"),
-            Receiver(url, name="follower"),
-            Receiver(url, name="joiner"),
-        )
+        self.publisher = Publisher(url, owner="run")
+        self.follower, self.joiner = (Receiver(url, name=name) for name in ("follower", "joiner"))
         for version in range(LAST):
             follow(self.publisher, self.follower, version)
         self.publisher.publish(LAST, weights(LAST), FILES)
@@ -124,9 +121,8 @@ class Case:
         def dying(store, path):
             if next(calls) == at:
                 if self.random.random() < 0.5:
-                    self.store.write(
-                        f"{folder(LAST + 1)}/{path.rpartition('/')[2]}.cut.part", self.random.randbytes(99)
-                    )
+                    half = f"{folder(LAST + 1)}/{path.rpartition('/')[2]}.cut.part"
+                    self.store.write(half, self.random.randbytes(99))
                 raise Killed
             with placing(store, path) as part:
                 yield part

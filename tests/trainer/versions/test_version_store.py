@@ -42,16 +42,10 @@ def assert_right(receiver: Receiver, version: int) -> None:
     assert got.files["config.json"] == FILES["config.json"]
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "file":
-        yield f"file://{tmp_path}/store"
-        return
-    root = f"/{uuid.uuid4().hex}"
-    yield f"memory:/{root}"
-    memory = fsspec.filesystem("memory")
-    if memory.exists(root):
-        memory.rm(root, recursive=True)
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """On a disk; `test_version_fuzz.py` has stores in memory, and the last test here one on S3."""
+    return f"file://{tmp_path}/store"
 
 
 # What moves when
@@ -158,13 +152,11 @@ def test_fetching_moves_nothing_and_an_older_version_is_never_installed(url: str
     assert receiver.version == 2
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite_are_not_published_and_the_last_good_version_stays(url: str, value: float):
+def test_weights_that_are_not_finite_are_not_published_and_the_last_good_version_stays(url: str):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
-    publisher.publish(0, weights(0), FILES)
-    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    follow(publisher, receiver, 0)
     bad = weights(1)
-    bad["layer.w"].view(-1)[1] = value
+    bad["layer.w"].view(-1)[1] = float("-inf")
     with pytest.raises(ValueError, match="version 1: layer.w holds NaN or infinity, so training has diverged"):
         publisher.publish(1, bad, FILES)
     assert receiver.newest() == 0
@@ -216,19 +208,15 @@ def test_a_receiver_that_runs_a_lost_version_does_not_take_its_successor_for_it(
 # What is refused before anything changes
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"more": torch.zeros(1)}, {"norm": torch.zeros(4)}, {"norm": torch.zeros(3, dtype=torch.complex64)}],
-    ids=["name", "shape", "dtype"],
-)
 @pytest.mark.parametrize("restarted", [False, True])
-def test_weights_of_another_form_are_refused(url: str, change: dict[str, Tensor], restarted: bool):
+def test_weights_of_another_form_are_refused(url: str, restarted: bool):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     follow(publisher, receiver, 0)
     if restarted:
         publisher = Publisher(url, owner="run")
-    with pytest.raises(ValueError, match="norm|more"):
-        publisher.publish(1, weights(1) | change, FILES)
+    for name, other in (("more", torch.zeros(1)), ("norm", torch.zeros(4)), ("norm", torch.zeros(3).cfloat())):
+        with pytest.raises(ValueError, match=name):
+            publisher.publish(1, weights(1) | {name: other}, FILES)
     for files in ({}, {**FILES, "../x": b""}, {**FILES, "manifest.json": b""}):
         with pytest.raises(ValueError, match=r"config.json|cannot be a side file"):
             publisher.publish(1, weights(1), files)
