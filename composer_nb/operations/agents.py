@@ -103,7 +103,7 @@ def evaluate(args: argparse.Namespace) -> int:
         attempts_by_arm.setdefault(arm, []).append(attempt)
 
     options = pick(args, "samples", "greedy", "arms", "backend", "workers", "planner")
-    options |= {"price": _price(args.price), "planner_price": _price(args.planner_price)}
+    options |= {"price": _price(args.price), "planner_price": _price(args.planner_price, "--planner-price")}
     options["tools"] = getattr(environment, "tools", None)
     with open_reviewer(args.judge, args.backend) if args.judge else nullcontext() as reviewer:
         report = evaluate(args.policy, tasks, out, settings=settings, on_attempt=on_attempt, **options)
@@ -221,14 +221,14 @@ def _evaluate_foreign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _price(text: str) -> tuple[float, float] | None:
+def _price(text: str, option: str = "--price") -> tuple[float, float] | None:
     """Return two prices. Raises ValueError."""
     try:
         read_price, written_price = map(float, text.split(",")) if text else (0.0, 0.0)
     except ValueError:
         read_price = written_price = -1.0
     if not (read_price >= 0 and written_price >= 0):
-        raise ValueError(f"--price {text}: give dollars per million tokens read and written, as 0.5,2.5")
+        raise ValueError(f"{option} {text}: give dollars per million tokens read and written, as 0.5,2.5")
     return (read_price, written_price) if text else None
 
 
@@ -285,7 +285,7 @@ def _plan(args: argparse.Namespace, out: Path, screen: Console) -> TaskPlan | No
     from composer_nb.production.show import review
     from composer_nb.production.work import PLAN, read_plan
 
-    price = _price(args.planner_price)
+    price = _price(args.planner_price, "--planner-price")
     options: dict[str, Any] = {"price": price, **pick(args, "temperature", "seconds")}
     plan = write_plan(args.path, args.instruction, args.planner, out, **options)
     cost = "" if plan.dollars is None else f", ${plan.dollars:.4f}"

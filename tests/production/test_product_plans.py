@@ -22,6 +22,7 @@ from composer_nb.harness.tools.tool_call import call
 from composer_nb.production.agents import run_agent, write_plan
 from composer_nb.production.planner import SHOWN, excerpt
 from composer_nb.production.serve import ScriptServer
+from tests.harness.json_server import JsonServer
 
 EDIT = call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")
 
@@ -111,10 +112,15 @@ def test_a_plan_that_fails_is_an_error(
         (["--plan", str(tmp_path / "none.md")], "none.md"),
         (["--plan", str(blank), "--planner", planner], "use one of them"),
         (["--plan-only"], "use one of them"),
-        (["--planner", planner, "--planner-price", "x"], "dollars per million tokens"),
+        (["--planner", planner, "--planner-price", "x"], "--planner-price x: give dollars per million tokens"),
     ):
         assert main([*words, *given]) == 2 and not (tmp_path / "out").exists()
         assert text in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_plan_is_text_that_a_file_can_hold(repository: Path, tmp_path: Path) -> None:
+    with JsonServer(lambda path, body: {"choices": [{"message": {"content": "a \ud800 b"}}]}) as server:
+        assert write_plan(repository, "fix it", f"openai:{server.url}#m", tmp_path / "out").text == "a ? b"
 
 
 def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_request() -> None:

@@ -8,10 +8,11 @@ with any other flag, a tampered one and one of a broken sandbox are made anew ea
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import marshal
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +28,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.harness.syntax import lints
+from composer_nb.harness.syntax import lints, nodes_of
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
@@ -69,17 +70,34 @@ def strictly(task: Task, files: Files, result: Grade) -> Grade:
     counts if the solution lacks it."""
     if result.status != "graded":
         return result
-    sources = {
+    modules = {
         path: _text(data)
         for path, data in sorted(files.items())
-        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope)
+        if path.endswith(".py") and in_scope(path, task.source_scope)
     }
-    more = structure(task, sources)
+    sources = {path: text for path, text in modules.items() if not is_test_module(path)}
+    more = structure(task, modules)
     more |= {"no flag": not result.flags} if task.strictness in ("scope", "lints") else {}
     for path, text in sources.items() if task.strictness == "lints" else ():
         right = task.solution.get(path, task.files.get(path, ""))
-        more[f"{path}: no lint"] = text == right or set(lints(text)) <= set(lints(right))
+        mended = set(lints(text)) <= set(lints(right)) and _feigned_uses(text) <= _feigned_uses(right)
+        more[f"{path}: no lint"] = text == right or mended
     return replace(result, tests={**result.tests, **more})
+
+
+def _feigned_uses(text: str) -> Counter[str]:
+    """Return how often a module names what it does nothing with, or declares it global: what keeps linters silent about an unused
+    name."""
+    uses = Counter[str]()
+    for node in nodes_of(text):
+        match node:
+            case ast.Expr(value=ast.Name(id=name)):
+                uses[name] += 1
+            case ast.Expr(value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+                uses.update(part.id for part in parts if isinstance(part, ast.Name))
+            case ast.Global(names=names):
+                uses.update(names)
+    return uses
 
 
 def grade_once(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grade:

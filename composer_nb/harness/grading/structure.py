@@ -2,12 +2,14 @@
 
 `structure.rules` in a task's metadata is a JSON list, each `[rule, path, name]` (`Task.rules`):
 
-    absent     no module in the scope holds the name: as definition, variable, attribute, parameter, import or string
-    defined    the module at the path defines the function itself, `name` or `Class.name`
+    absent     no module in the scope holds the name: as definition, variable, attribute, parameter, import or string; tests may
+               have it in strings
+    defined    the module at the path defines the function itself, `name` or `Class.name`, and binds the name in no other way
+               than the solution does
     undefined  the module at the path does not define it, but may import it
 
 Texts are parsed and never executed. Names that are put together when the code runs show only in the ways to do so
-(`AT_RUN_TIME`), of which there may be no more than in the solution.
+(`AT_RUN_TIME`), of which there may be no more than in the solution; tests may use them.
 """
 
 from __future__ import annotations
@@ -24,50 +26,71 @@ from composer_nb.harness.tasks.task import Task
 
 AT_RUN_TIME = frozenset(
     "globals locals vars setattr getattr delattr exec eval compile modules import_module __import__ __dict__ __getattr__ "
-    "__getattribute__ __setattr__ __builtins__ __class__".split()
+    "__getattribute__ __setattr__ __builtins__ __class__ f_globals f_locals".split()
 )
 
 
-def structure(task: Task, sources: Mapping[str, str]) -> dict[str, bool]:
+def structure(task: Task, modules: Mapping[str, str]) -> dict[str, bool]:
     """Return whether the modules in a task's scope follow each of its rules; nothing if it has none."""
     if not (rules := task.rules):
         return {}
     labels = [f"{name} is {rule}{f' in {path}' if path else ''}" for rule, path, name in rules]
     labels.append("no name made at run time")
-    right = {
-        path: text
-        for path, text in {**task.files, **task.solution}.items()
-        if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope)
-    }
     try:
-        trees = {path: parse(text) for path, text in sources.items()}
-        allowed = Counter(name for text in right.values() for name in names_of(parse(text)))
+        trees = {path: parse(text) for path, text in modules.items()}
+        right = {path: parse(text) for path, text in {**task.files, **task.solution}.items() if _counts(task, path)}
     except (SyntaxError, ValueError):
         return dict.fromkeys(labels, False)
-    counts = Counter(name for tree in trees.values() for name in names_of(tree))
+    counts, allowed = _names(trees), _names(right)
+    names = {name for path, tree in trees.items() for name in names_of(tree, strings=not is_test_module(path))}
     results = []
     for rule, path, name in rules:
-        defined = path in trees and name in set(definitions(trees[path].body))
-        results.append({"absent": not counts[name], "defined": defined, "undefined": not defined}[rule])
+        defined = path in trees and name in set(definitions(trees[path]))
+        if rule == "defined" and defined:
+            defined = other_bindings(trees[path], name) <= other_bindings(right.get(path), name)
+        results.append({"absent": name not in names, "defined": defined, "undefined": not defined}[rule])
     results.append(all(counts[name] <= allowed[name] for name in AT_RUN_TIME))
     return dict(zip(labels, results, strict=True))
 
 
-def names_of(tree: ast.AST) -> Iterator[str]:
-    """Yield every name in a module, also in strings that are nothing but a dotted name."""
+def _counts(task: Task, path: str) -> bool:
+    return path.endswith(".py") and in_scope(path, task.source_scope)
+
+
+def _names(trees: Mapping[str, ast.AST]) -> Counter[str]:
+    """Return how often each name is in the modules that are no tests."""
+    return Counter(name for path, tree in trees.items() if not is_test_module(path) for name in names_of(tree))
+
+
+def names_of(tree: ast.AST, *, strings: bool = True) -> Iterator[str]:
+    """Yield every name in a module, also in `strings` that are nothing but a dotted name."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and not strings:
+            continue
         for _, value in ast.iter_fields(node):
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and re.fullmatch(r"[\w.]+", text):
                     yield from text.split(".")
 
 
-def definitions(body: list[ast.stmt], base: str = "") -> Iterator[str]:
-    """Yield the qualified names of a module's functions and methods."""
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from definitions(node.body, f"{base}{node.name}.")
-        elif isinstance(node, Function):
-            yield base + node.name
-        elif isinstance(node, ast.If | ast.Try):
-            yield from definitions([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)], base)
+def definitions(node: ast.AST, base: str = "") -> Iterator[str]:
+    """Yield the qualified names of a module's functions and methods, also of those that are defined in a block."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from definitions(child, f"{base}{child.name}.")
+        elif isinstance(child, Function):
+            yield base + child.name
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from definitions(child, base)
+
+
+def other_bindings(tree: ast.AST | None, name: str) -> int:
+    """Return how often a module binds a function's name, or any name, by something else than a function."""
+    last, count = name.rpartition(".")[2], 0
+    for node in ast.walk(tree) if tree else ():
+        match node:
+            case ast.alias(name=bound, asname=None) | ast.alias(asname=bound) | ast.ClassDef(name=bound):
+                count += bound in (last, "*")
+            case ast.Name(id=bound, ctx=ast.Store()):
+                count += bound == last
+    return count

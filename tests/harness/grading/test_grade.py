@@ -189,6 +189,9 @@ def test_levels(task: Task, sandboxes: SandboxExecutor, strictness: str, fails: 
     assert found.status == "graded" and found.passed == (not fails)
     assert not fails or fails in found.failed
     assert grade(asked, messy | {path: "def f("}, sandboxes).passed is False
+    feigned = ("import os\nos\n", "import os\nos, 1\n", "def g():\n    global x\n    x = 1\n")
+    for text in feigned:
+        assert grade(asked, right | {path: f"{right[path]}\n{text}"}, sandboxes).passed == (strictness != "lints")
 
 
 def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, GradePlan], backend: Backend) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import cast
 
 import pytest
@@ -128,9 +129,10 @@ def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -
         holder, _, new = name.rpartition(".")
         right, sources = task.solution[path], {at: text for at, text in task.solution.items() if "test" not in at}
         assert old in task.instruction and new in task.instruction
-        assert passes(task, backend, task.solution) and passes(task, backend, sources), (
-            "hidden tests are renamed as well"
-        )
+        gone = f"\n\ndef test_gone():\n    assert not hasattr(int, {old!r})\n"
+        tests = {at: text + gone for at, text in task.solution.items() if at not in sources}
+        assert passes(task, backend, task.solution) and passes(task, backend, sources | tests)
+        assert tests and not passes(task, backend, sources), "tests that were not renamed"
         sneaky = [
             f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n",
             f"def __getattr__(name):\n    return {holder or new}\n",
@@ -149,8 +151,9 @@ def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
         twice = {**task.solution, old: task.files[old]}
+        kept = {old: f"for _ in [0]:\n{indent(task.files[old], ' ')}", new: f"if 0:\n def {name}(): 0\n{lazy[new]}"}
         lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
-        for changed in (lazy, twice, lost):
+        for changed in (lazy, twice, lost, kept):
             assert not passes(task, backend, changed)
 
 
@@ -181,9 +184,15 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         "b.py": "from c import moved\n",
     }
     assert all(structure(task, right).values())
-    wrong = {"a.py": "class A:\n new = 1\n", "b.py": "def moved(): pass\n"}
+    assert all(
+        structure(task, right | {"test_a.py": "def test_a(): assert not hasattr(A, 'old') and A.__dict__\n"}).values()
+    )
+    wrong = [("a.py", "class A:\n new = 1\n"), ("b.py", "def moved(): pass\n")]
+    wrong += [("b.py", f"{block}:\n def moved(): pass\n") for block in ("for _ in [0]", "while 1", "with x", "if x")]
+    wrong += [("b.py", "try: x\nexcept: \n def moved(): pass\n"), ("test_a.py", "def test_a(): A().old()\n")]
+    wrong += [("a.py", f"if 0:\n class A:\n  def new(): 0\n{line}\n") for line in ("from d import *", "new = d")]
     more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
-    for path, text in [*wrong.items(), *(("c.py", line) for line in more)]:
+    for path, text in [*wrong, *(("c.py", line) for line in (*more, "x.f_globals"))]:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
