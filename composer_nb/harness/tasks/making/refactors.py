@@ -213,11 +213,8 @@ def _bindings(node: ast.AST) -> Iterator[str]:
 def moved(subject: Subject, unit: Unit) -> Task:
     """Return the task to move a function to a new module, from which its old one imports it."""
     files, folder = subject.repository.files, unit.path.rpartition("/")[0]
-    stems = [
-        stem
-        for stem in ("helpers", "shared", "common", "basics", "parts")
-        if f"{folder}/{stem}".lstrip("/") not in "\n".join(files)
-    ]
+    names = ("helpers", "shared", "common", "basics", f"only_{unit.name.strip('_')}")
+    stems = [stem for stem in names if f"{folder}/{stem}".lstrip("/") not in "\n".join(files)]
     stem = Random(f"move {subject.seed} {unit.path} {unit.name}").choice(stems)
     target = f"{folder}/{stem}.py".lstrip("/")
     reference = f"from {'.' if f'{folder}/__init__.py' in files else ''}{stem} import {unit.name}"
