@@ -61,11 +61,9 @@ class Bandit:
             return float(rollout.files["f.py"] != WRONG)  # what passes the visible tests
 
         rl = SimpleNamespace(steps=40, minibatches=1, checkpoint_every=99, evaluate_every=0, shuffle_rewards=False)
-        env, limits = (
-            SimpleNamespace(reward_function=lambda seconds: pays if hole else None),
-            SimpleNamespace(seconds=60.0),
-        )
-        self.settings: Any = SimpleNamespace(rl=rl, reward=RewardSettings(), env=env, limits=limits)
+        env = SimpleNamespace(reward_function=lambda seconds: pays if hole else None)
+        self.settings: Any = SimpleNamespace(rl=rl, reward=RewardSettings(), env=env)
+        self.settings.limits = SimpleNamespace(seconds=60.0)
         self.settings.loss, self.settings.monitor = LossSettings(), MonitorSettings(window=256, stop=stop)
         self.random, self.logit, self.step = Random(0), math.log(0.01), 0
         self.points: list[dict[str, Any]] = []

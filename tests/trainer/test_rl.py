@@ -322,7 +322,8 @@ def test_without_a_learning_rate_nothing_moves(make_model, converse, replay, lr:
     first = scores()
     recorded = torch.cat([batch.sampled_S for batch in batches])
     assert 0 < (first - recorded).abs().max() < 1e-4, "the engine's compiled kernel rounds otherwise"
+    how = LEARN | {"lr": lr, "clip": 1.0, "microbatch_tokens": 100}
     for _ in range(3):
-        metrics = learner.learn(streams, Ranks(), Random(0), **LEARN | {"lr": lr, "microbatch_tokens": 100})
+        metrics = learner.learn(streams, Ranks(), Random(0), **how)
         assert metrics["grad_norm"] > 0 and (lr > 0 or metrics["k3"] < 1e-8)
     assert torch.equal(optimizer.weights, before) == torch.equal(scores(), first) == (lr == 0)
