@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 43_450, "core": 29_300, "rl": 5_620, "tests": 29_100}
+SIZES = {"package": 45_150, "core": 30_430, "rl": 5_640, "tests": 29_900}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""
