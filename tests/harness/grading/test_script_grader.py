@@ -97,6 +97,8 @@ def test_whatever_is_said_is_numbers_or_nothing(said: bytes) -> None:
     ("toml", "message"),
     [
         ("environment.network_mode = 'public'", r"environment\.network_mode = 'public': sandboxes have no network"),
+        ("environment.gpus = 1", r"environment\.gpus"),
+        ("environment.workdir = '/app'", r"environment\.workdir = '/app'"),
         ("environment.mcp_servers = [{name = 'x', url = 'http://x'}]", r"environment\.mcp_servers"),
         ("verifier.environment = {docker_image = 'x'}", r"verifier\.environment"),
         ("environment.env = {TOKEN = '${TOKEN}'}", r"environment\.env\.TOKEN"),
