@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_nb.harness.agent.endpoint import Endpoint
-from composer_nb.harness.policy import TimeIsUp
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.conduct import asks
 
@@ -56,7 +56,7 @@ class SimulatedUser:
     talk: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, message: str, until: float) -> str:
-        """Return an answer. Raises ProviderFailure."""
+        """Return an answer. Raises ProviderFailure, also for one that does not come, and TimeIsUp at `until`."""
         most = int(self.task.metadata.get("max_answers", ANSWERS))
         if self.answered == most or not asks(message):
             return ""
@@ -74,11 +74,14 @@ class SimulatedUser:
         persona = PERSONA.format(request=self.task.instruction, facts=facts, unknown=UNKNOWN)
         self.talk += [] if self.talk else [{"role": "system", "content": persona}]
         self.talk.append({"role": "user", "content": message})
+        patience = time.monotonic() + ANSWER_S  # nobody can drop an agent that waits
         try:
-            until = min(until, time.monotonic() + ANSWER_S)  # nobody can drop an agent that waits
-            content = self.endpoint.complete(self.talk, (), ANSWER_TOKENS, until=until).message.get("content")
+            spoken = self.endpoint.complete(self.talk, (), ANSWER_TOKENS, until=min(until, patience))
         except TimeIsUp:
-            content = None
+            if until < patience:
+                raise
+            raise ProviderFailure(f"{self.endpoint.url}: no answer of the user within {ANSWER_S:g} s") from None
+        content = spoken.message.get("content")
         text = content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""  # no half a pair
         answer = " ".join(text.split())[:ANSWER_LENGTH]
         self.talk.append({"role": "assistant", "content": answer})

@@ -5,12 +5,15 @@
                              ->  each mutant                            one fails, or they do not end
 
 Each version has a fresh sandbox, and nothing in it says which version it is. Tests that compare the code's text or bytecode with
-what they know also refuse the equivalent versions. References: mutation testing (DeMillo, Lipton and Sayward, 1978).
+what they know also refuse the equivalent versions. They may use nothing that reads code (`READS_CODE`, names of the code's files)
+which the solution does not use. References: mutation testing (DeMillo, Lipton and Sayward, 1978).
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -18,10 +21,17 @@ from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded
 from composer_nb.harness.grading.diff import Changes
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import GradePlan, job
+from composer_nb.harness.grading.structure import names_of
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.task import Task
 
 LEFT_OUT = "left_out"  # Metadata key of the ids of tests that do not count, as a JSON list.
+# Names with which a test reads code in place of running it.
+READS_CODE = frozenset(
+    "inspect dis ast tokenize linecache marshal pkgutil py_compile find_spec get_source get_data getsource getsourcelines "
+    "settrace setprofile monitoring _getframe f_code tb_frame __code__ __file__ __path__ __loader__ __spec__ __cached__".split()
+)
 FORGED = {"forged_events", "forged_report"}
 
 
@@ -31,9 +41,11 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
     equivalents, mutants = task.equivalents, task.mutants
     names = ["passes as it is", *(f"passes equivalent {number}" for number in range(len(equivalents)))]
     names += [f"refuses mutant {number}" for number in range(len(mutants))]
+    names.append("runs the code and does not read it")
     flags, results = {*edits.flags}, dict.fromkeys(names, False)
     try:
         module = edits.files.get(path, b"").decode()
+        runs_code = _reads(task, module) <= _reads(task, task.solution.get(path, ""))
         written = task.model_copy(update={"tests": {**task.tests, path: module}})
         versions = [{name: text.encode() for name, text in version.items()} for version in ({}, *equivalents, *mutants)]
         ran = boxes.run([replace(job(written, {**edits.files, **version}), tests=(path,)) for version in versions])
@@ -51,7 +63,8 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         passing = {key for key, result in ran[0].results.items() if result.passed}
         right, wrong = ran[: 1 + len(equivalents)], ran[1 + len(equivalents) :]
         outcomes = [passing.issuperset(plan.tests) and _passes(run, passing) for run in right]
-        results = dict(zip(names, [*outcomes, *(not _passes(run, passing) for run in wrong)], strict=True))
+        refusals = [not _passes(run, passing) for run in wrong]
+        results = dict(zip(names, [*outcomes, *refusals, runs_code], strict=True))
         flags |= {flag for run in right for flag in run.flags} | {flag for run in wrong for flag in run.flags & FORGED}
     return Grade(
         status="tampered" if flags & FORGED else "graded",
@@ -60,6 +73,15 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         timeouts=sum("timeout" in run.flags for run in ran),
         cost={"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)},
     )
+
+
+def _reads(task: Task, text: str) -> set[str]:
+    """Return the names in a test module that read code, and those of the code's files. Raises what `parse` does."""
+    tree, files = parse(text), {path.rpartition("/")[2] for path in task.files if path.endswith(".py")}
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
+    words = (word for value in strings if isinstance(value, str) for word in re.findall(r"[\w*]+\.py\b", value))
+    return {*READS_CODE}.intersection(names_of(tree)) | {word for word in words if word in files or "*" in word}
 
 
 def _passes(run: JobResult, keys: set[str]) -> bool:

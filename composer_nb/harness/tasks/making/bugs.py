@@ -76,9 +76,11 @@ def make_bugs(out: Path, backend: Backend, recipe: Mapping[str, Project], report
 
     Everything is downloaded before the first bug is tried. Returns `tasks`, and by project its summary as `mine` gives it.
 
-    Raises ValueError without tests4py, and for a wheel that is missing or changed, and SandboxFailure.
+    Raises ValueError without tests4py, and for a wheel that is missing or changed, OSError for a folder that cannot be written,
+    and SandboxFailure.
     """
     bugs_folder, wheels, tasks = resources(), out / "wheels", list[Task]()
+    out.mkdir(parents=True, exist_ok=True)
     packages: dict[str, Path | None] = {}
     for name, project in recipe.items():
         report("downloading", name)

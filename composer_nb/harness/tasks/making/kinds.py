@@ -10,16 +10,18 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from composer_nb.harness import syntax
+from composer_nb.harness.grading.box import TestJob
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modules_of, with_plan
-from composer_nb.harness.grading.source import Function
+from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
 from composer_nb.harness.tasks.making.assignments import NEAR, assignments, behaving, hidden_of, rewritten, task_of
@@ -72,8 +74,10 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
     counts = Counter(key.partition("::")[0] for _, failing in tried for key in failing)
     module = counts.most_common(1)[0][0] if counts else ""
     noticed = [pair for pair in tried if any(key.startswith(f"{module}::") for key in pair[1])]
-    noticed = sorted(noticed, key=lambda pair: -len(pair[1]))[: MUTANTS[1]]
-    if len(noticed) < MUTANTS[0]:
+    crude = _crude(subject, [mutant for mutant, _ in noticed], keys, seconds)
+    order = sorted(range(len(noticed)), key=lambda number: (crude[number], -len(noticed[number][1])))
+    noticed = [noticed[number] for number in order[: MUTANTS[1]]]
+    if len(noticed) < MUTANTS[0] or all(crude):
         raise NoTask("unseen")
     removed = set[str]().union(*(failing for _, failing in noticed))
     if len(removed) > max(8, MOST_BROKEN * len(baseline.plan.tests)):
@@ -109,6 +113,39 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
     if not fits or any(result.flags for result in grades):
         raise NoTask("ungraded")
     return task
+
+
+def _crude(subject: Subject, mutants: Sequence[Mapping[str, str]], keys: Sequence[str], seconds: float) -> list[bool]:
+    """Return whether tests without assertions notice each mutant, as it raises. Raises NoTask if one does not end."""
+    jobs = list[TestJob]()
+    for changed in ({}, *mutants):
+        whole = job_on(subject, changed, keys)
+        jobs.append(replace(whole, hidden={path: without_assertions(text) for path, text in whole.hidden.items()}))
+    before, *failing = (failing_keys(ran, keys) for ran in run_jobs(subject, jobs, seconds))
+    return [not found <= before for found in failing]
+
+
+def without_assertions(text: str) -> str:
+    """Return a test module that calls the same, accepts every result, and any exception where it expected one."""
+
+    class Calls(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+            return ast.Expr(self.visit(node.test))
+
+        def visit_With(self, node: ast.With) -> ast.stmt:
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            if not any(last_name(each.func) in RAISES for each in calls):
+                return cast(ast.stmt, self.generic_visit(node))
+            body = [self.visit(each) for each in node.body]
+            handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
+            return ast.Try(body, [handler], [], [])
+
+        def visit_Call(self, node: ast.Call) -> ast.expr:
+            self.generic_visit(node)
+            asserts = last_name(node.func).startswith("assert")
+            return ast.Tuple(node.args, ast.Load()) if asserts else node
+
+    return ast.unparse(ast.fix_missing_locations(Calls().visit(syntax.parse(text)))) + "\n"
 
 
 def reworded(node: Function) -> None:

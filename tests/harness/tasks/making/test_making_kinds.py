@@ -15,7 +15,7 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.structure import structure
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.syntax import lints
-from composer_nb.harness.tasks.making.kinds import KINDS
+from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
@@ -102,9 +102,13 @@ def test_tests_must_notice_the_mutants_by_what_they_do(made: Tasks, backend: Bac
         assert right.count("def test_") > start.count("def test_") and len(task.mutants) > 1
         source = json.loads(task.metadata["places"])[0].partition("::")[0]
         spy = f"\n\ndef test_spy():\n    assert open({source!r}).read() == {task.files[source]!r}\n"
-        assert passes(task, backend, {path: right + "\n\ndef test_more():\n    assert 1 + 1 == 2\n"})
+        more = f"\n\ndef test_more():\n    '''As {source} says.'''\n    assert 1 + 1 == 2\n"
+        assert passes(task, backend, {path: right + more})
+        assert not passes(task, backend, {path: without_assertions(right)})
         lazy = "\n\ndef test_all():\n    assert True\n"
         wrong = "\n\ndef test_false():\n    assert False\n"
+        for reader in ("import dis", f"open({source!r})", "print(test_reader.__code__)"):
+            assert not passes(task, backend, {path: f"{right}\n\ndef test_reader():\n    {reader}\n"})
         for text in ("", lazy, start + lazy, start + spy, right + wrong, right + "\n\ndef ("):
             assert not passes(task, backend, {path: text})
 
@@ -196,6 +200,30 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
+
+
+def test_tests_without_assertions_call_the_same() -> None:
+    text = """
+def test_a(self):
+    assert f(1) == 2, "no"
+    self.assertEqual(f(2), g(3))
+    with pytest.raises(ValueError) as caught:
+        f(4)
+    with open("x") as file:
+        assert file
+"""
+    called = """
+def test_a(self):
+    f(1) == 2
+    (f(2), g(3))
+    try:
+        f(4)
+    except Exception:
+        pass
+    with open('x') as file:
+        file
+"""
+    assert f"\n{without_assertions(text)}" == called
 
 
 def test_tests_to_write_have_one_module_as_scope() -> None:
