@@ -1,6 +1,6 @@
 """Grade tests that an agent wrote, on versions of the code that it never sees: right ones, which they must pass, and mutants.
 
-    the agent's test module  ->  the code as it is                      all pass, those of the start among them
+    the agent's test module  ->  the code as it is, RUNS times          all pass, those of the start among them
                              ->  the same code in other words           all pass
                              ->  each mutant                            one fails, or they do not end
 
@@ -32,6 +32,8 @@ READS_CODE = frozenset(
     "inspect dis ast tokenize linecache marshal pkgutil py_compile find_spec get_source get_data getsource getsourcelines "
     "settrace setprofile monitoring _getframe f_code tb_frame __code__ __file__ __path__ __loader__ __spec__ __cached__".split()
 )
+# Runs on the code as it is: a test that passes by luck seldom passes them all and fails on each mutant.
+RUNS = 3
 FORGED = {"forged_events", "forged_report"}
 
 
@@ -47,7 +49,8 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         module = edits.files.get(path, b"").decode()
         runs_code = _reads(task, module) <= _reads(task, task.solution.get(path, ""))
         written = task.model_copy(update={"tests": {**task.tests, path: module}})
-        versions = [{name: text.encode() for name, text in version.items()} for version in ({}, *equivalents, *mutants)]
+        changes = (*[{}] * RUNS, *equivalents, *mutants)
+        versions = [{name: text.encode() for name, text in change.items()} for change in changes]
         ran = boxes.run([replace(job(written, {**edits.files, **version}), tests=(path,)) for version in versions])
     except (SyntaxError, ValueError, RecursionError):  # no module
         ran = []
@@ -61,8 +64,9 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         for run in ran:
             run.results = {key: result for key, result in run.results.items() if result.id not in left_out}
         passing = {key for key, result in ran[0].results.items() if result.passed}
-        right, wrong = ran[: 1 + len(equivalents)], ran[1 + len(equivalents) :]
-        outcomes = [passing.issuperset(plan.tests) and _passes(run, passing) for run in right]
+        right, wrong = ran[: RUNS + len(equivalents)], ran[RUNS + len(equivalents) :]
+        passes = [passing.issuperset(plan.tests) and _passes(run, passing) for run in right]
+        outcomes = [all(passes[:RUNS]), *passes[RUNS:]]
         refusals = [not _passes(run, passing) for run in wrong]
         results = dict(zip(names, [*outcomes, *refusals, runs_code], strict=True))
         flags |= {flag for run in right for flag in run.flags} | {flag for run in wrong for flag in run.flags & FORGED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,17 @@ import pytest
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.scripts import play, turn
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy
-from composer_nb.harness.agent.user import LAST, UNKNOWN, open_user
+from composer_nb.harness.agent.user import LAST, UNKNOWN, SimulatedUser, open_user
 from composer_nb.harness.attempt import Agent, Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Request
+from composer_nb.harness.policy import ProviderFailure, Request, TimeIsUp
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.store import pack_attempt, unpack_attempt
@@ -97,6 +99,18 @@ def test_a_model_as_the_user_knows_the_request_and_the_facts_alone(open_task: Ta
     assert not any(json.dumps(text)[1:-1] in heard for text in secret) and not any("tools" in body for body in bodies)
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     assert [message["role"] for message in bodies[2]["messages"]] == roles
+
+
+def test_a_user_who_does_not_answer_is_no_answer(open_task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(self: Endpoint, *_: Any, until: float, **__: Any) -> Any:
+        raise TimeIsUp
+
+    monkeypatch.setattr(Endpoint, "complete", hang)
+    user = SimulatedUser(open_task, Endpoint(url="http://x/v1"))
+    with pytest.raises(ProviderFailure, match="no answer of the user within 60 s"):
+        user(QUESTION.text, time.monotonic() + 1000)
+    with pytest.raises(TimeIsUp):  # of the agent
+        user(QUESTION.text, time.monotonic() + 1)
 
 
 def test_names_of_users_are_checked() -> None:
