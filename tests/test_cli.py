@@ -238,7 +238,7 @@ def test_two_evaluations_are_compared_by_task(tmp_path: Path, capsys: Any) -> No
     for wrong in ([], [str(one), str(two)]):
         (tmp_path / "run.db").touch()
         assert cli.main(["compare", str(tmp_path), *wrong]) == 2
-        assert "give two runs, or two or more folders of eval" in capsys.readouterr().err
+        assert "give two runs, or two folders of eval" in capsys.readouterr().err
     (tmp_path / "run.db").unlink()
     assert cli.main(["compare", str(one), str(tmp_path)]) == 2
     assert "neither a run nor the folder of an evaluation" in capsys.readouterr().err

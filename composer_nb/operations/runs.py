@@ -286,8 +286,11 @@ def compare(args: argparse.Namespace) -> int:
     from composer_nb.views.compare import figures, page, table
 
     runs = any((path / "run.db").is_file() for path in args.paths)
-    if len(args.paths) < 2 or (runs and len(args.paths) > 2):
-        raise ValueError(f"compare {' '.join(map(str, args.paths))}: give two runs, or two or more folders of eval")
+    if len(args.paths) < 2 or (len(args.paths) > 2 and (runs or not args.html)):
+        names = " ".join(map(str, args.paths))
+        raise ValueError(
+            f"compare {names}: give two runs, or two folders of eval; or with --html, which draws all, several"
+        )
     pictures: dict[str, tuple[str, bytes]] = {}
     if runs:
         first, second = map(ReadOnly, args.paths)
