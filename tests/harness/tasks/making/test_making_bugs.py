@@ -145,7 +145,7 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
 ) -> None:
     path, out = tmp_path / "recipe.json", tmp_path / "out"
     monkeypatch.setattr("composer_nb.harness.tasks.making.mine.try_candidate", None)
-    monkeypatch.setattr(bugs.read_recipe, "__defaults__", (path,))
+    monkeypatch.setattr(bugs, "RECIPE", path)
 
     def error(*changes: tuple[str, Any]) -> str:
         rows = {name: project.model_dump() for name, project in recipe.items()}
