@@ -63,12 +63,13 @@ class Project(BaseModel):
     bugs: Mapping[int, Bug] = {}
 
 
-def read_recipe(path: Path = RECIPE) -> dict[str, Project]:
-    """Return the projects of a recipe by their name in tests4py. Raises ValueError for an unfit one."""
+def read_recipe() -> dict[str, Project]:
+    """Return the projects of the recipe by their name in tests4py. Raises ValueError for an unfit one."""
+    rows = json.loads(RECIPE.read_text(encoding="utf-8"))
     try:
-        return {name: Project.model_validate(row) for name, row in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {name: Project.model_validate(row) for name, row in rows.items()}
     except ValidationError as error:
-        raise ValueError(f"{path}: {first_problem(error)}") from None
+        raise ValueError(f"{RECIPE}: {first_problem(error)}") from None
 
 
 def make_bugs(out: Path, backend: Backend, recipe: Mapping[str, Project], report: Report) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, cast
 
@@ -150,7 +151,7 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
 ) -> None:
     path, out = tmp_path / "recipe.json", tmp_path / "out"
     monkeypatch.setattr("composer_nb.harness.tasks.making.mine.try_candidate", None)
-    monkeypatch.setattr(bugs.read_recipe, "__defaults__", (path,))
+    monkeypatch.setattr(bugs, "RECIPE", path)
 
     def error(*changes: tuple[str, Any]) -> str:
         rows = {name: project.model_dump() for name, project in recipe.items()}
@@ -168,7 +169,7 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
     assert main(["tasks", "bugs", "other", "--out", str(out)]) == 2
     package(tmp_path, "0.9")
     assert "tests4py 0.9 is installed" in error()
-    shutil.rmtree(tmp_path / "tests4py-0.9.dist-info")
+    monkeypatch.setattr(bugs, "distribution", lambda name: distribution("no-such-package"))
     assert "composer_nb[bugs]" in error()
 
 
