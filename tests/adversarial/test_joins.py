@@ -101,12 +101,13 @@ REVIEWED = {
     "the user's own words on the command line or in a job file, or a name that `JobFile` holds to letters and digits": ""
     "production/agents.py jobs/directory.py jobs/file.py jobs/runner.py trainer/recipe/launch.py trainer/records/rundir.py",
     "the name of a served rollout, which requests hold to letters, digits and a few signs": "production/record.py",
-    "names that the package makes itself": "doctor.py labs/rewards/judges.py operations/track.py trainer/recipe/prepare.py "
-    "trainer/recipe/recipe.py trainer/recipe/stages.py "
+    "names that the package makes itself": "doctor.py labs/rewards/judges.py labs/rewards/review.py operations/track.py "
+    "trainer/recipe/prepare.py trainer/recipe/recipe.py trainer/recipe/stages.py "
     "trainer/records/finished.py trainer/services/services.py trainer/services/trainer_ranks.py",
     "names that the kernel has": "harness/sandbox/docker.py harness/sandbox/granted.py",
     "regular files that a walk of the same folder, without its links, has found": "production/checkout.py "
     "harness/tasks/runtime.py trainer/corpus/repositories.py",
+    "names in a recipe that the package ships": "harness/tasks/making/bugs.py",
     "numbers": "trainer/learning/learner.py",
 }
 

@@ -122,21 +122,21 @@ def _crude(subject: Subject, mutants: Sequence[Mapping[str, str]], keys: Sequenc
         whole = job_on(subject, changed, keys)
         jobs.append(replace(whole, hidden={path: without_assertions(text) for path, text in whole.hidden.items()}))
     before, *failing = (failing_keys(ran, keys) for ran in run_jobs(subject, jobs, seconds))
-    return [not found <= before for found in failing]
+    return [not failed <= before for failed in failing]
 
 
 def without_assertions(text: str) -> str:
     """Return a test module that calls the same, accepts every result, and any exception where it expected one."""
 
-    class Calls(ast.NodeTransformer):
+    class WithoutAssertions(ast.NodeTransformer):
         def visit_Assert(self, node: ast.Assert) -> ast.stmt:
             return ast.Expr(self.visit(node.test))
 
         def visit_With(self, node: ast.With) -> ast.stmt:
             calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-            if not any(last_name(each.func) in RAISES for each in calls):
+            if not any(last_name(call.func) in RAISES for call in calls):
                 return cast(ast.stmt, self.generic_visit(node))
-            body = [self.visit(each) for each in node.body]
+            body = [self.visit(statement) for statement in node.body]
             handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
             return ast.Try(body, [handler], [], [])
 
@@ -145,7 +145,7 @@ def without_assertions(text: str) -> str:
             asserts = last_name(node.func).startswith("assert")
             return ast.Tuple(node.args, ast.Load()) if asserts else node
 
-    return ast.unparse(ast.fix_missing_locations(Calls().visit(syntax.parse(text)))) + "\n"
+    return ast.unparse(ast.fix_missing_locations(WithoutAssertions().visit(syntax.parse(text)))) + "\n"
 
 
 def reworded(node: Function) -> None:
