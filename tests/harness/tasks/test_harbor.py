@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomlkit
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.tasks import harbor
@@ -73,6 +73,7 @@ PATH = st.lists(PART, min_size=1, max_size=3).map(lambda parts: "/".join(["x", *
 
 
 @settings(max_examples=60)
+@example(unknown={"0": {"": "a"}, "": ""}, timeout=1.0, files={}, instruction="", others="tests")
 @given(
     unknown=st.dictionaries(KEY.filter(lambda key: key not in harbor.TaskFile.model_fields), VALUE, max_size=3),
     timeout=st.floats(0.001, 1e6),
@@ -86,7 +87,7 @@ def test_any_directory_comes_out_as_it_was(
     files = {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
-        toml = "".join(f"{tomlkit.item({key: value}).as_string()}\n" for key, value in unknown.items())
+        toml = f"{tomlkit.item(unknown).as_string()}\n"  # tables come last
         held = {
             "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
             "instruction.md": instruction.encode(),
