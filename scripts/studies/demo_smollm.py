@@ -88,7 +88,7 @@ GPU: dict[str, Any] = {
     "rl.max_seconds": 300.0,
     "data.rl_tasks": 1200,
 }
-"""And where a GPU is there: longer rollouts and larger batches, for ten minutes in all."""
+"""And where a GPU is there: longer rollouts and larger batches, meant for ten minutes in all. They have not been run on one."""
 
 
 def main(arguments: list[str] | None = None) -> int:
