@@ -4,7 +4,8 @@
 One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Held-out tasks get
 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what every arm
 gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each seed's gains
-into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are kept. `--table-only` only prints.
+into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are
+kept. `--table-only` prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --arm both loss.baseline=pass_at_k rl.uncalibrated=true   an arm of your own; it may be repeated
