@@ -522,7 +522,8 @@ class InProcess:
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         tasks = self.stages.tasks("tune")
-        scores = tuning_scores(lambda t: evaluate_model(self.stages, self.learner.model, tasks, 1, t))
+        samples = self.stages.settings.eval.samples
+        scores = tuning_scores(evaluate_model(self.stages, self.learner.model, tasks, samples, 1.0))
         self.say(scores_line(batch.step + 1, scores))
         return scores
 
