@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from composer_nb.harness.bench import summarise
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
@@ -159,16 +160,14 @@ def time_is_up(limit: float, steps: int, total: int) -> str:
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
     """Return the log line with the scores on the tuning tasks after `step` steps."""
-    return f"rl {step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}"
+    pass_at_1, best_of_k = scores["tune_pass_at_1"], scores["tune_best_of_k"]
+    return f"rl {step}: on tuning tasks pass@1 {pass_at_1:.3f}, best of k {best_of_k:.3f}"
 
 
-def tuning_scores(play: Callable[[float], Sequence[Attempt]]) -> dict[str, float]:
-    """Return the scores on the tuning tasks. `play` returns attempts at them at a temperature."""
-    temperatures = {"tune_pass_at_1": 1.0, "tune_greedy": 0.0}
-    return {
-        name: float(np.mean([attempt.grade.passed for attempt in play(temperature)]))
-        for name, temperature in temperatures.items()
-    }
+def tuning_scores(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Return the mean and the best of k of attempts at the tuning tasks, k at each."""
+    summary = summarise(attempts)
+    return {f"tune_{name}": summary[name] for name in ("pass_at_1", "best_of_k")}
 
 
 # Rewards and advantages

@@ -194,7 +194,8 @@ class RlSettings:
     services.on=true, and enough tasks in `data.rl_tasks`."""
     checkpoint_every: Some = 20
     evaluate_every: Count = 0
-    """Steps between evaluations on the tuning tasks; 0: none. None follows the last step: the held-out tasks follow instead."""
+    """Steps between evaluations on the tuning tasks, with `eval.samples` attempts at each; 0: none. The last step has none: the
+    held-out tasks follow instead."""
     microbatch_tokens: Some = 4096
     frozen_layers: Count = 0
     """Lowest layers that RL does not train, nor the embedding then (and an output layer that is tied to it). Their gradients are

@@ -99,7 +99,8 @@ def scaled(ax: Axes, name: str) -> Axes:
 
 
 def reinforcement(status: Status) -> Picture:
-    """Draw RL: solved rollouts and tuning tasks, entropy, calls per rollout, and failures."""
+    """Draw RL: solved rollouts, held-out and tuning tasks (the mean and the best of k of each), entropy, calls per rollout, and
+    failures."""
     if not (steps := status.steps):
         return style.empty("RL has not reached its first checkpoint yet")
     derived = [{**p, "unfinished": 1 - p["finished"], "dead": 1 - p["live_groups"]} for p in steps]
@@ -107,11 +108,14 @@ def reinforcement(status: Status) -> Picture:
     panels = picture.panels(2, 2)
     for ax, name in zip(panels, ("solved", "entropy", "turns", "faults"), strict=True):
         metric(ax, derived, name).set_xlim(0, steps[-1]["step"] + 1)
-    for name, label, marker in (("tune_greedy", "greedy", "D"), ("tune_pass_at_1", "pass@1", "o")):
-        if points := known(steps, name):
-            color = style.VERMILION if marker == "D" else style.INK
-            look: dict[str, Any] = {"color": color, "markersize": 5, "zorder": 3, "label": f"tuning tasks, {label}"}
-            panels[0].plot(*zip(*points, strict=True), marker, **look)
+    ends = {0: status.infos.get("eval_start", {}), steps[-1]["step"]: status.infos.get("eval_final", {})}
+    for name, label, marker in (("best_of_k", "best of k", "D"), ("pass_at_1", "pass@1", "o")):
+        look: dict[str, Any] = {"color": style.INK, "markersize": 5, "zorder": 3}
+        heldout = [(step, scores[name]) for step, scores in ends.items() if name in scores]
+        for points, kind, fill in ((heldout, "held-out", style.INK), (known(steps, f"tune_{name}"), "tuning", "none")):
+            if points:
+                key_text = f"{kind} tasks, {label}"
+                panels[0].plot(*zip(*points, strict=True), f"{marker}:", label=key_text, markerfacecolor=fill, **look)
     key(panels[0], loc="best")
     return picture
 

@@ -69,8 +69,10 @@ def run(runs: Path, name: str, settings: Settings, source: RunDir | None = None)
     """The run `name`: begun, forked from `source`, or taken up again. A fork may have another environment: RL's own."""
     path = runs / name
     if not (path / "run.db").is_file():
-        known = replace(settings, env=replace(settings.env, tasks="generated", sandboxes=Settings().env.sandboxes))
-        made = fork(source, known, runs=runs, name=name) if source else create(runs, name)
+        if source:  # which refuses another environment than the source's
+            made = fork(source, replace(settings, env=from_dict(source.settings()).env), runs=runs, name=name)
+        else:
+            made = create(runs, name)
         write_json(made.path / "settings.json", to_dict(settings))
         write_json(made.path / "provenance.json", provenance())
     return finished(path)

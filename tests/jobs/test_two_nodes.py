@@ -25,7 +25,7 @@ from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
 
 pytest.importorskip("ray", reason="Ray is an extra")
-pytestmark = pytest.mark.whole
+pytestmark = pytest.mark.slow
 
 THERE = {"gpus": 1}
 """What only the second node has."""

@@ -32,7 +32,8 @@ from composer_nb.trainer.settings import from_dict
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOT_LEARNT = {
-    "infra_errors", "version", "staleness", "staleness_max", "mixed_versions", "time", "lr", "tune_pass_at_1", "tune_greedy"
+    "infra_errors", "version", "staleness", "staleness_max", "mixed_versions", "time", "lr", "tune_pass_at_1",
+    "tune_best_of_k"
 }  # fmt: skip
 """Metrics that a step without anything to learn has all the same, beside those of its rollouts."""
 

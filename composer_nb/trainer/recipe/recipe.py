@@ -340,8 +340,8 @@ FEW = 100
 
 def evaluate(s: Stages, name: str) -> None:
     """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. A base or
-    a mid-trained policy that fine-tuning follows is scored on FEW of each, random weights with one sample. Weights that were
-    scored before under another name take over its figures and rollouts (`same_as`)."""
+    a mid-trained policy that training follows is scored on FEW of each, the base with one sample. Weights that were scored
+    before under another name take over its figures and rollouts (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
@@ -369,10 +369,9 @@ def evaluate(s: Stages, name: str) -> None:
 def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
     """Return attempts of published weights at tasks of a kind, sampled and greedy, and store them in the run."""
     tasks, samples = s.tasks(kind), s.settings.eval.samples
-    if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
-        tasks, samples = tasks[:FEW], 1
-    if name in ("base", "midtrained") and s.settings.sft.steps:
-        tasks = tasks[:FEW]
+    followed = {"base": s.settings.midtrain.steps + s.settings.sft.steps, "midtrained": s.settings.sft.steps}
+    if followed.get(name):
+        tasks, samples = tasks[:FEW], 1 if name == "base" else samples
     model = s.policy(name)
     sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
     if s.ranks.first:
@@ -537,7 +536,8 @@ class InProcess:
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         tasks = self.stages.tasks("tune")
-        scores = tuning_scores(lambda t: evaluate_model(self.stages, self.learner.model, tasks, 1, t))
+        samples = self.stages.settings.eval.samples
+        scores = tuning_scores(evaluate_model(self.stages, self.learner.model, tasks, samples, 1.0))
         self.say(scores_line(batch.step + 1, scores))
         return scores
 

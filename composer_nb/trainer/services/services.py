@@ -159,7 +159,7 @@ class EvaluationService:
         self._run, self._settings = run, settings
 
     def look(self, version: int) -> dict[str, float]:
-        """Return pass@1 and the greedy score on the tuning tasks."""
+        """Return the scores on the tuning tasks, `eval.samples` attempts at each."""
         s = self._settings
         receiver = Receiver(store_url(self._run, s), name="evaluation")
         config = load_pretrained(self._run / "weights" / "start").config
@@ -170,8 +170,8 @@ class EvaluationService:
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
         with Sandboxes(s.env.backend, self._run.name, self._run / FOLDER) as sandboxes:
             agent = make_agent(s.env, tokenizer, s.limits, sandboxes)
-            make = partial(make_engine, model, s, agent.renderer.stop, seed=s.seed + 17, version=version)
-            return tuning_scores(lambda t: list(run_eval(make(temperature=t), agent, tasks, sandboxes, 1)))
+            engine = make_engine(model, s, agent.renderer.stop, seed=s.seed + 17, version=version, temperature=1.0)
+            return tuning_scores(list(run_eval(engine, agent, tasks, sandboxes, s.eval.samples)))
 
 
 def store_url(run: Path, settings: Settings) -> str:

@@ -75,7 +75,8 @@ def read_recipe() -> dict[str, Project]:
 def make_bugs(out: Path, backend: Backend, recipe: Mapping[str, Project], report: Report) -> dict[str, Any]:
     """Write the tasks of a recipe into `out`. The same call continues where it was interrupted.
 
-    Everything is downloaded before the first bug is tried. Returns `tasks`, and by project its summary as `mine` gives it.
+    Everything is downloaded before the first bug is tried. Returns `tasks`, the number of all in `out` (those of other projects
+    that were made there before stay), and by project its summary as `mine` gives it.
 
     Raises ValueError without tests4py, and for a wheel that is missing or changed, OSError for a folder that cannot be written,
     and SandboxFailure.
@@ -97,8 +98,8 @@ def make_bugs(out: Path, backend: Backend, recipe: Mapping[str, Project], report
         projects[name] = try_candidates(
             name, candidates, origin, out / name, backend, running, limit, MAX_LINES, report
         )
-        if projects[name]["tasks"]:
-            tasks += load_tasks(out / name)
+        tasks = [task for file in sorted(out.glob(f"*/{TASKS}")) for task in load_tasks(file.parent)]
+        if tasks:
             save_tasks(tasks, out / TASKS)
     return {"tasks": len(tasks), "projects": projects}
 

@@ -22,7 +22,7 @@ from composer_nb.harness.tasks.making import bugs
 from composer_nb.harness.tasks.making.bugs import Bug, Project, make_bugs, read_recipe, request_for
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.runtime import workspace
-from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
 
 RIGHT = """\
 from spare import one
@@ -144,6 +144,10 @@ def test_a_reversed_fix_is_a_task_with_the_fix_as_its_solution(
         path.unlink()  # nothing is downloaded or tried again
     again = make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
     assert again["tasks"] == 1 and load_tasks(out) == [task]
+    other = task.model_copy(update={"id": "other-1"})
+    save_tasks([other], out / "other" / "tasks.jsonl")
+    make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
+    assert load_tasks(out) == [other, task], "what was made of another project stays"
 
 
 def test_what_is_missing_or_changed_is_named_before_anything_runs(
