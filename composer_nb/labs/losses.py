@@ -332,8 +332,8 @@ def _centring(policy: Model, sampler: Model | None, batch: FlatBatch, loss: Loss
     if sampler is None:
         raise ValueError("loss.centre_scores is on: it needs the model that sampled the batch")
     with torch.no_grad():
-        sampler_SV = distributions(sampler, batch, batch.recorded)
-    logprob_SV = distributions(policy, batch, batch.recorded)
+        sampler_SV, _ = distributions(sampler, batch, batch.recorded)
+    logprob_SV, _ = distributions(policy, batch, batch.recorded)
     return centring(logprob_SV, sampler_SV, batch.advantage_S, loss, denominator, batch.length_S)
 
 

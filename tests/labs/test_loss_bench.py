@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -38,8 +38,8 @@ def score_bigram(model: Bigram, batch: FlatBatch, *_: Any) -> tuple[Tensor, Tens
     return model.table[before_S].log_softmax(-1)[torch.arange(len(before_S)), batch.token_S], torch.zeros(0)
 
 
-def distributions(model: Bigram, batch: FlatBatch, *_: Any) -> Tensor:
-    return model.table[batch.inputs_N[batch.place_U][batch.from_S]].log_softmax(-1)
+def distributions(model: Bigram, batch: FlatBatch, *_: Any) -> tuple[Tensor, list[Any]]:
+    return model.table[batch.inputs_N[batch.place_U][batch.from_S]].log_softmax(-1), []
 
 
 @pytest.fixture
@@ -86,33 +86,6 @@ def on_policy(model: nn.Module, groups: Sequence[Sequence[Stream]]) -> list[list
 
 
 # Each loss by its paper's formula
-
-
-def toy(seed: int, reference: bool = True) -> tuple[Tensor, SampledTokens]:
-    """Logits [S, V] and the tokens that were drawn from their softmax by somebody else: one group of 5 rollouts."""
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (5,), generator=random)
-    rollout = torch.repeat_interleave(torch.arange(5), lengths)
-    count = len(rollout)
-    logits = torch.randn(count, VOCABULARY, generator=random, dtype=torch.float64).requires_grad_()
-    token = torch.randint(0, VOCABULARY, (count,), generator=random)
-    logprob = logits.log_softmax(-1)[torch.arange(count), token]
-
-    def near(spread: float) -> Tensor:
-        return logprob.detach() + spread * torch.randn(count, generator=random, dtype=torch.float64)
-
-    # Small gaps beside large ones, so that every bound, of 3e-4 or of 5, is met on both sides.
-    sampled = torch.where(rollout % 2 == 0, near(1.2), near(4e-4))
-    value = torch.randn(5, generator=random, dtype=torch.float64)
-    value = value - value.mean()
-    return logits, SampledTokens(
-        logprob_S=logprob,
-        sampled_S=sampled,
-        advantage_S=value[rollout],
-        std_S=(1 / (value.pow(2).mean().sqrt() + 1e-6)).expand(count),
-        rollout_S=rollout,
-        reference_S=near(0.7) if reference else None,
-    )
 
 
 def bounded(x: Tensor, low: float, high: float) -> Tensor:
@@ -167,18 +140,6 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
     return total
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10**6))
-def test_every_published_loss_has_the_gradient_of_its_formula(name: str, seed: int):
-    logits, tokens = toy(seed)
-    rollouts, count = 5, len(tokens.rollout_S)
-    (wanted,) = torch.autograd.grad(published(name, tokens, rollouts, count), logits, retain_graph=True)
-    found = slope(tokens, LOSSES[name], rollouts if LOSSES[name].length_norm else count)
-    (through,) = torch.autograd.grad(tokens.logprob_S, logits, found.slope_S)
-    torch.testing.assert_close(through, wanted, atol=1e-9, rtol=1e-7)
-
-
 def test_the_exact_gradient_is_that_of_the_expected_reward():
     """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
     estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
@@ -221,18 +182,6 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
 # Gradients
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_groups_gradients_add_up_to_the_batch_s(bigrams: None, name: str):
-    model, reference, groups = Bigram(1), Bigram(2), random_groups(3)
-    found = bench(model, groups, {name: LOSSES[name]}, reference=reference)
-    parts = [module.group_tokens(model, group, reference) for group in groups]
-    count = sum(len(part.rollout_S) for part in parts)
-    wanted = sum(torch.autograd.grad(published(name, part, 16, count), model.table)[0] for part in parts)
-    assert found.gradient(name).dtype == torch.float64
-    torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
-    assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
-
-
 def remedied(name: str, values: list[float], solved: list[bool]) -> list[float]:
     """A group's advantages, from its rewards."""
     mean, mixed = float(np.mean(values)), len({*solved}) > 1
@@ -248,12 +197,15 @@ def remedied(name: str, values: list[float], solved: list[bool]) -> list[float]:
     return [(value - mean) * (factor if value > mean else 1.0) for value in values]
 
 
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_remedy_turns_the_batch_as_its_formula_says(bigrams: None, name: str):
-    model, sampler, groups = Bigram(1), Bigram(1, 0.7), random_groups(3, size=6)
+@pytest.mark.parametrize("name", [*LOSSES, *REMEDIES])
+def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
+    """Over a batch of groups; the advantages of a remedy are those of a group or of the batch."""
+    model, reference, sampler, groups = Bigram(1), Bigram(2), Bigram(1, 0.7), random_groups(3, size=6)
+    groups = [*on_policy(model, groups[:2]), *groups[2:]]  # within every bound, and mostly beyond
     solved = [[index < count for index in range(6)] for count in (0, 2, 6, 5)]
-    found = bench(model, groups, {name: REMEDIES[name]}, solved=solved, sampler=sampler)
-    parts = [module.group_tokens(model, group, None) for group in groups]
+    loss = {**LOSSES, **REMEDIES}[name]
+    found = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
+    parts = [module.group_tokens(model, group, reference) for group in groups]
     count = sum(len(part.rollout_S) for part in parts)
     for number, part in enumerate(parts):
         values = [float(part.advantage_S[part.rollout_S == rollout][0]) for rollout in range(6)]
@@ -269,10 +221,13 @@ def test_a_remedy_turns_the_batch_as_its_formula_says(bigrams: None, name: str):
     if name == "centred":
         for group, part in zip(groups, parts, strict=True):
             batch = module.flatten(group)
-            drift = (distributions(sampler, batch).exp().detach() * distributions(model, batch)).sum(-1)
+            (q, _), (logprob, _) = distributions(sampler, batch), distributions(model, batch)
+            drift = (q.exp().detach() * logprob).sum(-1)
             terms.append((part.advantage_S * drift).sum() / count)
     wanted = torch.autograd.grad(sum(terms), model.table)[0]
-    torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)
+    assert found.gradient(name).dtype == torch.float64
+    torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
+    assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
 
 
 # The table

@@ -173,7 +173,7 @@ class Learner:
         if not s.centre_scores:
             logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
         else:
-            logprob_SV = distributions(self.model, batch, batch.recorded, seen=routings)
+            logprob_SV, routings = distributions(self.model, batch, batch.recorded)
             logprob_S = logprob_SV.gather(1, batch.token_S[:, None])[:, 0]
             entropy_S = -(logprob_SV.detach().exp() * logprob_SV.detach()).sum(-1)
         advantage_S, loss_penalty = batch.advantage_S, None
@@ -191,7 +191,7 @@ class Learner:
         if s.centre_scores:
             assert self.sampler is not None
             with torch.no_grad():
-                sampler_SV = distributions(self.sampler, batch, batch.recorded if self.replay.recorded else None)
+                sampler_SV, _ = distributions(self.sampler, batch, batch.recorded if self.replay.recorded else None)
             loss = loss + centring(logprob_SV, sampler_SV, advantage_S, s, denominator, batch.length_S)
         sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
@@ -236,8 +236,9 @@ def feedback_kl(model: Model, teacher: Model, streams: Sequence[Stream]) -> Tens
         return model.embed.new_zeros(0)
     device = model.embed.device
     with torch.no_grad():
-        teacher_SV = distributions(teacher, moved(flatten([hinted for _, hinted in pairs]), device))
-    return divergence(distributions(model, moved(flatten([student for student, _ in pairs]), device)), teacher_SV)
+        teacher_SV, _ = distributions(teacher, moved(flatten([hinted for _, hinted in pairs]), device))
+    student_SV, _ = distributions(model, moved(flatten([student for student, _ in pairs]), device))
+    return divergence(student_SV, teacher_SV)
 
 
 def divergence(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
