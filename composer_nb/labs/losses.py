@@ -65,7 +65,7 @@ LOSSES: dict[str, LossSettings] = {
     "k2": LossSettings(beta=BETA, kl="k2"),
     "k3": LossSettings(beta=BETA, kl="k3"),
 }
-# Remedies for a policy that RL narrows, each beside ours. The group of the bench stands for FlashREINFORCE's batch.
+# Remedies for a policy that RL narrows. The bench's groups are centred, so FlashREINFORCE's baseline is the group's mean here.
 REMEDIES: dict[str, LossSettings] = {
     "mixed groups": LossSettings(gate="mixed"),
     "outcome first": LossSettings(gate="ties"),

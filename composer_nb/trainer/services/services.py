@@ -92,7 +92,7 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     if s.rl.uncalibrated:
         with torch.no_grad():
-            model.final_norm /= (run.finished("sft") or {}).get("sharpness", 1.0)
+            model.final_norm.div_((run.finished("sft") or {}).get("sharpness", 1.0))
     if s.rl.frozen_layers:
         for frozen in (model.embed, *(p for layer in model.layers[: s.rl.frozen_layers] for p in layer.parameters())):
             frozen.requires_grad_(False)
