@@ -26,7 +26,7 @@ from composer_nb.kernels.moe.routing import Replay
 from composer_nb.tour.expert import ScriptedPolicy, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import learner as learning
-from composer_nb.trainer.learning.learner import Learner, without_gradient
+from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, microbatches, score
@@ -298,21 +298,6 @@ def test_centred_scores_take_the_drift_from_another_sampler_out_of_the_gradient(
     torch.testing.assert_close(found - plain, wanted, atol=2e-5, rtol=1e-3)
     own, _ = gradient(model, streams, settings=centred, replay=replay, sampler=copy.deepcopy(model))
     torch.testing.assert_close(own, plain, atol=2e-6, rtol=1e-4)
-
-
-def test_the_tokens_without_gradient_are_chosen_from_the_whole_batch(make_model, sampled) -> None:
-    streams = sampled(make_model(3))
-    clipped = without_gradient(streams, 0.1)
-    written = [(s.logprob[1:][s.acted[1:]], s.advantage[1:][s.acted[1:]]) for s in streams]
-    logprob, advantage = (np.concatenate(parts).astype(np.float64) for parts in zip(*written, strict=True))
-    covariance = (advantage - advantage.mean()) * (logprob - logprob.mean())
-    new = np.concatenate([s.advantage[1:][s.acted[1:]] for s in clipped])
-    dropped = new != advantage.astype(np.float32)
-    assert not new[dropped].any() and dropped.sum() == int(0.1 * len(new)) >= 5
-    assert covariance[dropped].min() >= covariance[~dropped].max() - 1e-6
-    for before, after in zip(streams, clipped, strict=True):
-        assert replace(after, advantage=before.advantage).token_ids is before.token_ids
-        assert not after.advantage[~before.acted].any()
 
 
 # Steps and rates
