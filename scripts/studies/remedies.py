@@ -144,7 +144,7 @@ def draw(results: Mapping[str, Any]) -> Picture:
     first, second = SCORES.index("pass@1"), SCORES.index("best of 4")
     for number, (arm, result) in enumerate((arm, r) for arm, r in results.items() if arm != "start"):
         gain, ci95, seeds = (np.array(result["heldout"]["over the start"][name]) for name in ("gain", "ci95", "seeds"))
-        color = style.INK if arm == DEFAULT else f"C{number % 10}"
+        color = style.DARK if arm == DEFAULT else f"C{number % 10}"
         reach: list[NDArray[np.float64]] = [np.abs(ci95[n] - gain[n])[:, None] for n in (first, second)]
         ax.errorbar(gain[first], gain[second], reach[1], reach[0], "o", color=color, elinewidth=0.8)
         ax.plot(seeds[:, first], seeds[:, second], ".", color=color, alpha=0.4, markersize=4)
