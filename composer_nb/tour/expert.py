@@ -98,7 +98,7 @@ TINY = Verbs(
 
 
 def _in_terminal(command: str) -> ToolCall:
-    return call("run_terminal_cmd", command=command, is_background=False, timeout_ms=5000)
+    return call("run_terminal_cmd", command=command, is_background=False)
 
 
 PRODUCT = Verbs(
