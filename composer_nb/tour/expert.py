@@ -102,7 +102,7 @@ def _in_terminal(command: str) -> ToolCall:
 
 
 PRODUCT = Verbs(
-    test=_in_terminal("python -m pytest -q -x --tb=short -rN"),
+    test=_in_terminal("timeout 10 python -m pytest -q -x --tb=short -rN"),  # a try may loop without end
     find=TINY.find,
     read=lambda path: call("read_file", target_file=path),
     change=lambda path, old, new: call("search_replace", file_path=path, old_string=old, new_string=new),
