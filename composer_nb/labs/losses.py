@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.labs.gradient import flat_gradient, inner_products
-from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
-from composer_nb.trainer.learning.packing import NO_REPLAY, ReplaySettings, Stream, flatten, score
+from composer_nb.trainer.learning.learner import without_gradient
+from composer_nb.trainer.learning.loss import LossSettings, centring, group_advantages, kl_penalty, policy_loss
+from composer_nb.trainer.learning.packing import (
+    NO_REPLAY,
+    FlatBatch,
+    ReplaySettings,
+    Stream,
+    distributions,
+    flatten,
+    score,
+)
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.views import style
@@ -55,6 +64,16 @@ LOSSES: dict[str, LossSettings] = {
     "k1": LossSettings(beta=BETA, kl="k1"),
     "k2": LossSettings(beta=BETA, kl="k2"),
     "k3": LossSettings(beta=BETA, kl="k3"),
+}
+# Remedies for a policy that RL narrows, each beside ours. The group of the bench stands for FlashREINFORCE's batch.
+REMEDIES: dict[str, LossSettings] = {
+    "mixed groups": LossSettings(gate="mixed"),
+    "outcome first": LossSettings(gate="ties"),
+    "pass@4": LossSettings(baseline="pass_at_k"),
+    "successes × 0.1": LossSettings(positive_weight=0.1),
+    "clip-cov": LossSettings(clip_cov=0.02),
+    "flashreinforce": LossSettings(ratio="flash", length_norm=True),
+    "centred": LossSettings(ratio="none", centre_scores=True),
 }
 
 # Outcome of a token: it trains; trains with a weight that was cut (or raised) to a bound; has no gradient because it became too
@@ -114,6 +133,29 @@ def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> 
         kl_S = torch.autograd.grad(penalty, leaf_S)[0] if penalty.requires_grad else torch.zeros_like(leaf_S)
     weight_S = torch.where(advantage_S != 0, -policy_S * denominator * scale_S / advantage_S, math.nan)
     return Slope(policy_S + kl_S, weight_S, _reasons(tokens, settings, advantage_S, policy_S, weight_S / scale_S))
+
+
+def remedied(
+    groups: Sequence[Sequence[Stream]], loss: LossSettings, solved: Sequence[Sequence[bool]]
+) -> list[list[Stream]]:
+    """Return the groups with the advantages that the learner would use under `loss`. Those of `groups` are R − mean(R).
+    Raises ValueError for a gate without outcomes."""
+    if loss.gate != "none" and not solved:
+        raise ValueError(f"loss.gate={loss.gate}: the bench needs `solved`, the outcome of each rollout of each group")
+    results = [[*group] for group in groups]
+    if (loss.gate, loss.baseline, loss.positive_weight) != ("none", "group", 1.0):
+        for number, group in enumerate(results):
+            by_rollout = {id(s.whole or s): float(s.advantage[1:][s.acted[1:]][0]) for s in group}
+            outcomes = torch.tensor(solved[number] if solved else [False] * len(by_rollout))
+            values = group_advantages(torch.tensor([*by_rollout.values()]), outcomes, loss).tolist()
+            new = dict(zip(by_rollout, values, strict=True))
+            results[number] = [
+                replace(s, advantage=np.where(s.acted, new[id(s.whole or s)], 0.0).astype(np.float32)) for s in group
+            ]
+    if loss.clip_cov:
+        streams = iter(without_gradient([stream for group in results for stream in group], loss.clip_cov))
+        results = [[next(streams) for _ in group] for group in results]
+    return results
 
 
 def exact(tokens: SampledTokens, denominator: float) -> Slope:
@@ -227,14 +269,17 @@ def bench(
     *,
     reference: Model | None = None,
     replay: ReplaySettings = NO_REPLAY,
+    solved: Sequence[Sequence[bool]] = (),
+    sampler: Model | None = None,
 ) -> Bench:
     """Compare the gradients of `losses` on a batch with respect to all W weights of `model`, which stays unchanged; the exact
     gradient is the last row.
 
-    Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens.
+    Of losses with a length norm the denominator counts the batch's rollouts, of the others its sampled tokens. `solved`: outcomes
+    of the rollouts, group by group, for losses with a gate. `sampler`: the model that sampled, for losses with centred scores.
 
-    Raises ValueError for a loss named 'exact', for a KL weight without a reference, for routes that cannot be replayed, and
-    for streams whose advantage is missing or differs between tokens.
+    Raises ValueError for a loss named 'exact', for a KL weight without a reference, a gate without outcomes, centred scores
+    without a sampler, for routes that cannot be replayed, and for streams whose advantage is missing or differs between tokens.
     """
     if EXACT in losses:
         raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
@@ -249,16 +294,21 @@ def bench(
         len(loss_names), sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype
     )
     slopes_by_loss: list[list[Slope]] = [[] for _ in loss_names]
-    for group in groups:
+    remedied_groups = {name: remedied(groups, loss, solved) for name, loss in losses.items()}
+    for number, group in enumerate(groups):
         tokens = group_tokens(policy, group, reference, replay)
         gradient_by_slope: dict[bytes, Tensor] = {}
         for loss_index, loss_name in enumerate(loss_names):
             if loss_name == EXACT:
                 group_slope = exact(tokens, sampled_count)
             else:
-                group_slope = slope(
-                    tokens, losses[loss_name], rollout_count if losses[loss_name].length_norm else sampled_count
-                )
+                loss = losses[loss_name]
+                denominator = rollout_count if loss.length_norm else sampled_count
+                batch = flatten(remedied_groups[loss_name][number], replay)
+                group_slope = slope(tokens._replace(advantage_S=batch.advantage_S), loss, denominator)
+                if loss.centre_scores:
+                    term = _centring(policy, sampler, batch, loss, denominator)
+                    gradients_LW[loss_index] += flat_gradient(term, parameters)
             slopes_by_loss[loss_index].append(group_slope)
             if group_slope.slope_S.any():
                 slope_bytes = group_slope.slope_S.numpy().tobytes()  # on policy many losses are one
@@ -276,6 +326,15 @@ def bench(
         for loss_name, loss_slopes, norm in zip(loss_names, slopes_by_loss, norm_L.tolist(), strict=True)
     )
     return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines_LL)
+
+
+def _centring(policy: Model, sampler: Model | None, batch: FlatBatch, loss: LossSettings, denominator: float) -> Tensor:
+    if sampler is None:
+        raise ValueError("loss.centre_scores is on: it needs the model that sampled the batch")
+    with torch.no_grad():
+        sampler_SV, _ = distributions(sampler, batch, batch.recorded)
+    logprob_SV, _ = distributions(policy, batch, batch.recorded)
+    return centring(logprob_SV, sampler_SV, batch.advantage_S, loss, denominator, batch.length_S)
 
 
 def _row(loss_name: str, slopes: Sequence[Slope], norm: float) -> LossRow:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import combinations, islice
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import pyarrow.parquet as pq
 
@@ -34,7 +34,7 @@ from composer_nb.harness.untrusted import json_of
 
 # Tasks by id.
 Known = Mapping[str, Task]
-# Exponent of effort in the weights with which tasks are drawn.
+# Exponent of a task's difficulty in the weights with which tasks are drawn.
 POWER = 2.0
 # Maximum pairs of tasks that are tried for one that fits into one workspace.
 PAIRS = 200
@@ -45,8 +45,10 @@ class CurriculumSettings:
     """Settings for harder prompts late in RL. Raises ValueError if the shares add up to more than 1."""
 
     harder: Share = 0.0
-    """Share of the prompts that are drawn by the effort (turns and thinking tokens) of their kind so far. They are drawn from
-    `data.rl_tasks`, which should be more than RL needs."""
+    """Share of the prompts that are drawn by the difficulty of their kind so far. They are drawn from `data.rl_tasks`, which
+    should be more than RL needs."""
+    by: Literal["effort", "failures"] = "effort"
+    """Measure of difficulty. effort: turns and thinking tokens. failures: the share of attempts that failed."""
     made: Share = 0.0
     """Share of the prompts that combine two solved tasks, with both bugs in one workspace (grader `functions` only)."""
     start: Share = 0.5
@@ -130,6 +132,10 @@ class Tried(NamedTuple):
     solved: float
     """Share."""
 
+    @property
+    def failures(self) -> float:
+        return 1 - self.solved
+
 
 class Curriculum(Epochs):
     """Tasks by slot, chosen step by step. Raises ValueError if tasks run out, or cannot be combined."""
@@ -196,7 +202,7 @@ def chosen(step: int, order: Order, tasks: Known, used: Sequence[str], tried: Se
     c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
     is_begun = bool(tried) and step >= c.start * order.steps
     excluded, parts = set(used), {part for name in used if name not in tasks for part in name.split("+")}
-    effort = effort_of(tried, tasks)
+    difficulty = difficulty_of(tried, tasks, ("turns", "thinking") if c.by == "effort" else ("failures",))
     names: list[str] = []
     for _ in range(order.prompts):
         unused = [name for name in tasks if name not in excluded]
@@ -204,7 +210,7 @@ def chosen(step: int, order: Order, tasks: Known, used: Sequence[str], tried: Se
         if draw < c.made:
             name = _made(tried, tasks, parts, rng)
         elif draw < c.made + c.harder and unused:
-            weights = [effort(tasks[candidate]) ** POWER or 1e-9 for candidate in unused]  # no effort at all: all alike
+            weights = [difficulty(tasks[candidate]) ** POWER or 1e-9 for candidate in unused]  # all at 0: all alike
             name = rng.choices(unused, weights)[0]
         if name is None and not unused:
             raise ValueError(f"curriculum.*: all {len(tasks)} tasks are taken by step {step + 1}; raise data.rl_tasks")
@@ -214,14 +220,13 @@ def chosen(step: int, order: Order, tasks: Known, used: Sequence[str], tried: Se
     return names
 
 
-def effort_of(tried: Sequence[Tried], tasks: Known) -> Callable[[Task], float]:
-    """Return a function that estimates a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
-    the mean; 1 for a kind without attempts."""
-    count = max(1, len(tried))
-    turns, thinking = sum(group.turns for group in tried) / count, sum(group.thinking for group in tried) / count
+def difficulty_of(tried: Sequence[Tried], tasks: Known, measures: Sequence[str]) -> Callable[[Task], float]:
+    """Return a function that estimates a task's difficulty from tasks of its kind: the mean of measures (fields of `Tried`), each
+    as a multiple of its mean; 1 for a kind without attempts."""
+    overall = {name: sum(getattr(group, name) for group in tried) / max(1, len(tried)) for name in measures}
     sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
     for group in tried:
-        ratios = [value / mean for value, mean in ((group.turns, turns), (group.thinking, thinking)) if mean]
+        ratios = [getattr(group, name) / mean for name, mean in overall.items() if mean]
         sums[kind_of(named(group.task, tasks))].append(sum(ratios) / max(1, len(ratios)))
     means = {kind: sum(values) / len(values) for kind, values in sums.items()}
     return lambda task: means.get(kind_of(task), 1.0)

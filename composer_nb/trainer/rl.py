@@ -15,6 +15,7 @@ and with no batch ahead, both make the same run, bit for bit.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.trainer.learning.learner import ratio
-from composer_nb.trainer.learning.loss import LossSettings, advantages
+from composer_nb.trainer.learning.loss import LossSettings, group_advantages
 from composer_nb.trainer.learning.packing import Stream, Whole
 from composer_nb.trainer.learning.ranks import Ranks
 
@@ -40,6 +41,7 @@ Hinter = Callable[[Rollout], list[list[Hint]]]
 OwnReward = Callable[[Rollout, Grade], float]
 # Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`).
 FAILED = ("tampered", "agent_failed")
+SINGLE = Ranks()
 # Steps between progress lines of RL.
 SAID_EVERY = 5
 log = logging.getLogger(__name__)
@@ -121,9 +123,11 @@ def reinforce(services: Services) -> None:
         s = services.settings
         groups = batch.scored
         if groups is None:
-            groups = score_groups(batch.groups, s.reward, s.loss, s.env.reward_function(s.limits.seconds))
+            custom = s.env.reward_function(s.limits.seconds)
+            groups = score_groups(batch.groups, s.reward, s.loss, custom, services.ranks)
             if s.rl.shuffle_rewards:
-                groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
+                rng = Random(f"shuffle {batch.step} {services.ranks.rank}")
+                groups = shuffle_rewards(groups, s.loss, rng, services.ranks)
             services.store_batch(batch, groups)
         suspect_counts = sum(services.ranks.gather(suspects(groups)), Counter[str]())
         flagged_share, warning = watch.add(batch.step, suspect_counts, s.monitor)
@@ -174,12 +178,13 @@ def score_groups(
     rewards: RewardSettings,
     loss: LossSettings,
     custom: OwnReward | None = None,
+    ranks: Ranks = SINGLE,
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages, without attempts whose reward is unknown. `custom`: the reward function of
-    an environment, which replaces the weighted terms."""
+    an environment, which replaces the weighted terms. `ranks` share the batch."""
     scored = [[(attempt, reward_of(attempt, rewards, custom)) for attempt in group] for group in groups]
     graded = [[(attempt, rewarded) for attempt, rewarded in group if rewarded.total is not None] for group in scored]
-    return [_scored([attempt for attempt, _ in group], [rewarded for _, rewarded in group], loss) for group in graded]
+    return _scored(graded, loss, ranks)
 
 
 def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None) -> Reward:
@@ -195,19 +200,30 @@ def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | Non
     return Reward(total=total, terms={OWN: total})
 
 
-def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:
+def shuffle_rewards(
+    groups: list[list[Scored]], loss: LossSettings, rng: Random, ranks: Ranks = SINGLE
+) -> list[list[Scored]]:
     """Return the groups with the rewards of the batch permuted at random: a control from which nothing can be learned."""
     rewards = [scored.reward for group in groups for scored in group]
     rng.shuffle(rewards)
     shuffled_rewards = iter(rewards)
-    return [_scored([s.attempt for s in group], [next(shuffled_rewards) for _ in group], loss) for group in groups]
+    return _scored([[(s.attempt, next(shuffled_rewards)) for s in group] for group in groups], loss, ranks)
 
 
-def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
-    reward_totals = torch.tensor([item.total for item in rewards], dtype=torch.float32)
-    advantage_list = advantages(reward_totals, loss.std_norm, loss.baseline).tolist()
-    rows = zip(group, rewards, advantage_list, strict=True)
-    return [Scored(attempt=attempt, reward=rewarded, advantage=advantage) for attempt, rewarded, advantage in rows]
+def _scored(groups: Sequence[Sequence[tuple[Attempt, Reward]]], loss: LossSettings, ranks: Ranks) -> list[list[Scored]]:
+    """Return the groups of this rank with advantages."""
+    totals = [[float(rewarded.total or 0.0) for _, rewarded in group] for group in groups]
+    batch_mean = 0.0
+    if loss.baseline == "batch":  # the exact sum does not depend on how ranks share the batch
+        batch_totals = [total for part in ranks.gather(totals) for group in part for total in group]
+        batch_mean = math.fsum(batch_totals) / max(1, len(batch_totals))
+    results = []
+    for group, group_totals in zip(groups, totals, strict=True):
+        solved = torch.tensor([attempt.grade.passed for attempt, _ in group], dtype=torch.float32)
+        values = group_advantages(torch.tensor(group_totals, dtype=torch.float32), solved, loss, batch_mean).tolist()
+        pairs = zip(group, values, strict=True)
+        results.append([Scored(attempt=attempt, reward=reward, advantage=a) for (attempt, reward), a in pairs])
+    return results
 
 
 def to_streams(scored: Scored) -> list[Stream]:

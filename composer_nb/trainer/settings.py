@@ -180,8 +180,8 @@ class RlSettings:
     steps: Some = 160
     prompts: Some = 8
     """Tasks per step."""
-    group: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per task, at least two: the advantage compares a rollout with the rest of its group."""
+    group: Some = 8
+    """Rollouts per task. The advantage compares a rollout with the rest of its group: 1 needs loss.baseline=batch or none."""
     minibatches: Some = 1
     """Optimizer steps per batch."""
     lr: NotNegative = 2.5e-4
@@ -209,6 +209,9 @@ class RlSettings:
     headroom`). A refused run may be resumed with `false`."""
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
+    uncalibrated: bool = False
+    """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Sharpness is set again after
+    RL."""
     max_seconds: NotNegative = 330.0
     """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
     the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
@@ -283,6 +286,13 @@ class Settings:
         kinds = f"data.kinds={list(data.kinds)}"
         for message, wrong in {
             "loss.feedback: needs mesh.* at its defaults, it is not split": self.loss.feedback and self.meshed,
+            "loss.centre_scores: needs services.on=false, whose sampler is the trainer": self.loss.centre_scores and on,
+            "rl.uncalibrated: needs sft.sharpness and mesh.* at its defaults": self.rl.uncalibrated
+            and (self.meshed or not self.sft.sharpness or not sft),
+            "rl.group=1: needs loss.baseline=batch or none, and rl.refill=0": self.rl.group == 1
+            and (self.loss.baseline in ("group", "pass_at_k") or self.rl.refill),
+            f"loss.pass_k={self.loss.pass_k}: must be below rl.group": self.loss.baseline == "pass_at_k"
+            and self.loss.pass_k >= self.rl.group,
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
             "data.mistaken_demonstrations=0: sft.steps must be 0 too": sft and not data.mistaken_demonstrations,
             "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is": m.draft_steps and not m.steps,

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composer_nb.labs import losses as module
-from composer_nb.labs.losses import EXACT, LOSSES, OURS, SampledTokens, bench, effective_share, exact, slope
+from composer_nb.labs.losses import EXACT, LOSSES, OURS, REMEDIES, SampledTokens, bench, effective_share, exact, slope
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.packing import FlatBatch, Stream
 
@@ -38,9 +38,14 @@ def score_bigram(model: Bigram, batch: FlatBatch, *_: Any) -> tuple[Tensor, Tens
     return model.table[before_S].log_softmax(-1)[torch.arange(len(before_S)), batch.token_S], torch.zeros(0)
 
 
+def distributions(model: Bigram, batch: FlatBatch, *_: Any) -> tuple[Tensor, list[Any]]:
+    return model.table[batch.inputs_N[batch.place_U][batch.from_S]].log_softmax(-1), []
+
+
 @pytest.fixture
 def bigrams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "score", score_bigram)
+    monkeypatch.setattr(module, "distributions", distributions)
 
 
 def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream]]:
@@ -83,33 +88,6 @@ def on_policy(model: nn.Module, groups: Sequence[Sequence[Stream]]) -> list[list
 # Each loss by its paper's formula
 
 
-def toy(seed: int, reference: bool = True) -> tuple[Tensor, SampledTokens]:
-    """Logits [S, V] and the tokens that were drawn from their softmax by somebody else: one group of 5 rollouts."""
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (5,), generator=random)
-    rollout = torch.repeat_interleave(torch.arange(5), lengths)
-    count = len(rollout)
-    logits = torch.randn(count, VOCABULARY, generator=random, dtype=torch.float64).requires_grad_()
-    token = torch.randint(0, VOCABULARY, (count,), generator=random)
-    logprob = logits.log_softmax(-1)[torch.arange(count), token]
-
-    def near(spread: float) -> Tensor:
-        return logprob.detach() + spread * torch.randn(count, generator=random, dtype=torch.float64)
-
-    # Small gaps beside large ones, so that every bound, of 3e-4 or of 5, is met on both sides.
-    sampled = torch.where(rollout % 2 == 0, near(1.2), near(4e-4))
-    value = torch.randn(5, generator=random, dtype=torch.float64)
-    value = value - value.mean()
-    return logits, SampledTokens(
-        logprob_S=logprob,
-        sampled_S=sampled,
-        advantage_S=value[rollout],
-        std_S=(1 / (value.pow(2).mean().sqrt() + 1e-6)).expand(count),
-        rollout_S=rollout,
-        reference_S=near(0.7) if reference else None,
-    )
-
-
 def bounded(x: Tensor, low: float, high: float) -> Tensor:
     return x.detach().clamp(low, high)
 
@@ -119,11 +97,11 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
     total = torch.zeros((), dtype=torch.float64)
     for i in range(int(t.rollout_S.max()) + 1):
         mine = t.rollout_S == i
-        logprob, ratio, a = t.logprob_S[mine], (t.logprob_S - t.sampled_S)[mine].exp(), t.advantage_S[mine][0]
+        logprob, ratio, a = t.logprob_S[mine], (t.logprob_S - t.sampled_S)[mine].exp(), t.advantage_S[mine]
         z = a * t.std_S[0]  # A over the standard deviation
-        if name in ("ours", "k2", "k3"):
+        if name in ("ours", "k2", "k3", *REMEDIES.keys() - {"flashreinforce", "centred"}):
             loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).sum() / tokens
-        elif name == "reinforce":
+        elif name in ("reinforce", "centred"):
             loss = -(a * logprob).sum() / tokens
         elif name == "grpo":
             loss = -torch.min(ratio * z, ratio.clamp(0.8, 1.2) * z).mean() / rollouts
@@ -133,7 +111,7 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
             loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).mean() / rollouts
         elif name == "gspo":
             whole = ratio.log().mean().exp()  # (π(y) / π_old(y)) to the power 1 / |y|
-            loss = -torch.min(whole * a, whole.clamp(1 - 3e-4, 1 + 4e-4) * a) / rollouts
+            loss = -torch.min(whole * a, whole.clamp(1 - 3e-4, 1 + 4e-4) * a).mean() / rollouts
         elif name == "cispo":
             loss = -(bounded(ratio, 0.0, 1.28) * a * logprob).sum() / tokens
         elif name == "tis":
@@ -141,10 +119,14 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
         elif name == "icepop":
             inside = (ratio.detach() >= 0.5) & (ratio.detach() <= 5.0)
             loss = -(torch.where(inside, ratio, torch.zeros_like(ratio)) * a).sum() / tokens
+        elif name == "flashreinforce":
+            p, q = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (t.sampled_S[mine], logprob))
+            apart = torch.distributions.kl_divergence(*map(torch.distributions.Bernoulli, (p, q))).mean()
+            loss = -(ratio.detach() * a * logprob).mean() / rollouts if apart <= 3e-3 else 0 * logprob.sum()
         elif name == "dppo":
             now, before = logprob.detach().exp(), t.sampled_S[mine].exp()
             far = (now - before).abs() > 0.2
-            stopped = far & ((now > before) if a > 0 else (now < before))
+            stopped = far & torch.where(a > 0, now > before, now < before)
             loss = -(torch.where(stopped, torch.zeros_like(ratio), ratio) * a).sum() / tokens
         else:
             assert name == "k1" and t.reference_S is not None
@@ -156,18 +138,6 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
             loss = loss + 0.04 * (gap**2 / 2 if name == "k2" else gap.exp() - gap - 1).sum() / tokens
         total = total + loss
     return total
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10**6))
-def test_every_published_loss_has_the_gradient_of_its_formula(name: str, seed: int):
-    logits, tokens = toy(seed)
-    rollouts, count = 5, len(tokens.rollout_S)
-    (wanted,) = torch.autograd.grad(published(name, tokens, rollouts, count), logits, retain_graph=True)
-    found = slope(tokens, LOSSES[name], rollouts if LOSSES[name].length_norm else count)
-    (through,) = torch.autograd.grad(tokens.logprob_S, logits, found.slope_S)
-    torch.testing.assert_close(through, wanted, atol=1e-9, rtol=1e-7)
 
 
 def test_the_exact_gradient_is_that_of_the_expected_reward():
@@ -212,13 +182,49 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
 # Gradients
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_groups_gradients_add_up_to_the_batch_s(bigrams: None, name: str):
-    model, reference, groups = Bigram(1), Bigram(2), random_groups(3)
-    found = bench(model, groups, {name: LOSSES[name]}, reference=reference)
+def remedied(name: str, values: list[float], solved: list[bool]) -> list[float]:
+    """A group's advantages, from its rewards."""
+    mean, mixed = float(np.mean(values)), len({*solved}) > 1
+    if name == "mixed groups" and not mixed:
+        return [0.0] * len(values)
+    if name == "outcome first" and mixed:
+        return [float(outcome) - float(np.mean(solved)) for outcome in solved]
+    if name == "pass@4":
+        best = {subset: max(values[i] for i in subset) for subset in itertools.combinations(range(len(values)), 4)}
+        shares = [np.mean([value for subset, value in best.items() if i in subset]) for i in range(len(values))]
+        return [float(share - np.mean([*best.values()])) for share in shares]
+    factor = 0.1 if name == "successes × 0.1" else 1.0
+    return [(value - mean) * (factor if value > mean else 1.0) for value in values]
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *REMEDIES])
+def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
+    """Over a batch of groups; the advantages of a remedy are those of a group or of the batch."""
+    model, reference, sampler, groups = Bigram(1), Bigram(2), Bigram(1, 0.7), random_groups(3, size=6)
+    groups = [*on_policy(model, groups[:2]), *groups[2:]]  # within every bound, and mostly beyond
+    solved = [[index < count for index in range(6)] for count in (0, 2, 6, 5)]
+    loss = {**LOSSES, **REMEDIES}[name]
+    found = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
     parts = [module.group_tokens(model, group, reference) for group in groups]
     count = sum(len(part.rollout_S) for part in parts)
-    wanted = sum(torch.autograd.grad(published(name, part, 16, count), model.table)[0] for part in parts)
+    for number, part in enumerate(parts):
+        values = [float(part.advantage_S[part.rollout_S == rollout][0]) for rollout in range(6)]
+        advantages = torch.tensor(remedied(name, values, solved[number]), dtype=torch.float64)
+        parts[number] = part._replace(advantage_S=advantages[part.rollout_S])
+    if name == "clip-cov":
+        a, x = (torch.cat([getattr(part, n) for part in parts]) for n in ("advantage_S", "sampled_S"))
+        worst = ((a - a.mean()) * (x - x.mean())).topk(int(0.02 * count)).indices
+        a[worst] = 0.0
+        split = a.split([len(part.rollout_S) for part in parts])
+        parts = [part._replace(advantage_S=values) for part, values in zip(parts, split, strict=True)]
+    terms = [published(name, part, 24, count) for part in parts]
+    if name == "centred":
+        for group, part in zip(groups, parts, strict=True):
+            batch = module.flatten(group)
+            (q, _), (logprob, _) = distributions(sampler, batch), distributions(model, batch)
+            drift = (q.exp().detach() * logprob).sum(-1)
+            terms.append((part.advantage_S * drift).sum() / count)
+    wanted = torch.autograd.grad(sum(terms), model.table)[0]
     assert found.gradient(name).dtype == torch.float64
     torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
     assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))

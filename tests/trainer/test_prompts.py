@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from composer_nb.trainer.prompts import (
     Tried,
     chosen,
     combined,
+    kind_of,
     named,
     prompt_order,
     tasks_by_id,
@@ -42,19 +44,21 @@ def task(n: int, family: str = "loop", turns: int = 7) -> Task:
 KNOWN = {each.id: each for each in (task(n, ("easy", "hard")[n % 2]) for n in range(40))}
 
 
-def order(prompts: int = 4, steps: int = 10, **curriculum: float) -> Order:
+def order(prompts: int = 4, steps: int = 10, **curriculum: Any) -> Order:
     given = CurriculumSettings(**{"start": 0.2, **curriculum})
     return Order(seed="0 0", prompts=prompts, steps=steps, curriculum=given)
 
 
 def run_through(of: Order, steps: int, solved: float = 1.0) -> list[list[str]]:
-    """The prompts of each step of a run in which hard tasks take four times the turns."""
+    """The prompts of each step of a run in which hard tasks take four times the turns, and half of them fail."""
     blocks: list[list[str]] = []
     tried: list[Tried] = []
     for step in range(steps):
         blocks.append(chosen(step, of, KNOWN, [name for block in blocks for name in block], tried))
         tried += [
-            Tried(name, 8.0 if named(name, KNOWN).metadata["family"] == "hard" else 2.0, 0.0, solved)
+            Tried(name, 8.0, 0.0, solved / 2)
+            if "hard" in kind_of(named(name, KNOWN))
+            else Tried(name, 2.0, 0.0, solved)
             for name in blocks[-1]
         ]
     return blocks
@@ -78,10 +82,11 @@ def test_no_prompt_comes_twice_and_every_part_was_solved_before(
         assert all(set(name.split("+")) <= before for name in block if name not in KNOWN)
 
 
-def test_kinds_that_took_more_effort_come_more_often() -> None:
+@pytest.mark.parametrize("by", ["effort", "failures"])
+def test_kinds_that_took_more_effort_or_failed_come_more_often(by: str) -> None:
     shares = []
     for harder in (0.0, 1.0):
-        blocks = run_through(order(prompts=2, steps=10, harder=harder), 8)
+        blocks = run_through(order(prompts=2, steps=10, harder=harder, by=by), 8)
         late = [name for block in blocks[2:] for name in block]
         shares.append(Counter(KNOWN[name].metadata["family"] for name in late)["hard"] / len(late))
     assert shares[0] == 0.5 and shares[1] >= 0.8, "two to the power of two, against one half"

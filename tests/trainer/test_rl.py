@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,7 +26,7 @@ from composer_nb.kernels.moe.routing import Replay
 from composer_nb.tour.expert import ScriptedPolicy, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import learner as learning
-from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.learner import Learner, without_gradient
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, microbatches, score
@@ -95,7 +96,7 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
 
 def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
     learner = Learner(model, FlatOptimizer(model), changes.pop("settings", LossSettings()))
-    learner.replay = changes.pop("replay", NO_REPLAY)
+    learner.replay, learner.sampler = changes.pop("replay", NO_REPLAY), changes.pop("sampler", None)
     metrics = learner.learn(streams, changes.pop("ranks", Ranks()), Random(0), **LEARN | changes)
     return learner.optimizer.gradients.clone(), metrics
 
@@ -237,6 +238,13 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     assert [[s.advantage for s in group] for group in imitated] == [[0, 1, 0], [1, 0, 1]]
     assert ledger(imitated, imitation).keys() == {"zero_advantage", "trained"}, "what failed trains nothing"
 
+    centred = score_groups(groups, only_solved, LossSettings(baseline="batch"))
+    assert [[s.advantage for s in group] for group in centred] == [[-0.5, 0.5, -0.5], [0.5, -0.5, 0.5]]
+    halves = Part(0, 2)
+    halves.gather = lambda value: [value, [[1.0, 1.0, 0.0]]]  # type: ignore[method-assign]
+    [half] = score_groups(groups[:1], only_solved, LossSettings(baseline="batch"), ranks=halves)
+    assert [s.advantage for s in half] == [-0.5, 0.5, -0.5], "the mean is that of all ranks"
+
     written = [sum(s.attempt.rollout.sampled for s in group) for group in scored]
     assert ledger(scored, LossSettings()) == {"trained": sum(written)}
     flat = [[Scored(attempt=s.attempt, reward=s.reward, advantage=0.0) for s in scored[0]], scored[1]]
@@ -271,6 +279,40 @@ def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_
     for name in ("entropy", "k3", "masked", "ratio_off_20", "ratio_cut", "grad_norm", "replay_overlap"):
         assert np.isnan(found[name]), name
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
+def test_centred_scores_take_the_drift_from_another_sampler_out_of_the_gradient(make_model, sampled, replay) -> None:
+    """Its formula, Σ A Σ_v q_v log p_v, by whole rows; nothing is left of it where the sampler is the trainer."""
+    model, sampler, drift = make_model(3), make_model(4), torch.zeros(())
+    streams, centred = sampled(model), LossSettings(ratio="none", centre_scores=True)
+    for stream in streams:
+        ids, acted = torch.from_numpy(stream.token_ids).long()[None, :-1], torch.from_numpy(stream.acted[1:])
+        routes = torch.from_numpy(stream.routes[:-1]).long()[None] if replay.on else None
+        p, q = (each(ids, routes)[0][0].log_softmax(-1)[acted] for each in (model, sampler))
+        drift = drift + stream.advantage[stream.acted][0] * (q.exp().detach() * p).sum() / 50.0
+    plain, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=replay)
+    wanted = torch.cat([slope.flatten() for slope in torch.autograd.grad(drift, list(model.parameters()))])
+    found, same = gradient(model, streams, settings=centred, replay=replay, sampler=sampler)
+    assert wanted.norm() > 1e-3 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+    torch.testing.assert_close(found - plain, wanted, atol=2e-5, rtol=1e-3)
+    own, _ = gradient(model, streams, settings=centred, replay=replay, sampler=copy.deepcopy(model))
+    torch.testing.assert_close(own, plain, atol=2e-6, rtol=1e-4)
+
+
+def test_the_tokens_without_gradient_are_chosen_from_the_whole_batch(make_model, sampled) -> None:
+    streams = sampled(make_model(3))
+    clipped = without_gradient(streams, 0.1)
+    written = [(s.logprob[1:][s.acted[1:]], s.advantage[1:][s.acted[1:]]) for s in streams]
+    logprob, advantage = (np.concatenate(parts).astype(np.float64) for parts in zip(*written, strict=True))
+    covariance = (advantage - advantage.mean()) * (logprob - logprob.mean())
+    new = np.concatenate([s.advantage[1:][s.acted[1:]] for s in clipped])
+    dropped = new != advantage.astype(np.float32)
+    assert not new[dropped].any() and dropped.sum() == int(0.1 * len(new)) >= 5
+    assert covariance[dropped].min() >= covariance[~dropped].max() - 1e-6
+    for before, after in zip(streams, clipped, strict=True):
+        assert replace(after, advantage=before.advantage).token_ids is before.token_ids
+        assert not after.advantage[~before.acted].any()
 
 
 # Steps and rates

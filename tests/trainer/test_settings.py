@@ -76,6 +76,12 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"rl.prompts": 2, "ranks": 8, "services.on": False}, "rl.prompts=2: must be at least ranks"),
         ({"model.family": "llama", "model.intermediate_size": 96, "mesh.ep": 2}, "mesh.ep=2 does not divide"),
         ({"rl.frozen_layers": 4}, r"rl.frozen_layers=4: must be below model.num_hidden_layers \(4\)"),
+        ({"rl.group": 1}, "rl.group=1: needs loss.baseline=batch or none"),
+        ({"loss.baseline": "pass_at_k", "loss.pass_k": 8}, "loss.pass_k=8: must be below rl.group"),
+        ({"loss.baseline": "batch", "loss.gate": "mixed"}, "loss.gate=mixed needs loss.baseline=group or pass_at_k"),
+        ({"loss.centre_scores": True}, "loss.centre_scores needs loss.ratio=none, cispo, tis or icepop"),
+        ({"loss.centre_scores": True, "loss.ratio": "tis"}, "loss.centre_scores: needs services.on=false"),
+        ({"rl.uncalibrated": True, "sft.sharpness": []}, "rl.uncalibrated: needs sft.sharpness"),
     ],
 )
 def test_unfit_values_are_refused_by_name(values: dict[str, Any], message: str):

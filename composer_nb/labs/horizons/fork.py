@@ -31,7 +31,8 @@ from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.rewards.judges import JudgeModel, wilson
 from composer_nb.tour.expert import unsampled
-from composer_nb.trainer.learning.learner import distributions, divergence, sides
+from composer_nb.trainer.learning.learner import divergence, sides
+from composer_nb.trainer.learning.packing import distributions, flatten, moved
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
 
@@ -244,7 +245,9 @@ def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRe
     places = next(places for places in segment.messages if places[0] == start)
     stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
     student, teacher = sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
-    student_SV, teacher_SV = distributions(model, [student]), distributions(model, [teacher])
+    student_SV, teacher_SV = (
+        distributions(model, moved(flatten([side]), model.embed.device))[0] for side in (student, teacher)
+    )
     said_S = torch.from_numpy(segment.token_ids[places]).long()
     moved_SV = teacher_SV.exp() - student_SV.exp()
     raised_S = moved_SV.argmax(-1)

@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from composer_nb.harness.rollout import Hint
-from composer_nb.kernels.linear import linear
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
-from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
+from composer_nb.trainer.learning.loss import LossSettings, centring, clip_covariance, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
 from composer_nb.trainer.learning.packing import (
     NO_REPLAY,
     FlatBatch,
     ReplaySettings,
     Stream,
+    distributions,
     families,
     flatten,
     microbatches,
@@ -61,6 +61,8 @@ class Learner:
     Attributes:
         reference: Frozen model for the KL penalty, and the teacher of hints; required if `loss.beta` or `loss.feedback`
             is above 0.
+        sampler: Frozen model from which the batch was sampled, computing as its engine did; required if
+            `loss.centre_scores`.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Learner:
     settings: LossSettings
     reference: Model | None = None
     replay: ReplaySettings = NO_REPLAY
+    sampler: Model | None = None
 
     def __post_init__(self) -> None:
         if (self.settings.beta or self.settings.feedback) and self.reference is None:
@@ -167,7 +170,12 @@ class Learner:
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a micro-batch, and sums over its tokens (0 where another rank counts them)."""
         s, routings = self.settings, list[Routing]()
-        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
+        if not s.centre_scores:
+            logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
+        else:
+            logprob_SV, routings = distributions(self.model, batch, batch.recorded)
+            logprob_S = logprob_SV.gather(1, batch.token_S[:, None])[:, 0]
+            entropy_S = -(logprob_SV.detach().exp() * logprob_SV.detach()).sum(-1)
         advantage_S, loss_penalty = batch.advantage_S, None
         if s.beta and self.reference is not None:
             with torch.no_grad():
@@ -180,6 +188,11 @@ class Learner:
         loss, metrics = policy_loss(*of_tokens, s, denominator, batch.length_S)
         if loss_penalty is not None:
             loss = loss + loss_penalty
+        if s.centre_scores:
+            assert self.sampler is not None
+            with torch.no_grad():
+                sampler_SV, _ = distributions(self.sampler, batch, batch.recorded if self.replay.recorded else None)
+            loss = loss + centring(logprob_SV, sampler_SV, advantage_S, s, denominator, batch.length_S)
         sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
             sums = dict.fromkeys(sums, 0.0)
@@ -189,6 +202,25 @@ class Learner:
 def ratio(part: float, whole: float) -> float:
     """Return `part / whole`, or NaN if `whole` is 0: a figure without data is not 0."""
     return part / whole if whole else math.nan
+
+
+def without_gradient(streams: Sequence[Stream], share: float) -> list[Stream]:
+    """Return the streams of a batch with an advantage of 0 at the tokens that `clip_covariance` chooses."""
+    written = [np.flatnonzero(stream.acted[1:]) + 1 for stream in streams]
+    sizes = [len(positions) for positions in written]
+    logprob_N, advantage_N = (
+        torch.from_numpy(
+            np.concatenate([getattr(stream, name)[at] for stream, at in zip(streams, written, strict=True)])
+        )
+        for name in ("logprob", "advantage")
+    )
+    clipped = clip_covariance(logprob_N, advantage_N, share).split(sizes)
+    results = []
+    for stream, positions, values in zip(streams, written, clipped, strict=True):
+        advantage = stream.advantage.copy()
+        advantage[positions] = values.numpy()
+        results.append(replace(stream, advantage=advantage))
+    return results
 
 
 # Feedback
@@ -202,9 +234,11 @@ def feedback_kl(model: Model, teacher: Model, streams: Sequence[Stream]) -> Tens
     pairs = [sides(stream, hint) for stream, hint in fitting]
     if not pairs:
         return model.embed.new_zeros(0)
+    device = model.embed.device
     with torch.no_grad():
-        teacher_SV = distributions(teacher, [hinted for _, hinted in pairs])
-    return divergence(distributions(model, [student for student, _ in pairs]), teacher_SV)
+        teacher_SV, _ = distributions(teacher, moved(flatten([hinted for _, hinted in pairs]), device))
+    student_SV, _ = distributions(model, moved(flatten([student for student, _ in pairs]), device))
+    return divergence(student_SV, teacher_SV)
 
 
 def divergence(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
@@ -223,11 +257,3 @@ def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
         return Stream(token_ids=token_ids, acted=acted, logprob=none, advantage=none, routes=stream.routes[:0])
 
     return side(ids[: hint.stop]), side(hinted)
-
-
-def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
-    """Return the log-probabilities [S, V] at each acted token, stream by stream."""
-    batch: FlatBatch = moved(flatten(streams), model.embed.device)
-    hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend)
-    logits_SV = linear(hidden_ND.index_select(0, batch.place_U[batch.from_S]), model.output_weight)
-    return logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)).log_softmax(-1)

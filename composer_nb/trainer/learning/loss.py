@@ -14,6 +14,7 @@ shows each formula beside its paper's, and its effect on a stored batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,11 +22,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from composer_nb.harness.plain import NotNegative, Positive, require_ranges
+from composer_nb.harness.plain import NotNegative, Positive, Share, Some, require_ranges
 
-Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
+Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash"]
 Kl = Literal["k1", "k2", "k3"]
-Baseline = Literal["group", "none"]
+Baseline = Literal["group", "none", "batch", "pass_at_k"]
+Gate = Literal["none", "mixed", "ties"]
+# Ratios whose terms are a detached weight per token times A ℓ.
+WEIGHTED = ("none", "cispo", "tis", "icepop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +48,22 @@ class LossSettings:
     """IcePop drops tokens whose ratio is outside icepop_low .. icepop. Its authors use 0.5 .. 5."""
     dppo: Positive = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
+    flash: Positive = 3e-3
+    """FlashREINFORCE drops rollouts whose mean binary KL from the sampler is above this."""
     baseline: Baseline = "group"
     """group: the mean reward of the group. none: the reward is the advantage; if it is 1 for solved and else 0, this imitates
-    solved rollouts (expert iteration)."""
+    solved rollouts (expert iteration). batch: the mean reward of the batch, which allows one rollout per task (rl.group=1).
+    pass_at_k: see `pass_at_k_advantages`."""
+    pass_k: Some = 4
+    """k of the baseline pass_at_k, below `rl.group`. 1 is the baseline `group`."""
+    gate: Gate = "none"
+    """Role of the reward's terms beside the outcome; see `gated`."""
+    positive_weight: NotNegative = 1.0
+    """Factor of positive advantages, λ of Weighted-REINFORCE (arXiv 2506.01347), which takes 0.1. 0: failures alone teach."""
+    clip_cov: Share = 0.0
+    """Share of a batch's tokens that lose their gradient because they lower the entropy most; see `clip_covariance`."""
+    centre_scores: bool = False
+    """Subtract the sampler's expectation from each token's weighted score; see `centring`. Needs services.on=false."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
@@ -61,7 +78,7 @@ class LossSettings:
     @property
     def together(self) -> bool:
         """Whether the loss of a token depends on all segments of its rollout, which must then share a micro-batch."""
-        return self.ratio == "gspo"
+        return self.ratio in ("gspo", "flash")
 
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
@@ -69,6 +86,12 @@ class LossSettings:
             raise ValueError(
                 "loss.std_norm needs loss.baseline=group: without it there is no common deviation to divide by"
             )
+        if self.gate != "none" and self.baseline not in ("group", "pass_at_k"):
+            raise ValueError(
+                f"loss.gate={self.gate} needs loss.baseline=group or pass_at_k: it compares a group's outcomes"
+            )
+        if self.centre_scores and self.ratio not in WEIGHTED:
+            raise ValueError(f"loss.centre_scores needs loss.ratio={', '.join(WEIGHTED[:-1])} or {WEIGHTED[-1]}")
 
 
 def advantages(rewards_G: Tensor, std_norm: bool = False, baseline: Baseline = "group") -> Tensor:
@@ -84,6 +107,89 @@ def advantages(rewards_G: Tensor, std_norm: bool = False, baseline: Baseline = "
     if std_norm:
         centred_G = centred_G / (exact_G.std(correction=0) + 1e-6)
     return centred_G.to(rewards_G.dtype)
+
+
+def gated(rewards_G: Tensor, solved_G: Tensor, gate: Gate) -> Tensor:
+    """Return the rewards of a group to compare, given the outcomes (0 or 1) of its rollouts.
+
+    none    the rewards
+    mixed   the rewards if outcomes differ, else 0: where all fail, shaping is no reason to prefer one failure to another
+            (outcome gate, verl-recipe pull request 125: .75 held out with it, .10 without)
+    ties    the outcomes if they differ, else the rewards: shaping decides only between rollouts of equal outcome
+    """
+    is_mixed = bool((solved_G != solved_G[:1]).any())
+    if gate == "mixed" and not is_mixed:
+        return torch.zeros_like(rewards_G)
+    return solved_G.to(rewards_G.dtype) if gate == "ties" and is_mixed else rewards_G
+
+
+def pass_at_k_advantages(rewards_G: Tensor, k: int) -> Tensor:
+    """Return A_i = E[max_I R | i ∈ I] − E[max_I R] over all subsets I of k rollouts of a group, in closed form.
+
+    For rewards of 0 and 1 this is the analytical advantage of pass@k training (arXiv 2508.10751, eq. 14 and 15) before the
+    division by a deviation. A_i is n/k − 1 times the leave-one-out form of PKPO (arXiv 2505.15201), and so an unbiased direction
+    of the gradient of pass@k. k = 1 is R − mean(R). In a group of k or fewer, k is one less than the group.
+    """
+    n = len(rewards_G)
+    k = min(k, n - 1)
+    if k < 1:
+        return torch.zeros_like(rewards_G)
+    sorted_G, order_G = rewards_G.double().sort(stable=True)
+    # Subsets whose maximum has each rank, and those of them that contain a rollout of a given lower rank.
+    top = [math.comb(rank, k - 1) for rank in range(n)]
+    above = [math.comb(rank - 1, k - 2) if rank and k > 1 else 0 for rank in range(n)]
+    top_G, above_G = (torch.tensor(counts, dtype=torch.float64) * sorted_G for counts in (top, above))
+    higher_G = above_G.sum() - above_G.cumsum(0)
+    with_G = (top_G + higher_G) / math.comb(n - 1, k - 1)
+    advantage_G = with_G - top_G.sum() / math.comb(n, k)
+    return torch.empty_like(advantage_G).index_copy(0, order_G, advantage_G).to(rewards_G.dtype)
+
+
+def group_advantages(rewards_G: Tensor, solved_G: Tensor, settings: LossSettings, batch_mean: float = 0.0) -> Tensor:
+    """Return the advantages of a group: of its gated rewards less the baseline, the positive ones times `positive_weight`.
+    `batch_mean`: the mean reward of the batch, for the baseline `batch`."""
+    gated_G = gated(rewards_G, solved_G, settings.gate)
+    if settings.baseline == "pass_at_k":
+        advantage_G = pass_at_k_advantages(gated_G, settings.pass_k)
+    elif settings.baseline == "batch":
+        advantage_G = (gated_G.double() - batch_mean).to(rewards_G.dtype)
+    else:
+        advantage_G = advantages(gated_G, settings.std_norm, settings.baseline)
+    return torch.where(advantage_G > 0, settings.positive_weight * advantage_G, advantage_G)
+
+
+def clip_covariance(logprob_N: Tensor, advantage_N: Tensor, share: float) -> Tensor:
+    """Return the advantages of a batch's tokens, with 0 for the `share` of them with the largest (A − mean A)(ℓ − mean ℓ).
+
+    To first order, a step changes the entropy by minus the mean of this covariance, and few tokens make up most of it. Clip-Cov
+    (arXiv 2505.22617) takes their gradient away. It draws them at random from an interval of covariances; here they are the
+    highest, which KL-Cov of the same paper takes, so that a run has the same numbers again. (KL-Cov's penalty, a divergence from
+    the sampler, has no gradient in the first step on a batch.) ℓ is the sampler's, which is the policy's in that step.
+    """
+    covariance_N = (advantage_N - advantage_N.mean()) * (logprob_N - logprob_N.mean())
+    top_N = covariance_N.argsort(descending=True, stable=True)[: int(share * len(covariance_N))]
+    return advantage_N.index_fill(0, top_N, 0.0)
+
+
+def centring(
+    logprob_SV: Tensor,
+    sampler_SV: Tensor,
+    advantage_S: Tensor,
+    settings: LossSettings,
+    denominator: float,
+    length_S: Tensor,
+) -> Tensor:
+    """Return what score centring (arXiv 2609.20807) adds to the loss: Σ_t A_t Σ_v sg(q_v w_v) log p_v / denominator, with p the
+    policy, q the sampler and w the weight of a sampled token under `ratio` at r = p_v / q_v.
+
+    A token's weighted score w ∇log p then has the mean 0 under the sampler. Uncentred, that mean, times A, drives the policy away
+    from the sampler or towards it at every step. The sums are over the whole vocabulary; others know only the sampler's most
+    probable tokens. Where policy and sampler agree, or w = r without bounds, the term has no gradient.
+    """
+    ratio_SV = (logprob_SV.detach() - sampler_SV).clamp(-MOST, MOST).exp()
+    mass_SV = sampler_SV.exp() * detached_weight(ratio_SV, settings)
+    term_S = advantage_S * (mass_SV * logprob_SV).sum(-1)
+    return (term_S / length_S if settings.length_norm else term_S).sum() / denominator
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
@@ -143,6 +249,7 @@ def policy_loss(
     ppo     −min(r A, clip(r) A)                         arXiv 1707.06347, asymmetric as in DAPO, arXiv 2503.14476
     none    −A ℓ                                         plain REINFORCE
     gspo    ppo on the rollout's geometric mean ratio    arXiv 2507.18071
+    flash   −r detached · A ℓ, dropped by rollout        FlashREINFORCE (Hu et al. 2026), mean binary KL over `flash`
     cispo   −clip(r) detached · A ℓ                      arXiv 2506.13585
     tis     −min(r, cap) detached · A ℓ                  truncated importance sampling, Yao et al. 2025
     icepop  −r detached · A ℓ, dropped out of a window   arXiv 2510.18855
@@ -167,19 +274,18 @@ def policy_loss(
         clipped_N = ratio_N.clamp(low, high)
         keep_N = (ratio_N * advantage_N <= clipped_N * advantage_N).float()
         term_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+    elif settings.ratio == "flash":
+        p_N, q_N = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (sampled_N, logprob_N))
+        kl_N = p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
+        keep_N = (_mean_by_rollout(kl_N, rollout_N) <= settings.flash).float()
+        term_N = -keep_N * ratio_N.detach() * advantage_N * logprob_N
     elif settings.ratio == "dppo":
         moved_N = (logprob_N.exp() - sampled_N.exp()).detach() * advantage_N.sign()
         keep_N = (moved_N <= settings.dppo).float()
         term_N = -keep_N * ratio_N * advantage_N
     else:
-        weight_N = torch.ones_like(ratio_N) if settings.ratio == "none" else ratio_N.detach()
-        if settings.ratio == "cispo":
-            weight_N = weight_N.clamp(low, high)
-        elif settings.ratio == "tis":
-            weight_N = weight_N.clamp(max=settings.tis_cap)
-        elif settings.ratio == "icepop":
-            keep_N = ((weight_N >= settings.icepop_low) & (weight_N <= settings.icepop)).float()
-            weight_N = weight_N * keep_N
+        weight_N = detached_weight(ratio_N.detach(), settings)
+        keep_N = (weight_N > 0).float()
         term_N = -weight_N * advantage_N * logprob_N
     if settings.length_norm:
         term_N = term_N / (torch.bincount(rollout_N)[rollout_N] if length_N is None else length_N)
@@ -192,6 +298,17 @@ def policy_loss(
         "tokens": float(len(logprob_N)),
     }
     return term_N.sum() / denominator, metrics
+
+
+def detached_weight(ratio: Tensor, settings: LossSettings) -> Tensor:
+    """Return the factor of A ∇ℓ at a ratio, for one of the `WEIGHTED` choices of `ratio`; 0 drops a token."""
+    if settings.ratio == "none":
+        return torch.ones_like(ratio)
+    if settings.ratio == "cispo":
+        return ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    if settings.ratio == "tis":
+        return ratio.clamp(max=settings.tis_cap)
+    return torch.where((ratio >= settings.icepop_low) & (ratio <= settings.icepop), ratio, 0.0)
 
 
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from composer_nb.harness.plain import Share, require_ranges
 from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rollout import Hint
 from composer_nb.kernels.attention.causal import causal_attention
+from composer_nb.kernels.linear import linear
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Replay, Routing
 from composer_nb.trainer.models.transformer import Gather, Model
@@ -285,12 +286,24 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability [S] and (detached) entropy [S] of each sampled token. `replay` (usually `batch.recorded`):
     routes to use instead of the model's own. Append each layer's routing to `seen`."""
-    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
+    hidden_UD, routings = _hidden(model, batch, replay)
     if seen is not None:
         seen += routings
-    hidden_UD = hidden_ND.index_select(0, batch.place_U)
     logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S)
     return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
+
+
+def distributions(model: Model, batch: FlatBatch, replay: Replay | None = None) -> tuple[Tensor, list[Routing]]:
+    """Return the log-probabilities [S, V] of the whole vocabulary at each sampled token, and each layer's routing."""
+    hidden_UD, routings = _hidden(model, batch, replay)
+    logits_UV = linear(hidden_UD, model.output_weight)
+    return logits_UV.to(torch.promote_types(logits_UV.dtype, torch.float32)).log_softmax(-1)[batch.from_S], routings
+
+
+def _hidden(model: Model, batch: FlatBatch, replay: Replay | None) -> tuple[Tensor, list[Routing]]:
+    """Return the final hidden states [U, D] at the places that predict a sampled token, and each layer's routing."""
+    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
+    return hidden_ND.index_select(0, batch.place_U), routings
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:

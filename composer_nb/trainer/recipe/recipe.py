@@ -88,6 +88,8 @@ def run_recipe(s: Stages) -> None:
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
+    if s.settings.rl.uncalibrated:
+        recalibrate(s)
     evaluate(s, "final")
     compare_numerics(s)
     if s.settings.midtrain.draft_steps and s.ranks.first:  # a head of other weights drafts, too: drafts are checked
@@ -455,6 +457,18 @@ def reinforcement(s: Stages) -> None:
         work.save(work.step)
         info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
         s.publish(work.learner.model, "final")
+
+
+def recalibrate(s: Stages) -> None:
+    """Set the sharpness of the policy that RL trained, and publish it as `final`. As RL left it, it stays as `uncalibrated`."""
+    with s.stage("sharpen") as info:
+        if info is None:
+            return
+        if not s.ranks.gather(s.weights("uncalibrated").exists())[0]:  # a resumed stage begins from the same weights
+            s.publish(s.load("final"), "uncalibrated")
+        model = s.load("uncalibrated")
+        calibrate(s, model, info)
+        s.publish(model, "final")
 
 
 class InProcess:

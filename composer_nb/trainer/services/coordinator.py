@@ -222,6 +222,8 @@ class Coordinator:
                 if s.rl.refill and self.orchestrator.awaits(*rollout_key):  # the file of a late one may be gone
                     attempt = self.finished.load(rollout_key, self.tasks[report.slot])
                     reward_total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
+                    if s.loss.gate == "mixed":  # only outcomes are a signal
+                        reward_total = float(attempt.grade.passed)
                 report = replace(report, oldest_version=report.oldest_version // self.per_step, reward=reward_total)
             events.append(report)
         return events

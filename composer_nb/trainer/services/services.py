@@ -25,7 +25,7 @@ from composer_nb.harness.environment import Sandboxes, make_agent, trained_in
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.learner import Learner, without_gradient
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
@@ -36,6 +36,7 @@ from composer_nb.trainer.models.checkpoint import (
 )
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
+from composer_nb.trainer.models.variants import ENGINES, variant
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter, tuning_scores
 from composer_nb.trainer.services.actors import require_seen
@@ -89,6 +90,9 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
     model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
+    if s.rl.uncalibrated:
+        with torch.no_grad():
+            model.final_norm /= (run.finished("sft") or {}).get("sharpness", 1.0)
     if s.rl.frozen_layers:
         for frozen in (model.embed, *(p for layer in model.layers[: s.rl.frozen_layers] for p in layer.parameters())):
             frozen.requires_grad_(False)
@@ -121,6 +125,10 @@ def learn_batch(
 ) -> dict[str, float]:
     """Learn from the batch of a step, with the same result in every process. Call `after` after each optimizer step."""
     rl = s.rl
+    if s.loss.centre_scores:
+        learner.sampler = variant(learner.model, ENGINES[s.engine.numerics])
+    if streams and s.loss.clip_cov:
+        streams = without_gradient(streams, s.loss.clip_cov)
     return learner.learn(
         streams,
         ranks,

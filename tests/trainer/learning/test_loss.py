@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.trainer.learning.loss import LossSettings, advantages, kl_estimate, kl_penalty, policy_loss
+from composer_nb.trainer.learning.loss import (
+    WEIGHTED,
+    LossSettings,
+    advantages,
+    centring,
+    clip_covariance,
+    group_advantages,
+    kl_estimate,
+    kl_penalty,
+    pass_at_k_advantages,
+    policy_loss,
+)
 
-RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo")
+RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash")
+
+
+def binary_kl(p: float, q: float) -> float:
+    """KL(Bernoulli(p) ‖ Bernoulli(q)), off the ends as FlashREINFORCE's code is."""
+    p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def clamp(x: Tensor, low: float, high: float) -> Tensor:
@@ -43,6 +62,9 @@ def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tup
         elif s.ratio == "icepop":
             kept = s.icepop_low <= r.item() <= s.icepop
             term = -r.detach() * a * logprob if kept else 0 * logprob
+        elif s.ratio == "flash":
+            kept = mean_kl(case, mine) <= s.flash
+            term = -r.detach() * a * logprob if kept else 0 * logprob
         else:
             moved = (torch.exp(logprob) - torch.exp(sampled)).item()
             kept = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
@@ -50,6 +72,11 @@ def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tup
         masked += not kept
         total = total + term / (len(members) if s.length_norm else 1)
     return total / denominator, masked
+
+
+def mean_kl(case: dict[str, Tensor], rollout: int) -> float:
+    pairs = zip(case["sampled"].exp().tolist(), case["logprob"].exp().tolist(), case["rollout"].tolist(), strict=True)
+    return float(np.mean([binary_kl(p, q) for p, q, other in pairs if other == rollout]))
 
 
 @st.composite
@@ -76,6 +103,7 @@ def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
     borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
     gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
+    gaps += [torch.tensor(abs(mean_kl(case, mine) - s.flash)) for mine in set(case["rollout"].tolist())]
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 
 
@@ -95,9 +123,7 @@ def ours(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[
 def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
     ratio: Any, case: dict[str, Tensor], length_norm: bool, denominator: float
 ):
-    s = LossSettings(
-        ratio=ratio, length_norm=length_norm, clip_low=0.2, clip_high=0.28, tis_cap=3.0, icepop_low=0.4, icepop=3.5
-    )
+    s = LossSettings(ratio=ratio, length_norm=length_norm, tis_cap=3.0, icepop_low=0.4, icepop=3.5, flash=0.3)
     assume(not near_a_border(case, s))
     exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
     wanted, masked = by_hand(exact, s, denominator)
@@ -135,6 +161,92 @@ def test_advantages_are_distances_from_the_mean_in_deviations_and_0_where_all_ar
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx([(value - mean) / spread for value in values], abs=1e-4, rel=1e-4)
     assert advantages(torch.full((len(values),), values[0]), std).tolist() == [0.0] * len(values)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1.0, -0.2, 0.8, 0.81]), min_size=2, max_size=8), st.integers(1, 8))
+def test_pass_at_k_is_the_best_of_all_subsets_with_a_rollout_less_the_best_of_all(values: list[float], k: int):
+    size = min(k, len(values) - 1)
+    subsets = [*itertools.combinations(range(len(values)), size)]
+    best = {subset: max(values[i] for i in subset) for subset in subsets}
+    overall = math.fsum(best.values()) / len(subsets)
+    wanted = [np.mean([value for subset, value in best.items() if i in subset]) - overall for i in range(len(values))]
+    found = pass_at_k_advantages(torch.tensor(values, dtype=torch.float64), k)
+    assert found.tolist() == pytest.approx(wanted, abs=1e-12)
+    if size == 1:
+        torch.testing.assert_close(found, advantages(torch.tensor(values, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 2), (6, 4), (4, 1)])
+def test_its_expectation_is_the_gradient_of_pass_at_k(n: int, k: int):
+    """A policy that solves with the probability p = σ(z), and every group that it can draw."""
+    p, expected = 0.3, 0.0
+    for outcomes in itertools.product((0.0, 1.0), repeat=n):
+        chance = math.prod(p if solved else 1 - p for solved in outcomes)
+        found = pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
+        expected += chance * sum(a * (solved - p) for a, solved in zip(found, outcomes, strict=True))  # d log π / dz
+    assert expected == pytest.approx((n / k - 1) * k * (1 - p) ** (k - 1) * p * (1 - p))  # d (1 − (1 − p)^k) / dz
+
+
+FAILED, MIXED = (0.0, 0.0, 0.0), (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcomes", "wanted"),
+    [
+        ({}, FAILED, (0.0, -0.1, 0.1)),
+        ({"gate": "mixed"}, FAILED, (0.0, 0.0, 0.0)),
+        ({"gate": "mixed"}, MIXED, (0.667, -0.433, -0.233)),
+        ({"gate": "ties"}, FAILED, (0.0, -0.1, 0.1)),
+        ({"gate": "ties"}, MIXED, (0.667, -0.333, -0.333)),
+        ({"gate": "ties", "baseline": "pass_at_k", "pass_k": 2}, MIXED, (0.333, -0.167, -0.167)),
+        ({"positive_weight": 0.0}, MIXED, (0.0, -0.433, -0.233)),
+        ({"positive_weight": 0.5}, FAILED, (0.0, -0.1, 0.05)),
+        ({"baseline": "batch"}, MIXED, (0.8, -0.3, -0.1)),
+    ],
+)
+def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes: tuple[float, ...], wanted: Any):
+    shaping = torch.tensor([-0.1, -0.2, 0.0])
+    rewards = torch.tensor(outcomes) + shaping
+    found = group_advantages(rewards, torch.tensor(outcomes), LossSettings(**changes), batch_mean=0.1)
+    assert found.tolist() == pytest.approx(wanted, abs=1e-3)
+
+
+# The vocabulary, and the batch
+
+
+@pytest.mark.parametrize("ratio", WEIGHTED)
+def test_centred_scores_have_no_mean_under_the_sampler(ratio: Any):
+    """Every token that a sampler can draw, with its probability: the loss less its centring pulls nowhere for one advantage, and
+    for each token is A (w (e − p) − (m − p Σ m)), m = q w."""
+    logits, other = (pair(seed, 12)[0] for seed in (1, 2))
+    logits.requires_grad_()
+    logprob, sampler = logits.log_softmax(-1), other.log_softmax(-1)
+    s = LossSettings(ratio=ratio, tis_cap=1.5, icepop_low=0.6, icepop=1.8, centre_scores=True)
+    r = (logprob.detach() - sampler).exp()
+    bound = {"none": torch.ones_like(r), "cispo": r.clamp(0.8, 1.28), "tis": r.clamp(max=1.5)}
+    w = bound.get(ratio, torch.where((r >= 0.6) & (r <= 1.8), r, 0.0))
+    m, p, total = sampler.exp() * w, logprob.detach().exp(), torch.zeros(12, dtype=torch.float64)
+    for token in range(12):
+        a, one = torch.tensor([0.7], dtype=torch.float64), torch.ones(1, dtype=torch.int64)
+        drawn, behaviour = logprob[token : token + 1], sampler[token : token + 1]
+        loss, _ = policy_loss(drawn, behaviour, a, one - 1, s, 1.0)
+        loss = loss + centring(logprob[None], sampler[None], a, s, 1.0, one)
+        (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        hot = torch.nn.functional.one_hot(torch.tensor(token), 12)
+        torch.testing.assert_close(-slope, 0.7 * (w[token] * (hot - p) - (m - p * m.sum())))
+        total += sampler[token].exp() * slope
+    torch.testing.assert_close(total, torch.zeros_like(total))
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1))
+def test_clip_cov_drops_the_tokens_that_lower_the_entropy_most(seed: int, share: float):
+    random = np.random.default_rng(seed)
+    logprob, advantage = -random.exponential(size=40), random.normal(size=40)
+    covariance = [(a - advantage.mean()) * (x - logprob.mean()) for a, x in zip(advantage, logprob, strict=True)]
+    highest = sorted(range(40), key=lambda i: -covariance[i])[: int(share * 40)]
+    found = clip_covariance(torch.from_numpy(logprob), torch.from_numpy(advantage), share)
+    assert found.tolist() == [0.0 if i in highest else a for i, a in enumerate(advantage.tolist())]
 
 
 # Kullback-Leibler estimators, by enumeration

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe import recipe, report
 from composer_nb.trainer.settings import Settings, override
@@ -61,3 +64,22 @@ def test_the_best_factor_is_kept(
     share = solved.get(best or 0.0, 0) / 2
     assert info.get("sharpness_ci95", {}).get(str(best)) == (None if best is None else [share, share]), "of one task"
     assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))
+
+
+def test_sharpness_is_set_again_after_rl_and_not_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stage that is killed before its record, after its weights, begins from the policy as RL left it."""
+    published: dict[str, float] = {"final": 3.0}
+
+    def publish(policy: float, name: str) -> None:
+        published[name] = policy
+        (tmp_path / name).mkdir(exist_ok=True)
+
+    monkeypatch.setattr(recipe, "calibrate", lambda s, policy, info: info.update(sharpness=2.0))
+    stage = lambda name: nullcontext({})  # noqa: E731
+    s: Any = SimpleNamespace(stage=stage, ranks=Ranks(), weights=tmp_path.joinpath, publish=publish)
+    s.load = lambda name: (
+        2 * published[name] if name == "uncalibrated" else published[name]
+    )  # what calibration makes of it
+    for _ in range(2):
+        recipe.recalibrate(s)
+        assert published == {"final": 6.0, "uncalibrated": 3.0}

@@ -36,3 +36,16 @@ def test_frozen_layers_keep_their_bits_and_the_others_their_gradients(optimizer:
         else:
             assert not torch.equal(parameter, start[name])
             torch.testing.assert_close(parameter.grad, whole[name].grad, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_rl_may_start_from_the_policy_before_its_sharpness_was_set(tiny_run, copy_of) -> None:
+    run = copy_of(tiny_run)
+    info = run.finished("sft")
+    run.finish("sft", info.pop("seconds"), {**info, "sharpness": 1.4})
+    start, less = (
+        make_learner(run, override(Settings(), {"rl.uncalibrated": value, "loss.beta": 0.1}), from_start=True)[0]
+        for value in (False, True)
+    )
+    for before, after in ((start.model, less.model), (start.reference, less.reference)):
+        torch.testing.assert_close(after.final_norm, before.final_norm / 1.4, rtol=2**-8, atol=0)
+        assert torch.equal(after.embed, before.embed)
