@@ -22,6 +22,7 @@ from scripts.docs import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "history").glob("*.md"))]
+FOR_CONTRIBUTORS = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))]
 WITH_OUTPUTS = sorted(notebook_pages.PAGES.glob("*.md"))
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
@@ -35,7 +36,7 @@ OTHER_SENSE = {
 """Notebooks in which a term is an ordinary word."""
 HISTORY = {"log.md", "decisions.md"}
 """Pages that name what was there when they were written."""
-NOW = [path for path in PAGES if path.name not in HISTORY and path.parent.name != "history"]
+NOW = [path for path in (*PAGES, *FOR_CONTRIBUTORS) if path.name not in HISTORY and path.parent.name != "history"]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 SETTINGS = {key[: dot.start()] for key in to_flat(Settings()) for dot in re.finditer(r"\.|$", key)}
 REPORTED = {"sft.sharpness_ci95"}
@@ -142,7 +143,9 @@ def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_pa
 
 @cache
 def anchors() -> dict[Path, set[str]]:
-    return {path: anchors_of(prose(path)) for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())}
+    return {
+        path: anchors_of(prose(path)) for path in (*PAGES, *FOR_CONTRIBUTORS, *WITH_OUTPUTS, *make_docs.notebooks())
+    }
 
 
 def lost_links(path: Path, text: str) -> Iterator[str]:
@@ -201,7 +204,9 @@ def lost_files(path: Path, text: str) -> Iterator[str]:
 RULES = (lost_links, unlinked_terms, unknown_commands, unknown_settings, lost_files)
 
 
-@pytest.mark.parametrize("path", [*PAGES, *WITH_OUTPUTS, *make_docs.notebooks()], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*PAGES, *FOR_CONTRIBUTORS, *WITH_OUTPUTS, *make_docs.notebooks()], ids=lambda path: path.name
+)
 def test_a_page_keeps_the_rules(path: Path) -> None:
     rules = RULES if path in NOW or path.suffix == ".ipynb" else RULES[:1]
     faults = {rule.__name__: [*rule(path, prose(path))] for rule in rules}

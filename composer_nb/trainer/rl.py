@@ -42,6 +42,8 @@ OwnReward = Callable[[Rollout, Grade], float]
 # Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`).
 FAILED = ("tampered", "agent_failed")
 SINGLE = Ranks()
+# Reasons of a rollout's end that are limits.
+LIMITS = ("turns", "tokens", "time")
 # Steps between progress lines of RL.
 SAID_EVERY = 5
 log = logging.getLogger(__name__)
@@ -221,8 +223,9 @@ def _scored(groups: Sequence[Sequence[tuple[Attempt, Reward]]], loss: LossSettin
     for group, group_totals in zip(groups, totals, strict=True):
         solved = torch.tensor([attempt.grade.passed for attempt, _ in group], dtype=torch.float32)
         values = group_advantages(torch.tensor(group_totals, dtype=torch.float32), solved, loss, batch_mean).tolist()
-        pairs = zip(group, values, strict=True)
-        results.append([Scored(attempt=attempt, reward=reward, advantage=a) for (attempt, reward), a in pairs])
+        masked = [loss.mask_overlong and attempt.rollout.stop in LIMITS for attempt, _ in group]
+        rows = zip(group, values, masked, strict=True)
+        results.append([Scored(attempt=a, reward=r, advantage=0.0 if mask else v) for (a, r), v, mask in rows])
     return results
 
 

@@ -199,6 +199,10 @@ def llms_txt() -> str:
         lines.append(f"- [{opening.splitlines()[0][2:]}](notebooks/{path.name}): {plain}")
     lines += ["", "## Pages", ""]
     lines += [f"- [{title}](docs/{name}): {said}" for title, name, said in titles()]
+    lines += ["", "## Work on it", ""]
+    for path in (ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))):
+        text = re.sub(r"\A---.*?\n---\n\n", "", path.read_text(encoding="utf-8"), flags=re.S)
+        lines.append(f"- [{text.splitlines()[0][2:]}]({path.relative_to(ROOT)}): {first_sentence(text)}")
     return "\n".join(lines) + "\n"
 
 

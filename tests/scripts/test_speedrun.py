@@ -1,4 +1,4 @@
-"""The rules of the speedrun, each broken once."""
+"""The rules of the speedrun, each broken once, and the row of an entry."""
 
 from __future__ import annotations
 
@@ -98,3 +98,30 @@ def test_scores_are_counted_from_the_rollouts(complete: RunDir, monkeypatch: pyt
     monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.9}}}})
     with pytest.raises(ValueError, match=r"solve 0\.250 in 12 calls, and its report says otherwise"):
         module.within(complete)
+
+
+INTERVALS = [
+    ((0, 1, 2), (0.514, 0.571, 0.464), "0.516 (0.383 to 0.649)", "open"),
+    ((3, 4, 5), (0.60, 0.61, 0.62), "0.610 (0.585 to 0.635)", "reached"),
+    (range(6), (0.30, 0.32, 0.34, 0.40, 0.42, 0.44), "0.370 (0.310 to 0.430)", "missed"),
+]
+"""Seeds, the share that each solves, its mean with scipy's interval by Student's t, and the verdict."""
+
+
+@pytest.mark.parametrize(("seeds", "solved", "interval", "verdict"), INTERVALS)
+def test_a_row_has_intervals_over_seeds_and_the_times_of_the_last_three(
+    monkeypatch: pytest.MonkeyPatch, seeds: Any, solved: tuple[float, ...], interval: str, verdict: str
+) -> None:
+    monkeypatch.setattr(module, "within", lambda seed: solved[list(seeds).index(seed)])
+    monkeypatch.setattr(module, "seconds", lambda seed: 100.0 * seed)
+    cells = [cell.strip() for cell in module.row(list(seeds)).strip("|").split("|")]
+    assert cells[2] == interval and cells[4] == verdict
+    last = list(seeds)[-3:]
+    assert cells[0].startswith(f"{100 * last[1]} (") and cells[1] == " ".join(str(100 * seed) for seed in last)
+
+
+@pytest.mark.parametrize(("seeds", "fault"), [((0, 1), "seeds"), ((0, 1, 3), "seeds"), ((3, 4, 5), "more settings")])
+def test_an_entry_is_of_one_set_of_seeds_or_both(tmp_path: Path, task: Task, seeds: Any, fault: str) -> None:
+    runs = [run_of(tmp_path / str(seed), [task], {"seed": seed, "rl.lr": 1e-4 * (1 + seed)}) for seed in seeds]
+    with pytest.raises(ValueError, match=fault):
+        module.judge(runs)

@@ -238,6 +238,11 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     assert [[s.advantage for s in group] for group in imitated] == [[0, 1, 0], [1, 0, 1]]
     assert ledger(imitated, imitation).keys() == {"zero_advantage", "trained"}, "what failed trains nothing"
 
+    groups[0][1] = replace(groups[0][1], rollout=replace(groups[0][1].rollout, stop="tokens"))
+    unmasked, masked = (score_groups(groups, only_solved, LossSettings(mask_overlong=mask)) for mask in (False, True))
+    assert unmasked[0][1].advantage > 0 == masked[0][1].advantage, "it counts in the mean"
+    assert [s.advantage for s in masked[0][::2]] == [s.advantage for s in unmasked[0][::2]] and masked[1] == unmasked[1]
+
     centred = score_groups(groups, only_solved, LossSettings(baseline="batch"))
     assert [[s.advantage for s in group] for group in centred] == [[-0.5, 0.5, -0.5], [0.5, -0.5, 0.5]]
     halves = Part(0, 2)

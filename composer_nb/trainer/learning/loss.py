@@ -64,6 +64,9 @@ class LossSettings:
     """Share of a batch's tokens that lose their gradient because they lower the entropy most; see `clip_covariance`."""
     centre_scores: bool = False
     """Subtract the sampler's expectation from each token's weighted score; see `centring`. Needs services.on=false."""
+    mask_overlong: bool = False
+    """Give rollouts that end at a limit no gradient (DAPO's overlong filtering, arXiv 2503.14476 §3.4); their rewards count in
+    the baseline. Composer's report found no benefit."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
