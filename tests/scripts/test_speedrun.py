@@ -19,7 +19,13 @@ from scripts.bench import speedrun as module
 
 @pytest.fixture
 def task() -> Task:
-    return Task(id="t", instruction="fix", files={"f.py": "x = 1\n"}, tests={"t.py": "x\n"}, source_scope=("f.py",))
+    files, hidden = (
+        {"f.py": "def f(x):\n    return 2 + x\n"},
+        "from f import f\n\n\ndef test_0():\n    assert f(3) == 6\n",
+    )
+    solution = {"f.py": files["f.py"].replace("+", "*")}
+    more: dict[str, Any] = {"tests": {"hidden.py": hidden}, "solution": solution, "source_scope": ("f.py",)}
+    return Task(id="t", instruction="fix the tests", files=files, **more)
 
 
 def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDir:
