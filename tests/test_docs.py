@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "history").glob("*.md"))]
 FOR_CONTRIBUTORS = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))]
 WITH_OUTPUTS = sorted(notebook_pages.PAGES.glob("*.md"))
+CHECKED = [*PAGES, *FOR_CONTRIBUTORS, *WITH_OUTPUTS, *make_docs.notebooks()]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
 OTHER_SENSE = {
@@ -143,9 +144,7 @@ def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_pa
 
 @cache
 def anchors() -> dict[Path, set[str]]:
-    return {
-        path: anchors_of(prose(path)) for path in (*PAGES, *FOR_CONTRIBUTORS, *WITH_OUTPUTS, *make_docs.notebooks())
-    }
+    return {path: anchors_of(prose(path)) for path in CHECKED}
 
 
 def lost_links(path: Path, text: str) -> Iterator[str]:
@@ -204,9 +203,7 @@ def lost_files(path: Path, text: str) -> Iterator[str]:
 RULES = (lost_links, unlinked_terms, unknown_commands, unknown_settings, lost_files)
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *FOR_CONTRIBUTORS, *WITH_OUTPUTS, *make_docs.notebooks()], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", CHECKED, ids=lambda path: path.name)
 def test_a_page_keeps_the_rules(path: Path) -> None:
     rules = RULES if path in NOW or path.suffix == ".ipynb" else RULES[:1]
     faults = {rule.__name__: [*rule(path, prose(path))] for rule in rules}

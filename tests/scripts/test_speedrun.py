@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,13 @@ from scripts.bench import speedrun as module
 
 @pytest.fixture
 def task() -> Task:
-    solution = {"f.py": "def f(x):\n    return 2 * x\n"}
-    hidden = "from f import f\n\n\ndef test_0():\n    assert f(2) == 4\n"
-    wrong = {"f.py": solution["f.py"].replace("*", "+")}
-    return Task(
-        id="t",
-        instruction="fix the tests",
-        files=wrong,
-        tests={"hidden.py": hidden},
-        solution=solution,
-        source_scope=("f.py",),
+    files, hidden = (
+        {"f.py": "def f(x):\n    return 2 + x\n"},
+        "from f import f\n\n\ndef test_0():\n    assert f(3) == 6\n",
     )
-
-
-@pytest.fixture
-def speedrun(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "FEWEST", 2)
-    return module
+    solution = {"f.py": files["f.py"].replace("+", "*")}
+    more: dict[str, Any] = {"tests": {"hidden.py": hidden}, "solution": solution, "source_scope": ("f.py",)}
+    return Task(id="t", instruction="fix the tests", files=files, **more)
 
 
 def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDir:
@@ -61,16 +50,17 @@ def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDi
     ],
 )
 def test_settings_break_rules(
-    speedrun: Any, task: Task, tmp_path: Path, changed: dict[str, Any], why: str | None
+    monkeypatch: pytest.MonkeyPatch, task: Task, tmp_path: Path, changed: dict[str, Any], why: str | None
 ) -> None:
+    monkeypatch.setattr(module, "FEWEST", 2)
     tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(3)]
     official = {scored.id: scored for scored in tasks}
-    broken = speedrun.broken_rules(run_of(tmp_path, tasks, changed), official)
+    broken = module.broken_rules(run_of(tmp_path, tasks, changed), official)
     assert (not broken) if why is None else (len(broken) == 1 and why in broken[0])
     if not changed:  # scored tasks are the official ones, and enough
         easier = task.model_copy(update={"id": "t2", "instruction": "fix f: double it"})
         for scored in ([*tasks[:2], easier], tasks[:1]):
-            [rule] = speedrun.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
+            [rule] = module.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
             assert "held-out tasks are not at least 2" in rule
 
 
@@ -82,13 +72,10 @@ def complete(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
     run = run_of(tmp_path, tasks, {})
     call = Turn(call='{"name": "finish", "arguments": {}}', observation="")
     attempts = []
-    for number in range(10):
-        rollout = Rollout(task_id=tasks[number % 8 // 4].id, segments=(), turns=(call,), files={}, stop="finished")
-        if number > 7:
-            rollout = replace(rollout, task_id=tasks[number - 8].id)
+    for number, owner in enumerate([*[tasks[0]] * 4, *[tasks[1]] * 4, *tasks]):
+        rollout = Rollout(task_id=owner.id, segments=(), turns=(call,), files={}, stop="finished")
         grade = Grade(status="graded", tests={"t": number in (0, 5, 8, 9)})
-        named = next(each for each in tasks if each.id == rollout.task_id)
-        attempts.append(Attempt(task=named, rollout=rollout, grade=grade))
+        attempts.append(Attempt(task=owner, rollout=rollout, grade=grade))
     save_attempts(run.path / "rollouts" / "eval_final.parquet", attempts)
     return run
 
