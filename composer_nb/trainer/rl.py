@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from composer_nb.harness.bench import summarise
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
@@ -167,9 +166,14 @@ def scores_line(step: int, scores: Mapping[str, float]) -> str:
 
 
 def tuning_scores(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Return the mean and the best of k of attempts at the tuning tasks, k at each."""
-    summary = summarise(attempts)
-    return {f"tune_{name}": summary[name] for name in ("pass_at_1", "best_of_k")}
+    """Return the mean and the best of k of attempts at the tuning tasks, k at each. Those without a grade do not count."""
+    by_task: dict[str, list[bool]] = {}
+    for attempt in attempts:
+        if attempt.grade.known:
+            by_task.setdefault(attempt.task.id, []).append(attempt.grade.passed)
+    means = [np.mean(passed) for passed in by_task.values()]
+    best = [max(passed) for passed in by_task.values()]
+    return {"tune_pass_at_1": float(np.mean(means)), "tune_best_of_k": float(np.mean(best))}
 
 
 # Rewards and advantages
