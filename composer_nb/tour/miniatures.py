@@ -19,6 +19,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import RULES, Task
+from composer_nb.tour.paraphrases import PARAPHRASES, draw_names
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BuggyProgram,
@@ -32,12 +33,15 @@ from composer_nb.tour.repairs import (
 
 # bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
 # tests that mutants fail. lint: a name is unused or does not exist. rename: a function gets another name, in two modules.
-Kind = Literal["bug", "feature", "tests", "lint", "rename"]
+# paraphrase: a bug in one of many modules, whose request spells the function's name in other words; no test can be run.
+Kind = Literal["bug", "feature", "tests", "lint", "rename", "paraphrase"]
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 # Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side.
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
 # Maximum modules of a repository.
 MOST = 3
+# Numbers of modules of a repository of the kind `paraphrase`, and the family of its programs, which are short.
+MANY, SHORT = (16, 32, 64), "comp"
 # Maximum mutants of a task of the kind `tests`.
 MUTANTS = 3
 IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
@@ -62,13 +66,16 @@ def make_miniatures(
 ) -> Iterator[Task]:
     """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
 
-    `told`: share of bug tasks whose instruction specifies the function. `families`: only these, if any are given. `kinds`: the
-    kinds of tasks. Iteration raises ValueError if a thousand draws yield no new task."""
+    `told`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks whose instruction has the words
+    of the code. `families`: only these, if any are given. `kinds`: the kinds of tasks. Iteration raises ValueError if a thousand
+    draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")
 
     def draw() -> BuggyProgram | None:
         kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
-        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
+        return draw_candidate(
+            rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], {SHORT} if kind == "paraphrase" else families
+        )
 
     def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
         return _task(candidate, outcomes, rng, rng.random() < told, executor)
@@ -112,6 +119,7 @@ PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
     "tests": lambda source, rng: (planted := _bug(source, rng)) and ("tests", planted[1]),
     "lint": _litter,
     "rename": lambda source, rng: ("rename", source),
+    "paraphrase": lambda source, rng: (planted := _bug(source, rng)) and ("paraphrase", planted[1]),
 }
 
 
@@ -153,6 +161,8 @@ def _task(
         return None
     visible, hidden, mutants = dealt
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
+    if candidate.kind == "paraphrase":
+        return _spread(candidate, cases, rng, specified)
     function, *spare_names = rng.sample(NAMES, 2 * MOST)
     modules = rng.sample(MODULES, rng.randint(1 + (candidate.kind == "rename"), MOST))
     home = rng.randrange(len(modules))
@@ -202,6 +212,35 @@ def _task(
     return _renamed(task, spare_names, f"{modules[home - 1]}.py") if kind == "rename" else task
 
 
+def _spread(candidate: BuggyProgram, cases: Cases, rng: Random, own_words: bool) -> Task:
+    """Return the task of a bug in one of many modules, all of whose tests are hidden. The request has the words of the function's
+    name, or those of a paraphrase in any order, and says what the function should do."""
+    program, files, tests = candidate.program, dict[str, str](), dict[str, str]()
+    first, *names = draw_names(rng, rng.choice(MANY), program.heldout)
+    for name in (first, *names):
+        sibling, examples = _sibling(rng, program.heldout, SHORT)
+        files[f"{name}.py"] = _named(candidate.buggy if name == first else sibling.source, name) + "\n"
+        tests[f"test_hidden_{name}.py"] = render_tests(name, name, cases if name == first else examples[:OTHERS])
+    others = PARAPHRASES[first].split()
+    words = first.split("_") if own_words else rng.sample(others, len(others))
+    digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
+    return Task(
+        id=f"{program.family}-{digest}",
+        instruction=f"fix {' '.join(words)}: {program.spec}",
+        files=files,
+        tests=tests,
+        solution={f"{first}.py": _named(program.source, first) + "\n"},
+        source_scope=tuple(files),
+        metadata={
+            "family": program.family,
+            "bug": candidate.kind,
+            "kind": candidate.kind,
+            "structure": program.structure,
+            "function": first,
+        },
+    )
+
+
 def _renamed(task: Task, names: Sequence[str], user: str) -> Task | None:
     """Return the task to rename the function of a repository, which another module, `user`, then calls. The tests that an agent
     sees call the function through it. None if a variable has one of the names."""
@@ -235,10 +274,10 @@ def _named(source: str, name: str) -> str:
     return source.replace("def f(", f"def {name}(", 1)
 
 
-def _sibling(rng: Random, heldout: bool) -> tuple[Program, Cases]:
+def _sibling(rng: Random, heldout: bool, family: str = "") -> tuple[Program, Cases]:
     """Return a correct program on the same side of the split, with its cases."""
-    program = draw_program(rng)
+    program = draw_program(rng, family)
     while program.heldout != heldout:
-        program = draw_program(rng)
+        program = draw_program(rng, family)
     inputs, results = evaluate(program, 2 * OTHERS, rng)
     return program, list(zip(inputs, results, strict=True))

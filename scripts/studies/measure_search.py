@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""What search by meaning is worth to an agent: `scripts/studies/measure_search.py [--seeds N …]`.
+
+A policy with `codebase_search` and one without are fine-tuned alike, from random weights of the tour's size, on demonstrations of
+an expert that has the same tools. The tasks are bugs in one of 16, 32 or 64 modules, where most
+requests paraphrase the function's name and the others have its own words. Both policies are scored on new tasks, in sandboxes:
+paraphrases and structures that no demonstration has, paraphrases of training, and the code's own words. Gains are paired by task
+and pooled over the seeds. Interrupted, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.terms.registry import called
+from composer_nb.harness.tools.toolset import SEARCH
+from composer_nb.operations import console, overrides
+from composer_nb.tour.miniatures import MANY, make_miniatures
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.recipe.recipe import evaluate_model
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, from_dict, override
+from composer_nb.views.page import text_table
+from scripts.studies.measure_tour import run
+
+WITHOUT = "grep,list_dir,read_file,search_replace"
+ARMS = {"without": WITHOUT, "with": f"{SEARCH},{WITHOUT}"}
+SETTINGS: dict[str, Any] = {
+    "until": "sft",
+    "data.kinds": ["paraphrase"],
+    "data.told": 0.3,
+    "data.demonstrations": 0,
+    "data.mistaken_demonstrations": 896,
+    "data.heldout_tasks": 4,
+    "data.structure_tasks": 0,
+    "data.tune_tasks": 16,
+    "data.rl_tasks": 4,
+    "rl.steps": 1,
+    "rl.prompts": 2,
+    "midtrain.steps": 0,
+    "sft.steps": 500,
+    "sft.lr": 3e-3,
+    "sft.sharpness": [],
+    "model.max_position_embeddings": 1280,
+    "limits.tokens": 1280,
+    "limits.turns": 24,
+    "limits.turn_tokens": 96,
+    "env.sandboxes": 32,
+}
+"""Where they differ from the defaults."""
+SETS: dict[str, dict[str, Any]] = {
+    "new paraphrases": {"count": 96, "heldout": True, "told": 0.0},
+    "paraphrases of training": {"count": 32, "heldout": False, "told": 0.0},
+    "the code's own words": {"count": 32, "heldout": True, "told": 1.0},
+}
+SAMPLES, CALLS = 1, (4, 8, 12, 24)
+
+
+def attempts_at(source: RunDir, name: str) -> list[Attempt]:
+    """Return the attempts of a run's policy at a set of tasks, stored in the run."""
+    settings, path = from_dict(source.settings()), source.path / "rollouts" / f"search_{name.replace(' ', '_')}.parquet"
+    with Sandboxes(settings.env.backend) as sandboxes:
+        tasks = list(
+            make_miniatures(f"search {name}", executor=sandboxes.functions, kinds=("paraphrase",), **SETS[name])
+        )
+        if not path.is_file():
+            stages = Stages(source, settings, Ranks(), sandboxes, print)
+            set_up_process(settings.seed, settings.matmul)
+            save_attempts(path, evaluate_model(stages, stages.load("start"), tasks, SAMPLES, 1.0))
+    return load_attempts(path, {task.id: task for task in tasks})
+
+
+def led(attempt: Attempt) -> str:
+    """Return the name of the call whose answer was the first to name the file to change; empty if none did."""
+    [path] = attempt.task.solution
+    return next((called(turn)[0] for turn in attempt.rollout.turns if path in turn.observation), "")
+
+
+def by_task(attempts: Sequence[Attempt], figure: Callable[[Attempt], float]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for attempt in attempts:
+        values.setdefault(attempt.task.id, []).append(figure(attempt))
+    return {task: float(np.mean(own)) for task, own in values.items()}
+
+
+def solved(within: int) -> Callable[[Attempt], float]:
+    return lambda attempt: float(attempt.grade.passed and attempt.rollout.calls <= within)
+
+
+def gain(
+    attempts: dict[str, dict[int, list[Attempt]]], figure: Callable[[Attempt], float], sizes: Sequence[int] = MANY
+) -> str:
+    """Return how much more a figure is with search than without in repositories of these sizes, with its 95 % interval, by a
+    bootstrap over the tasks, each with its mean over the seeds."""
+    differences: dict[str, list[float]] = {}
+    for seed in attempts["with"]:
+        values = {arm: by_task(attempts[arm][seed], figure) for arm in ARMS}
+        size = {attempt.task.id: len(attempt.task.files) for attempt in attempts["with"][seed]}
+        for task, value in values["with"].items():
+            if size[task] in sizes:
+                differences.setdefault(task, []).append(value - values["without"][task])
+    means = np.array([np.mean(own) for own in differences.values()])
+    low, high = bootstrap(means, 0)
+    return f"{means.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def rows(name: str, attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]:
+    """Return the rows of one set of tasks: a policy each, and the gain."""
+
+    def texts(figure: Callable[[Attempt], float], form: str) -> list[str]:
+        pooled = {arm: [attempt for own in by_seed.values() for attempt in own] for arm, by_seed in attempts.items()}
+        means = [f"{np.mean([figure(attempt) for attempt in pooled[arm]]):{form}}" for arm in ARMS]
+        return [*means, gain(attempts, figure)]
+
+    columns = [[f"{name}: {arm}" for arm in ARMS] + ["gain"]]
+    columns += [texts(solved(within), ".3f") for within in CALLS]
+    columns += [texts(lambda attempt: float(attempt.rollout.calls), ".1f")]
+    columns += [texts(lambda attempt: float(attempt.rollout.tokens), ".0f")]
+    columns += [texts(lambda attempt: float(attempt.grade.passed and led(attempt) == SEARCH), ".3f")]
+    columns += [["", "", gain(attempts, solved(CALLS[-1]), [size])] for size in MANY]
+    return list(zip(*columns, strict=True))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/search"), help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of all runs")
+    args = parser.parse_args(arguments)
+    attempts: dict[str, dict[str, dict[int, list[Attempt]]]] = {name: {arm: {} for arm in ARMS} for name in SETS}
+    for seed in args.seeds:
+        for arm, tools in ARMS.items():
+            values = SETTINGS | {"env.tools": tools, "seed": seed} | overrides(args.set)
+            trained = run(args.runs, f"{arm}-{seed}", override(Settings(), values))
+            for name in SETS:
+                attempts[name][arm][seed] = attempts_at(trained, name)
+    head = ["policy", *(f"solved in {within}" for within in CALLS), "calls", "tokens", "solved by search"]
+    head += [f"gain in {size} modules" for size in MANY]
+    for name in SETS:
+        console().print(text_table(rows(name, attempts[name]), head))
+
+
+if __name__ == "__main__":
+    main()
