@@ -143,8 +143,8 @@ def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
 
 def seeker(task: Task, tools: Collection[str]) -> Script:
     """Find the function that a request paraphrases: by meaning if the product's tools include `codebase_search`, else by a grep
-    for its name. Read the modules of the answer, best first, then all others, up to the one that does nearly what the request
-    says, and mend it."""
+    for its name. Read the modules of the answer, best first, then all others, up to the one with the number that the request
+    spells, and change that."""
     [(path, right)] = task.solution.items()
     words = task.instruction.removeprefix("fix ").partition(":")[0]
     if SEARCH in tools:
@@ -156,7 +156,7 @@ def seeker(task: Task, tools: Collection[str]) -> Script:
         modules += (yield one(call("list_dir", target_directory="."))).split()
     for module in dict.fromkeys(modules[: modules.index(path) + 1]):
         yield one(PRODUCT.read(module))
-    yield one(PRODUCT.change(path, *substitution(task.files[path].rstrip("\n"), right.rstrip("\n"))))
+    yield one(PRODUCT.change(path, *(text.split()[-1] for text in (task.files[path], right))))
     yield turn([], "I fixed it.")
 
 

@@ -19,7 +19,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import RULES, Task
-from composer_nb.tour.paraphrases import PARAPHRASES, draw_names
+from composer_nb.tour.paraphrases import draw_others, draw_wrong_number, paraphrase
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BuggyProgram,
@@ -33,15 +33,15 @@ from composer_nb.tour.repairs import (
 
 # bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
 # tests that mutants fail. lint: a name is unused or does not exist. rename: a function gets another name, in two modules.
-# paraphrase: a bug in one of many modules, whose request spells the function's name in other words; no test can be run.
+# paraphrase: a wrong number in one of many modules, whose request shares no word with the code; no test can be run.
 Kind = Literal["bug", "feature", "tests", "lint", "rename", "paraphrase"]
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 # Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side.
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
 # Maximum modules of a repository.
 MOST = 3
-# Numbers of modules of a repository of the kind `paraphrase`, and the family of its programs, which are short.
-MANY, SHORT = (16, 32, 64), "comp"
+# Numbers of modules of a repository of the kind `paraphrase`.
+MANY = (16, 32, 64)
 # Maximum mutants of a task of the kind `tests`.
 MUTANTS = 3
 IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
@@ -73,9 +73,9 @@ def make_miniatures(
 
     def draw() -> BuggyProgram | None:
         kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
-        return draw_candidate(
-            rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], {SHORT} if kind == "paraphrase" else families
-        )
+        if kind == "paraphrase":
+            return draw_wrong_number(rng, heldout)
+        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
 
     def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
         return _task(candidate, outcomes, rng, rng.random() < told, executor)
@@ -119,7 +119,6 @@ PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
     "tests": lambda source, rng: (planted := _bug(source, rng)) and ("tests", planted[1]),
     "lint": _litter,
     "rename": lambda source, rng: ("rename", source),
-    "paraphrase": lambda source, rng: (planted := _bug(source, rng)) and ("paraphrase", planted[1]),
 }
 
 
@@ -213,31 +212,21 @@ def _task(
 
 
 def _spread(candidate: BuggyProgram, cases: Cases, rng: Random, own_words: bool) -> Task:
-    """Return the task of a bug in one of many modules, all of whose tests are hidden. The request has the words of the function's
-    name, or those of a paraphrase in any order, and says what the function should do."""
-    program, files, tests = candidate.program, dict[str, str](), dict[str, str]()
-    first, *names = draw_names(rng, rng.choice(MANY), program.heldout)
-    for name in (first, *names):
-        sibling, examples = _sibling(rng, program.heldout, SHORT)
-        files[f"{name}.py"] = _named(candidate.buggy if name == first else sibling.source, name) + "\n"
-        tests[f"test_hidden_{name}.py"] = render_tests(name, name, cases if name == first else examples[:OTHERS])
-    others = PARAPHRASES[first].split()
-    words = first.split("_") if own_words else rng.sample(others, len(others))
-    digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
+    """Return the task of a wrong number in one of many modules, all of whose tests are hidden. The request has the words of the
+    function's name, or a paraphrase, and says which number should be there, and which is."""
+    first = candidate.program.family
+    sources = {first: candidate.buggy} | draw_others(rng, rng.choice(MANY) - 1, candidate)
+    files = {f"{name}.py": _named(source, name) + "\n" for name, source in sources.items()}
+    words = first.split("_") if own_words else paraphrase(rng, first)
+    digest = hashlib.sha256(repr((files, words)).encode()).hexdigest()[:12]
     return Task(
-        id=f"{program.family}-{digest}",
-        instruction=f"fix {' '.join(words)}: {program.spec}",
+        id=f"paraphrase-{digest}",
+        instruction=f"fix {' '.join(words)}: {candidate.program.spec}",
         files=files,
-        tests=tests,
-        solution={f"{first}.py": _named(program.source, first) + "\n"},
+        tests={f"test_hidden_{first}.py": render_tests(first, first, cases)},
+        solution={f"{first}.py": _named(candidate.program.source, first) + "\n"},
         source_scope=tuple(files),
-        metadata={
-            "family": program.family,
-            "bug": candidate.kind,
-            "kind": candidate.kind,
-            "structure": program.structure,
-            "function": first,
-        },
+        metadata={"family": candidate.kind, "kind": candidate.kind, "structure": first, "function": first},
     )
 
 
@@ -274,10 +263,10 @@ def _named(source: str, name: str) -> str:
     return source.replace("def f(", f"def {name}(", 1)
 
 
-def _sibling(rng: Random, heldout: bool, family: str = "") -> tuple[Program, Cases]:
+def _sibling(rng: Random, heldout: bool) -> tuple[Program, Cases]:
     """Return a correct program on the same side of the split, with its cases."""
-    program = draw_program(rng, family)
+    program = draw_program(rng)
     while program.heldout != heldout:
-        program = draw_program(rng, family)
+        program = draw_program(rng)
     inputs, results = evaluate(program, 2 * OTHERS, rng)
     return program, list(zip(inputs, results, strict=True))

@@ -1,16 +1,23 @@
-"""Names of functions, each with a paraphrase of three words that no code uses."""
+"""Functions with a number each, in many modules, and requests to change one that share no word with any of them.
+
+A function is found by the meaning of its name or by reading on, and told by its number, which the request spells out.
+"""
 
 from __future__ import annotations
 
 from random import Random
 
+from composer_nb.tour.programs import Program
+from composer_nb.tour.repairs import BuggyProgram, evaluate
+
+# Names of functions, each with its paraphrase.
 PARAPHRASES = dict(
     pair.split(": ")
     for pair in """\
 read_mailbox_inbox: incoming letters
 remove_directory_tree: delete whole folder
 unzip_archive_member: extract packed part
-encode_base64_payload: binary text
+encode_hex_payload: binary text
 quote_url_query: web site
 split_path_suffix: file ending
 lock_thread_mutex: synchronize parallel access
@@ -82,8 +89,41 @@ unpack_struct_endian: byte order layout""".split("\n")
 )
 
 
-def draw_names(rng: Random, count: int, heldout: bool) -> list[str]:
-    """Return `count` names of `PARAPHRASES`; the first is of the third that is held out, or of the rest."""
-    names = list(PARAPHRASES)
-    first = rng.choice([name for place, name in enumerate(names) if (place % 3 == 2) == heldout])
-    return [first, *rng.sample([name for name in names if name != first], count - 1)]
+DIGITS = dict(zip("123456789", "one two three four five six seven eight nine".split(), strict=True))
+NUMBERS = tuple(first + second for first in DIGITS for second in DIGITS)
+INPUTS = 12
+
+
+def draw_wrong_number(rng: Random, heldout: bool) -> BuggyProgram:
+    """Draw a function with a wrong number. Its name, which is the program's family, is of the third that is held out, or of the
+    rest."""
+    name = rng.choice([name for place, name in enumerate(PARAPHRASES) if (place % 3 == 2) == heldout])
+    sign = rng.choice("+-*")
+    right, wrong = rng.sample(NUMBERS, 2)
+    spelt = [" ".join(DIGITS[digit] for digit in number) for number in (right, wrong)]
+    source, spec = _source(name, sign, right), " not ".join(spelt)
+    program = Program(family=name, source=source, spec=spec, inputs=("number",))
+    inputs, results = evaluate(program, INPUTS, rng)
+    return BuggyProgram(
+        program=program, kind="paraphrase", buggy=_source(name, sign, wrong), inputs=inputs, wanted=results
+    )
+
+
+def draw_others(rng: Random, count: int, candidate: BuggyProgram) -> dict[str, str]:
+    """Return the sources of `count` other functions by name, none with the number of the candidate."""
+    names = rng.sample([name for name in PARAPHRASES if name != candidate.program.family], count)
+    numbers = rng.sample([number for number in NUMBERS if not candidate.buggy.endswith(number)], count)
+    return {name: _source(name, rng.choice("+-*"), number) for name, number in zip(names, numbers, strict=True)}
+
+
+def _source(name: str, sign: str, number: str) -> str:
+    subject = name.rpartition("_")[2]
+    return f"def f({subject}):\n    return {subject} {sign} {number}"
+
+
+def paraphrase(rng: Random, name: str) -> list[str]:
+    """Return the words of a paraphrase in any order, with a word joined of two others, so that a policy learns to copy words that
+    it does not know."""
+    pool = " ".join(PARAPHRASES.values()).split()
+    words = [*PARAPHRASES[name].split(), rng.choice(pool)[:3] + rng.choice(pool)[-3:]]
+    return rng.sample(words, len(words))

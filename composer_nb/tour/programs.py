@@ -237,9 +237,9 @@ def f({xs}):
 }  # fmt: skip
 
 
-def draw_program(rng: Random, family: str = "") -> Program:
-    """Draw one program, of a family if one is named. The same generator state gives the same program."""
-    family = family or rng.choices(list(FAMILIES), [weight for weight, *_ in FAMILIES.values()])[0]
+def draw_program(rng: Random) -> Program:
+    """Draw one program. The same generator state gives the same program."""
+    family = rng.choices(list(FAMILIES), [weight for weight, *_ in FAMILIES.values()])[0]
     _, kinds, draw, template = FAMILIES[family]
     words = _words(rng)
     words |= draw(rng, words)

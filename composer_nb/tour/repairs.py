@@ -150,7 +150,7 @@ def draw_candidate(
 ) -> BuggyProgram | None:
     """Draw one candidate with `count` inputs; None if the draw is unfit. `plant` changes the program and names the change.
     `families`: only these, if any are given. The reference program is trusted, so it runs in this process."""
-    program = draw_program(rng, *families if len(families) == 1 else ())
+    program = draw_program(rng)
     if program.heldout != heldout or (families and program.family not in families):
         return None
     planted = plant(program.source, rng)

@@ -54,7 +54,7 @@ class DataSettings:
     (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
     kinds: tuple[Literal["bug", "feature", "tests", "lint", "rename", "paraphrase"], ...] = ("bug",)
     """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to
-    extend, a `lint` to remove, a function to `rename`, or a bug that a `paraphrase` names, for the product's tools
+    extend, a `lint` to remove, a function to `rename`, or a number to change that a `paraphrase` names, for the product's tools
     (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25
     """Share of the bug tasks in repositories whose instruction specifies the function, and of the `paraphrase` tasks whose

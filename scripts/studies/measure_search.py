@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.terms.registry import called
 from composer_nb.harness.tools.toolset import SEARCH
 from composer_nb.operations import console, overrides
+from composer_nb.tour.environment import Tour
 from composer_nb.tour.miniatures import MANY, make_miniatures
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.recipe.recipe import evaluate_model
@@ -40,19 +42,19 @@ SETTINGS: dict[str, Any] = {
     "data.kinds": ["paraphrase"],
     "data.told": 0.3,
     "data.demonstrations": 0,
-    "data.mistaken_demonstrations": 896,
-    "data.heldout_tasks": 4,
+    "data.mistaken_demonstrations": 1024,
+    "data.heldout_tasks": 8,
     "data.structure_tasks": 0,
     "data.tune_tasks": 16,
     "data.rl_tasks": 4,
     "rl.steps": 1,
     "rl.prompts": 2,
     "midtrain.steps": 0,
-    "sft.steps": 500,
+    "sft.steps": 600,
     "sft.lr": 3e-3,
     "sft.sharpness": [],
-    "model.max_position_embeddings": 1280,
-    "limits.tokens": 1280,
+    "model.max_position_embeddings": 1024,
+    "limits.tokens": 1024,
     "limits.turns": 24,
     "limits.turn_tokens": 96,
     "env.sandboxes": 32,
@@ -66,17 +68,21 @@ SETS: dict[str, dict[str, Any]] = {
 SAMPLES, CALLS = 1, (4, 8, 12, 24)
 
 
-def attempts_at(source: RunDir, name: str) -> list[Attempt]:
-    """Return the attempts of a run's policy at a set of tasks, stored in the run."""
-    settings, path = from_dict(source.settings()), source.path / "rollouts" / f"search_{name.replace(' ', '_')}.parquet"
+def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
+    """Return the attempts of a run's policy, or of the expert with its tools and limits, at a set of tasks, stored in the run."""
+    settings = from_dict(source.settings())
+    path = source.path / "rollouts" / f"search_{policy}_{name.replace(' ', '_')}.parquet"
     with Sandboxes(settings.env.backend) as sandboxes:
-        tasks = list(
-            make_miniatures(f"search {name}", executor=sandboxes.functions, kinds=("paraphrase",), **SETS[name])
-        )
+        make = partial(make_miniatures, executor=sandboxes.functions, kinds=("paraphrase",))
+        tasks = list(make(f"search {name}", **SETS[name]))
         if not path.is_file():
             stages = Stages(source, settings, Ranks(), sandboxes, print)
             set_up_process(settings.seed, settings.matmul)
-            save_attempts(path, evaluate_model(stages, stages.load("start"), tasks, SAMPLES, 1.0))
+            if policy == "expert":
+                attempts = list(Tour().demonstrations(tasks, stages.agent(), sandboxes, settings.seed, 0.0))
+            else:
+                attempts = evaluate_model(stages, stages.load("start"), tasks, SAMPLES, 1.0)
+            save_attempts(path, attempts)
     return load_attempts(path, {task.id: task for task in tasks})
 
 
@@ -114,7 +120,7 @@ def gain(
     return f"{means.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def rows(name: str, attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]:
+def rows(attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]:
     """Return the rows of one set of tasks: a policy each, and the gain."""
 
     def texts(figure: Callable[[Attempt], float], form: str) -> list[str]:
@@ -122,7 +128,7 @@ def rows(name: str, attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple
         means = [f"{np.mean([figure(attempt) for attempt in pooled[arm]]):{form}}" for arm in ARMS]
         return [*means, gain(attempts, figure)]
 
-    columns = [[f"{name}: {arm}" for arm in ARMS] + ["gain"]]
+    columns = [[*ARMS, "gain"]]
     columns += [texts(solved(within), ".3f") for within in CALLS]
     columns += [texts(lambda attempt: float(attempt.rollout.calls), ".1f")]
     columns += [texts(lambda attempt: float(attempt.rollout.tokens), ".0f")]
@@ -137,17 +143,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of all runs")
     args = parser.parse_args(arguments)
-    attempts: dict[str, dict[str, dict[int, list[Attempt]]]] = {name: {arm: {} for arm in ARMS} for name in SETS}
+    head = ["policy", *(f"solved in {within}" for within in CALLS), "calls", "tokens", "solved by search"]
+    head += [f"gain in {size} modules" for size in MANY]
+    runs: dict[str, dict[int, RunDir]] = {arm: {} for arm in ARMS}
     for seed in args.seeds:
         for arm, tools in ARMS.items():
             values = SETTINGS | {"env.tools": tools, "seed": seed} | overrides(args.set)
-            trained = run(args.runs, f"{arm}-{seed}", override(Settings(), values))
+            runs[arm][seed] = run(args.runs, f"{arm}-{seed}", override(Settings(), values))
             for name in SETS:
-                attempts[name][arm][seed] = attempts_at(trained, name)
-    head = ["policy", *(f"solved in {within}" for within in CALLS), "calls", "tokens", "solved by search"]
-    head += [f"gain in {size} modules" for size in MANY]
-    for name in SETS:
-        console().print(text_table(rows(name, attempts[name]), head))
+                attempts_at(runs[arm][seed], name, "start")
+    for policy, seeds in (("start", args.seeds), ("expert", args.seeds[:1])):
+        for name in SETS:
+            attempts = {arm: {seed: attempts_at(runs[arm][seed], name, policy) for seed in seeds} for arm in ARMS}
+            console().print(text_table(rows(attempts), head, f"{policy}, {len(seeds)} seeds: {name}"))
 
 
 if __name__ == "__main__":
