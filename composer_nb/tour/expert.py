@@ -143,14 +143,14 @@ def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
 
 def seeker(task: Task, tools: Collection[str]) -> Script:
     """Find the function that a request paraphrases: by meaning if the product's tools include `codebase_search`, else by a grep
-    for its name. Read the modules of the answer, best first, then all others, up to the one with the number that the request
+    for its words. Read the modules of the answer, best first, then all others, up to the one with the number that the request
     spells, and change that."""
     [(path, right)] = task.solution.items()
-    words = task.instruction.removeprefix("fix ").partition(":")[0]
+    words = task.instruction.split('"')[1]
     if SEARCH in tools:
         answer = yield one(call(SEARCH, query=words, target_directories=[]))
     else:
-        answer = yield one(call("grep", pattern=f"def {words.replace(' ', '_')}"))
+        answer = yield one(call("grep", pattern=words))
     modules = re.findall(r"^(\w+\.py):\d", answer, re.M)
     if path not in modules:
         modules += (yield one(call("list_dir", target_directory="."))).split()

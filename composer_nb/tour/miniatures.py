@@ -212,16 +212,16 @@ def _task(
 
 
 def _spread(candidate: BuggyProgram, cases: Cases, rng: Random, own_words: bool) -> Task:
-    """Return the task of a wrong number in one of many modules, all of whose tests are hidden. The request has the words of the
+    """Return the task of a wrong number in one of many modules, all of whose tests are hidden. The request quotes the
     function's name, or a paraphrase, and says which number should be there, and which is."""
     first = candidate.program.family
     sources = {first: candidate.buggy} | draw_others(rng, rng.choice(MANY) - 1, candidate)
     files = {f"{name}.py": _named(source, name) + "\n" for name, source in sources.items()}
-    words = first.split("_") if own_words else paraphrase(rng, first)
+    words = [first] if own_words else paraphrase(rng, first)
     digest = hashlib.sha256(repr((files, words)).encode()).hexdigest()[:12]
     return Task(
         id=f"paraphrase-{digest}",
-        instruction=f"fix {' '.join(words)}: {candidate.program.spec}",
+        instruction=f'fix "{" ".join(words)}": {candidate.program.spec}',
         files=files,
         tests={f"test_hidden_{first}.py": render_tests(first, first, cases)},
         solution={f"{first}.py": _named(candidate.program.source, first) + "\n"},

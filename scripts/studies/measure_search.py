@@ -35,13 +35,13 @@ from composer_nb.trainer.settings import Settings, from_dict, override
 from composer_nb.views.page import text_table
 from scripts.studies.measure_tour import run
 
-WITHOUT = "grep,list_dir,read_file,search_replace"
+WITHOUT = "grep,list_dir,read_file,search_replace,run_terminal_cmd"
 ARMS = {"without": WITHOUT, "with": f"{SEARCH},{WITHOUT}"}
 SETTINGS: dict[str, Any] = {
     "until": "sft",
     "data.kinds": ["paraphrase"],
     "data.told": 0.3,
-    "data.demonstrations": 0,
+    "data.demonstrations": 1,
     "data.mistaken_demonstrations": 1024,
     "data.heldout_tasks": 8,
     "data.structure_tasks": 0,
@@ -49,9 +49,8 @@ SETTINGS: dict[str, Any] = {
     "data.rl_tasks": 4,
     "rl.steps": 1,
     "rl.prompts": 2,
-    "midtrain.steps": 0,
-    "sft.steps": 600,
-    "sft.lr": 3e-3,
+    "midtrain.steps": 1400,
+    "sft.steps": 200,
     "sft.sharpness": [],
     "model.max_position_embeddings": 1024,
     "limits.tokens": 1024,
@@ -65,7 +64,7 @@ SETS: dict[str, dict[str, Any]] = {
     "paraphrases of training": {"count": 32, "heldout": False, "told": 0.0},
     "the code's own words": {"count": 32, "heldout": True, "told": 1.0},
 }
-SAMPLES, CALLS = 1, (4, 8, 12, 24)
+CALLS = (4, 8, 12, 24)
 
 
 def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
@@ -81,7 +80,7 @@ def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
             if policy == "expert":
                 attempts = list(Tour().demonstrations(tasks, stages.agent(), sandboxes, settings.seed, 0.0))
             else:
-                attempts = evaluate_model(stages, stages.load("start"), tasks, SAMPLES, 1.0)
+                attempts = evaluate_model(stages, stages.load("start"), tasks, 1, 0.0)
             save_attempts(path, attempts)
     return load_attempts(path, {task.id: task for task in tasks})
 
