@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What search by meaning is worth to an agent: `scripts/studies/measure_search.py [--seeds N …]`.
 
-A policy with `codebase_search` and one without are fine-tuned alike, from random weights of the tour's size, on demonstrations of
-an expert that has the same tools. The tasks are bugs in one of 16, 32 or 64 modules, where most
-requests paraphrase the function's name and the others have its own words. Both policies are scored on new tasks, in sandboxes:
-paraphrases and structures that no demonstration has, paraphrases of training, and the code's own words. Gains are paired by task
-and pooled over the seeds. Interrupted, the same command goes on.
+Two policies of the tour's size are trained alike by imitation, one with `codebase_search` and one without, on demonstrations of an
+expert that has the same tools. A task asks for a number to be changed in one of 16, 32 or 64 modules. Most requests paraphrase the
+function's name, and the others quote it. Both policies, and the expert in their limits, are scored on new tasks, in sandboxes:
+paraphrases that no demonstration has, paraphrases of training, and quoted names. An attempt has found the place when it has read
+its file. Gains are paired by task and pooled over the seeds. Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SETS: dict[str, dict[str, Any]] = {
     "paraphrases of training": {"count": 32, "heldout": False, "told": 0.0},
     "the code's own words": {"count": 32, "heldout": True, "told": 1.0},
 }
-CALLS = (4, 8, 12, 24)
+CALLS = (3, 6, 12, 24)
 
 
 def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
@@ -98,8 +98,14 @@ def by_task(attempts: Sequence[Attempt], figure: Callable[[Attempt], float]) -> 
     return {task: float(np.mean(own)) for task, own in values.items()}
 
 
-def solved(within: int) -> Callable[[Attempt], float]:
-    return lambda attempt: float(attempt.grade.passed and attempt.rollout.calls <= within)
+def found(within: int) -> Callable[[Attempt], float]:
+    """Return whether an attempt has read the file to change, as a figure, within this number of calls."""
+
+    def figure(attempt: Attempt) -> float:
+        reads = [called(turn)[1].get("target_file") for turn in attempt.rollout.turns[:within] if turn.error is None]
+        return float(not attempt.task.solution.keys().isdisjoint(reads))
+
+    return figure
 
 
 def gain(
@@ -128,11 +134,12 @@ def rows(attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]
         return [*means, gain(attempts, figure)]
 
     columns = [[*ARMS, "gain"]]
-    columns += [texts(solved(within), ".3f") for within in CALLS]
+    columns += [texts(found(within), ".3f") for within in CALLS]
+    columns += [texts(lambda attempt: float(attempt.grade.passed), ".3f")]
     columns += [texts(lambda attempt: float(attempt.rollout.calls), ".1f")]
     columns += [texts(lambda attempt: float(attempt.rollout.tokens), ".0f")]
-    columns += [texts(lambda attempt: float(attempt.grade.passed and led(attempt) == SEARCH), ".3f")]
-    columns += [["", "", gain(attempts, solved(CALLS[-1]), [size])] for size in MANY]
+    columns += [texts(lambda attempt: found(CALLS[-1])(attempt) * (led(attempt) == SEARCH), ".3f")]
+    columns += [["", "", gain(attempts, found(CALLS[-1]), [size])] for size in MANY]
     return list(zip(*columns, strict=True))
 
 
@@ -142,8 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of all runs")
     args = parser.parse_args(arguments)
-    head = ["policy", *(f"solved in {within}" for within in CALLS), "calls", "tokens", "solved by search"]
-    head += [f"gain in {size} modules" for size in MANY]
+    head = ["policy", *(f"found in {within}" for within in CALLS), "solved", "calls", "tokens", "found by search"]
+    head += [f"found more in {size} modules" for size in MANY]
     runs: dict[str, dict[int, RunDir]] = {arm: {} for arm in ARMS}
     for seed in args.seeds:
         for arm, tools in ARMS.items():
