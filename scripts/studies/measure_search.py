@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What search by meaning is worth to an agent: `scripts/studies/measure_search.py [--seeds N …]`.
 
-Two policies of the tour's size are trained alike by imitation, one with `codebase_search` and one without, on demonstrations of an
-expert that has the same tools. A task asks for a number to be changed in one of 16, 32 or 64 modules. Most requests paraphrase the
-function's name, and the others quote it. Both policies, and the expert in their limits, are scored on new tasks, in sandboxes:
-paraphrases that no demonstration has, paraphrases of training, and quoted names. An attempt has found the place when it has read
-its file. Gains are paired by task and pooled over the seeds. Interrupted, the same command goes on.
+Two policies of the tour's size are trained alike by imitation, one with `codebase_search` and one without, on demonstrations of
+an expert that has the same tools. A task asks for a number to be changed in one of 16, 32 or 64 modules. Most requests paraphrase
+the function's name, and the others quote it. Both policies, and the expert in their limits, are scored on new tasks in sandboxes:
+paraphrases that no demonstration has, paraphrases of training, and quoted names. An attempt has located the function when it
+has read its file. Gains are paired by task and pooled over the seeds. Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
     return load_attempts(path, {task.id: task for task in tasks})
 
 
-def led(attempt: Attempt) -> str:
-    """Return the name of the call whose answer was the first to name the file to change; empty if none did."""
+def leading_tool(attempt: Attempt) -> str:
+    """Return the name of the tool whose answer was the first to name the file to change; empty if none did."""
     [path] = attempt.task.solution
     return next((called(turn)[0] for turn in attempt.rollout.turns if path in turn.observation), "")
 
@@ -98,7 +98,7 @@ def by_task(attempts: Sequence[Attempt], figure: Callable[[Attempt], float]) -> 
     return {task: float(np.mean(own)) for task, own in values.items()}
 
 
-def found(within: int) -> Callable[[Attempt], float]:
+def located(within: int) -> Callable[[Attempt], float]:
     """Return whether an attempt has read the file to change, as a figure, within this number of calls."""
 
     def figure(attempt: Attempt) -> float:
@@ -134,12 +134,12 @@ def rows(attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]
         return [*means, gain(attempts, figure)]
 
     columns = [[*ARMS, "gain"]]
-    columns += [texts(found(within), ".3f") for within in CALLS]
+    columns += [texts(located(within), ".3f") for within in CALLS]
     columns += [texts(lambda attempt: float(attempt.grade.passed), ".3f")]
     columns += [texts(lambda attempt: float(attempt.rollout.calls), ".1f")]
     columns += [texts(lambda attempt: float(attempt.rollout.tokens), ".0f")]
-    columns += [texts(lambda attempt: found(CALLS[-1])(attempt) * (led(attempt) == SEARCH), ".3f")]
-    columns += [["", "", gain(attempts, found(CALLS[-1]), [size])] for size in MANY]
+    columns += [texts(lambda attempt: located(CALLS[-1])(attempt) * (leading_tool(attempt) == SEARCH), ".3f")]
+    columns += [["", "", gain(attempts, located(CALLS[-1]), [size])] for size in MANY]
     return list(zip(*columns, strict=True))
 
 
@@ -149,8 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting of all runs")
     args = parser.parse_args(arguments)
-    head = ["policy", *(f"found in {within}" for within in CALLS), "solved", "calls", "tokens", "found by search"]
-    head += [f"found more in {size} modules" for size in MANY]
+    head = ["policy", *(f"located in {within}" for within in CALLS), "solved", "calls", "tokens", "located by search"]
+    head += [f"located more in {size} modules" for size in MANY]
     runs: dict[str, dict[int, RunDir]] = {arm: {} for arm in ARMS}
     for seed in args.seeds:
         for arm, tools in ARMS.items():
