@@ -97,7 +97,7 @@ INPUTS = 12
 def draw_wrong_number(rng: Random, heldout: bool) -> BuggyProgram:
     """Draw a function with a wrong number. Its name, which is the program's family, is of the third that is held out, or of the
     rest."""
-    name = rng.choice([name for place, name in enumerate(PARAPHRASES) if (place % 3 == 2) == heldout])
+    name = rng.choice([name for index, name in enumerate(PARAPHRASES) if (index % 3 == 2) == heldout])
     sign = rng.choice("+-*")
     right, wrong = rng.sample(NUMBERS, 2)
     spelt = [" ".join(DIGITS[digit] for digit in number) for number in (right, wrong)]
