@@ -18,7 +18,16 @@ from composer_nb.harness.sandbox.calls import CachedExecutor
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.tour.expert import Script, ScriptedPolicy, changes_lines, expert, searcher, searches, step_by_step
+from composer_nb.tour.expert import (
+    Script,
+    ScriptedPolicy,
+    changes_lines,
+    expert,
+    searcher,
+    searches,
+    seeker,
+    step_by_step,
+)
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tasks
 
@@ -70,10 +79,13 @@ class Tour:
         """Return attempts of the scripted expert at `tasks` in the real harness, in the order in which they end.
 
         The expert searches for the bug of a generated repository; with the product's tools, only if the request does not specify
-        the function. At other tasks it makes mistakes at `mistake_rate`, but none with the product's tools."""
+        the function; and what a request paraphrases. At other tasks it makes mistakes at `mistake_rate`, or none with the
+        product's tools."""
 
         def script(position: int) -> Script:
             task, tiny = tasks[position], "finish" in agent.tools.tools
+            if task.metadata.get("kind") == "paraphrase":
+                return seeker(task, agent.tools.tools)
             rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
             hidden = (
                 ":" not in task.instruction and "kind" not in task.metadata

@@ -18,6 +18,7 @@ from composer_nb.harness.agent.turns import Script as ChatScript
 from composer_nb.harness.policy import Completion, Request, Trace, first_segment
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall, call
+from composer_nb.harness.tools.toolset import SEARCH
 from composer_nb.tour.miniatures import ENUMERABLE
 from composer_nb.tour.repairs import bugs, home_of, neighbours, split_at
 
@@ -141,6 +142,25 @@ def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
     count = 0 if ":" in task.instruction else rng.randrange(TRIES)
     wrong = [text for text in rng.sample(texts, len(texts)) if text != answer]
     yield from _try(path, task.files[path], [*wrong[:count], answer], verbs)
+
+
+def seeker(task: Task, tools: Collection[str]) -> Script:
+    """Find the function that a request paraphrases: by meaning if the product's tools include `codebase_search`, else by a grep
+    for its words. Read the modules of the answer, best first, then all others, up to the one with the number that the request
+    spells, and change that."""
+    [(path, right)] = task.solution.items()
+    words = task.instruction.split('"')[1]
+    if SEARCH in tools:
+        answer = yield one(call(SEARCH, query=words, target_directories=[]))
+    else:
+        answer = yield one(call("grep", pattern=words))
+    modules = re.findall(r"^(\w+\.py):\d", answer, re.M)
+    if path not in modules:
+        modules += (yield one(call("list_dir", target_directory="."))).split()
+    for module in dict.fromkeys(modules[: modules.index(path) + 1]):
+        yield one(PRODUCT.read(module))
+    yield one(PRODUCT.change(path, *(text.split()[-1] for text in (task.files[path], right))))
+    yield turn([], "I fixed it.")
 
 
 def _mend(task: Task) -> Script:

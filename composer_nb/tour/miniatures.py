@@ -19,6 +19,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import RULES, Task
+from composer_nb.tour.paraphrases import draw_others, draw_wrong_number, paraphrase
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BuggyProgram,
@@ -32,12 +33,15 @@ from composer_nb.tour.repairs import (
 
 # bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
 # tests that mutants fail. lint: a name is unused or does not exist. rename: a function gets another name, in two modules.
-Kind = Literal["bug", "feature", "tests", "lint", "rename"]
+# paraphrase: a wrong number in one of many modules, whose request shares no word with the code; no test can be run.
+Kind = Literal["bug", "feature", "tests", "lint", "rename", "paraphrase"]
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 # Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side.
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
 # Maximum modules of a repository.
 MOST = 3
+# Numbers of modules of a repository of the kind `paraphrase`.
+MANY = (16, 32, 64)
 # Maximum mutants of a task of the kind `tests`.
 MUTANTS = 3
 IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
@@ -62,12 +66,15 @@ def make_miniatures(
 ) -> Iterator[Task]:
     """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
 
-    `told`: share of bug tasks whose instruction specifies the function. `families`: only these, if any are given. `kinds`: the
-    kinds of tasks. Iteration raises ValueError if a thousand draws yield no new task."""
+    `told`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks whose instruction has the words
+    of the code. `families`: only these, if any are given. `kinds`: the kinds of tasks. Iteration raises ValueError if a thousand
+    draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")
 
     def draw() -> BuggyProgram | None:
         kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
+        if kind == "paraphrase":
+            return draw_wrong_number(rng, heldout)
         return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
 
     def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
@@ -153,6 +160,8 @@ def _task(
         return None
     visible, hidden, mutants = dealt
     program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
+    if candidate.kind == "paraphrase":
+        return _spread(candidate, cases, rng, specified)
     function, *spare_names = rng.sample(NAMES, 2 * MOST)
     modules = rng.sample(MODULES, rng.randint(1 + (candidate.kind == "rename"), MOST))
     home = rng.randrange(len(modules))
@@ -200,6 +209,25 @@ def _task(
         metadata=metadata,
     )
     return _renamed(task, spare_names, f"{modules[home - 1]}.py") if kind == "rename" else task
+
+
+def _spread(candidate: BuggyProgram, cases: Cases, rng: Random, own_words: bool) -> Task:
+    """Return the task of a wrong number in one of many modules, all of whose tests are hidden. The request quotes the
+    function's name, or a paraphrase, and says which number should be there, and which is."""
+    first = candidate.program.family
+    sources = {first: candidate.buggy} | draw_others(rng, rng.choice(MANY) - 1, candidate)
+    files = {f"{name}.py": _named(source, name) + "\n" for name, source in sources.items()}
+    words = [first] if own_words else paraphrase(rng, first)
+    digest = hashlib.sha256(repr((files, words)).encode()).hexdigest()[:12]
+    return Task(
+        id=f"paraphrase-{digest}",
+        instruction=f'fix "{" ".join(words)}": {candidate.program.spec}',
+        files=files,
+        tests={f"test_hidden_{first}.py": render_tests(first, first, cases)},
+        solution={f"{first}.py": _named(candidate.program.source, first) + "\n"},
+        source_scope=tuple(files),
+        metadata={"family": candidate.kind, "kind": candidate.kind, "structure": first, "function": first},
+    )
 
 
 def _renamed(task: Task, names: Sequence[str], user: str) -> Task | None:

@@ -52,11 +52,13 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
     (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
-    kinds: tuple[Literal["bug", "feature", "tests", "lint", "rename"], ...] = ("bug",)
+    kinds: tuple[Literal["bug", "feature", "tests", "lint", "rename", "paraphrase"], ...] = ("bug",)
     """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to
-    extend, a `lint` to remove or a function to `rename` (`miniatures.py`). The published measurements use the default."""
+    extend, a `lint` to remove, a function to `rename`, or a number to change that a `paraphrase` names, for the product's tools
+    (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25
-    """Share of the bug tasks in repositories whose instruction specifies the function."""
+    """Share of the bug tasks in repositories whose instruction specifies the function, and of the `paraphrase` tasks whose
+    instruction has the code's own words."""
     demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
     mistaken_demonstrations: Count = 2048

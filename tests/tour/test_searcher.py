@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from random import Random
 
 import pytest
@@ -13,12 +14,15 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import behaviour
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.search.embedding import split, words
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.environment import Tour
 from composer_nb.tour.expert import TRIES, ScriptedPolicy, blind, searcher, searches
 from composer_nb.tour.miniatures import make_miniatures
+from composer_nb.tour.paraphrases import PARAPHRASES
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,24 @@ def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sand
         assert len(set(tried)) == len(tried) and not any(turn.observation == "tried" for turn in each.rollout.turns)
         assert each.rollout.stop == ("turns" if len(tried) == 13 else "finished")
     assert 0.3 < sum(each.grade.passed for each in done) / len(done) < 1
+
+
+def test_a_paraphrase_is_sought_by_meaning_or_by_reading_on(renderer: CompactRenderer) -> None:
+    """No word of it is in the code, and no test can be run; the right edit is accepted, and no other answer."""
+    terms = lambda texts: {term for text in texts for word in words(text) for term in split(word)}  # noqa: E731
+    assert not terms(PARAPHRASES) & terms(PARAPHRASES.values())
+    limits, calls = Limits(turns=80, turn_tokens=1000, tokens=60000), dict[bool, list[int]]()
+    with Sandboxes() as sandboxes:
+        make = partial(make_miniatures, heldout=True, executor=sandboxes.functions, kinds=("paraphrase",))
+        tasks = [*make("sought", 4, told=0.0), *make("named", 4, told=1.0)]
+        for by_meaning in (True, False):
+            tools = "codebase_search," * by_meaning + "grep,list_dir,read_file,search_replace"
+            agent = make_agent(EnvSettings(tools=tools), renderer.tokenizer, limits, sandboxes)
+            played = {done.task.id: done for done in Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0)}
+            assert all(done.grade.passed and not done.rollout.invalid_calls for done in played.values())
+            calls[by_meaning] = [played[task.id].rollout.calls for task in tasks]
+        for task in tasks:
+            assert not terms([task.instruction.partition(":")[0]]) & terms(task.files) or task in tasks[4:]
+            assert not any(grade(task, files, sandboxes.functions).passed for files in (task.files, {}))
+    assert calls[True][4:] == calls[False][4:] == [3] * 4, "the code's own words are found at once"
+    assert sum(calls[True][:4]) < sum(calls[False][:4])
