@@ -24,11 +24,30 @@ from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modu
 from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
-from composer_nb.harness.tasks.making.assignments import NEAR, assignments, behaving, hidden_of, rewritten, task_of
-from composer_nb.harness.tasks.making.changes import ROUNDS, Change, Edit, Unit, bugs, function_of, header_of, text_of
+from composer_nb.harness.tasks.making.assignments import (
+    NEAR,
+    assignments,
+    behaving,
+    hidden_of,
+    hollow,
+    rewritten,
+    task_of,
+)
+from composer_nb.harness.tasks.making.changes import (
+    ROUNDS,
+    Change,
+    Edit,
+    Unit,
+    bugs,
+    function_of,
+    header_of,
+    text_of,
+    without_feature,
+)
+from composer_nb.harness.tasks.making.histories import histories
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.questions import questions
-from composer_nb.harness.tasks.making.refactors import movable, moved, renameable, renamed
+from composer_nb.harness.tasks.making.questions import called_names, long_run, questions
+from composer_nb.harness.tasks.making.refactors import extractable, extracted, movable, moved, renameable, renamed
 from composer_nb.harness.tasks.making.trial import (
     MOST_BROKEN,
     Assignment,
@@ -36,12 +55,15 @@ from composer_nb.harness.tasks.making.trial import (
     Subject,
     failing_keys,
     job_on,
+    look,
     run_jobs,
+    settled,
 )
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
 MUTANTS = (2, 3)  # Fewest and most mutants of a task of the kind `tests`.
+MOST_FEATURES = 3  # Functions of a feature over several files.
 LINTS = 3  # Most lints of a task.
 UNUSED = ("os", "re", "json", "math", "itertools", "functools"), ("spare", "extra", "draft", "pending")
 
@@ -161,6 +183,30 @@ def reworded(node: Function) -> None:
     node.body.insert(int(documented), ast.Assign([ast.Name("spare_", ast.Store())], ast.Constant(0)))
 
 
+# Features over several files.
+
+
+def _features(subject: Subject) -> Iterator[Assignment]:
+    """Yield candidates: a public function, with those that call it in other files, each of which says what it does."""
+    files = subject.repository.files
+    calls = {unit: called_names(text_of(unit, files)) for unit in subject.reached}
+
+    def edits_of(unit: Unit) -> list[tuple[Edit, ...]]:
+        name = unit.name.rpartition(".")[2]
+        callers = [other for other in calls if name in calls[other] and other.path != unit.path]
+        parts = [without_feature(other, subject.reached, files) for other in (unit, *callers)]
+        return [part for part in (parts[0], *filter(None, parts[1:]))][:MOST_FEATURES] if parts[0] else []
+
+    def build(subject: Subject, unit: Unit) -> Task:
+        parts = edits_of(unit)
+        edits, places = tuple(edit for part in parts for edit in part), tuple(part[0].place for part in parts)
+        change = Change(kind="features", edits=edits, places=places)
+        look(subject, change)
+        return settled(subject, change)
+
+    return assignments("features", subject, build, [unit for unit in subject.reached if len(edits_of(unit)) > 1])
+
+
 # Lints to mend.
 
 
@@ -177,7 +223,6 @@ def _lints(subject: Subject, unit: Unit) -> Task:
         elif not edits:
             raise NoTask("unseen")
     change = Change(kind="lint", edits=tuple(edits), places=tuple(edit.place for edit in edits))
-    stubs = [edit.becoming(rewritten(text_of(edit, files), _hollow)) for edit in edits]
     keys = [key for edit in edits for key in subject.baseline.nearest([edit.place])[: NEAR // LINTS]]
     tests = {key: subject.baseline.plan.tests[key] for key in keys}
     changed = change.apply(files)
@@ -189,11 +234,7 @@ def _lints(subject: Subject, unit: Unit) -> Task:
     )
     fields = {"tests": hidden_of(subject, tests), "solution": {path: files[path] for path in changed}}
     task = task_of(subject, "lint", unit, wordings, files={**files, **changed}, strictness="lints", **fields)
-    return behaving(subject, task, tests, Change(kind="lint", edits=tuple(stubs), places=()).apply(files))
-
-
-def _hollow(node: Function) -> None:
-    node.body = [ast.Raise(ast.Name("NotImplementedError", ast.Load()))]
+    return behaving(subject, task, tests, hollow(subject, edits))
 
 
 def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
@@ -243,6 +284,15 @@ KINDS: Mapping[str, TaskKind] = {
         lambda subject: assignments("move", subject, moved, movable(subject)),
         "as every function that tests reach needs more of its module than imports",
     ),
+    "extract": TaskKind(
+        lambda subject: assignments("extract", subject, extracted, extractable(subject)),
+        "as no function that tests reach has a piece of three lines or more that gives one value back",
+    ),
+    "features": TaskKind(_features, "as no documented function that tests reach calls one of another file"),
+    "long": TaskKind(
+        lambda subject: assignments("long", subject, long_run, subject.reached), "as tests reach no function"
+    ),
+    "git": TaskKind(histories, "as tests reach no function"),
     "question": TaskKind(
         questions,
         "as no function that tests reach calls, or is called by, two to eight others whose names stand for them alone",
