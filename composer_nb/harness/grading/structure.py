@@ -48,17 +48,19 @@ def structure(task: Task, modules: Mapping[str, str]) -> dict[str, bool]:
     names = {name for path, tree in trees.items() for name in names_of(tree, strings=not is_test_module(path))}
     results = []
     for rule, path, name in rules:
-        answer, model = _part(trees.get(path), name), _part(right.get(path), name)
+        answer, model = _parts(trees.get(path), name), _parts(right.get(path), name)
+        once = len(answer) == len(model) == 1  # or else one of two would be read and the other run
         match rule:
             case "absent":
                 results.append(name not in names)
             case "undefined":
-                results.append(answer is None)
+                results.append(not answer)
             case "reduced":
-                results.append(_reduced(answer, _part(start[path], name), model))
+                before = _parts(start[path], name)
+                results.append(once and bool(before) and _reduced(answer[0], before[0], model[0]))
             case "defined":
                 extra = other_bindings(trees.get(path), name) > other_bindings(right.get(path), name)
-                results.append(answer is not None and not extra and 2 * _size(answer) >= _size(model))
+                results.append(once and not extra and 2 * _size(answer[0]) >= _size(model[0]))
     results.append(all(counts[name] <= allowed[name] for name in AT_RUN_TIME))
     return dict(zip(labels, results, strict=True))
 
@@ -83,19 +85,18 @@ def names_of(tree: ast.AST, *, strings: bool = True) -> Iterator[str]:
                     yield from text.split(".")
 
 
-def _part(tree: ast.AST | None, name: str) -> ast.AST | None:
-    """Return a module's function of this name, or the module if it is empty. None where there is none."""
-    return dict(definitions(tree)).get(name) if name and tree else tree
+def _parts(tree: ast.AST | None, name: str) -> list[ast.AST]:
+    """Return a module's functions of this name, or the module if it is empty."""
+    functions = definitions(tree) if name and tree else [("", tree)]
+    return [node for qualified, node in functions if qualified == name and node]
 
 
-def _size(node: ast.AST | None) -> int:
-    return sum(1 for _ in ast.walk(node)) if node else 0
+def _size(node: ast.AST) -> int:
+    return sum(1 for _ in ast.walk(node))
 
 
-def _reduced(answer: ast.AST | None, before: ast.AST | None, model: ast.AST | None) -> bool:
+def _reduced(answer: ast.AST, before: ast.AST, model: ast.AST) -> bool:
     """Return whether an answer lacks what `model`, the solution, lacks of what was there before, and has its new names."""
-    if not (answer and before and model):
-        return False
     left, old, right = (
         Counter(ast.dump(node) for node in ast.walk(tree) if isinstance(node, ast.stmt) and not _is_compound(node))
         for tree in (answer, before, model)

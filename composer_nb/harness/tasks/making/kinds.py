@@ -189,22 +189,22 @@ def reworded(node: Function) -> None:
 def _features(subject: Subject) -> Iterator[Assignment]:
     """Yield candidates: a public function, with those that call it in other files, each of which says what it does."""
     files = subject.repository.files
-    calls = {unit: called_names(text_of(unit, files)) for unit in subject.reached}
+    edits_of = {unit: without_feature(unit, subject.reached, files) for unit in subject.reached}
+    calls = {unit: called_names(text_of(unit, files)) for unit in edits_of if edits_of[unit]}
 
-    def edits_of(unit: Unit) -> list[tuple[Edit, ...]]:
+    def parts_of(unit: Unit) -> list[tuple[Edit, ...]]:
         name = unit.name.rpartition(".")[2]
         callers = [other for other in calls if name in calls[other] and other.path != unit.path]
-        parts = [without_feature(other, subject.reached, files) for other in (unit, *callers)]
-        return [part for part in (parts[0], *filter(None, parts[1:]))][:MOST_FEATURES] if parts[0] else []
+        return [edits_of[other] for other in (unit, *callers)][:MOST_FEATURES]
 
     def build(subject: Subject, unit: Unit) -> Task:
-        parts = edits_of(unit)
+        parts = parts_of(unit)
         edits, places = tuple(edit for part in parts for edit in part), tuple(part[0].place for part in parts)
         change = Change(kind="features", edits=edits, places=places)
         look(subject, change)
         return settled(subject, change)
 
-    return assignments("features", subject, build, [unit for unit in subject.reached if len(edits_of(unit)) > 1])
+    return assignments("features", subject, build, [unit for unit in calls if len(parts_of(unit)) > 1])
 
 
 # Lints to mend.

@@ -120,12 +120,12 @@ def _flow(node: Function, piece: Sequence[ast.stmt], ends: bool) -> tuple[tuple[
 def with_function(text: str, piece: Piece, name: str, *, method: bool) -> str:
     """Return a function's text with a piece replaced by a call, and the function or method that it becomes below it."""
     lines, indent = text.split("\n"), text.lstrip("\f")[: -len(text.lstrip())]
-    taken = lines[piece.start : piece.end]
-    space = taken[0][: -len(taken[0].lstrip())]
+    block = lines[piece.start : piece.end]
+    space = block[0][: -len(block[0].lstrip())]
     inputs = [variable for variable in piece.inputs if not method or variable != "self"]
     call = f"{'self.' * method}{name}({', '.join(inputs)})"
     head = "return " if piece.ends else f"{piece.output} = " if piece.output else ""
-    body = textwrap.indent(textwrap.dedent("\n".join(taken)), f"{indent}    ")
+    body = textwrap.indent(textwrap.dedent("\n".join(block)), f"{indent}    ")
     result = [f"{indent}    return {piece.output}"] if piece.output else []
     parameters = ", ".join([*["self"] * method, *inputs])
     new = [*[""] * (2 - bool(indent)), f"{indent}def {name}({parameters}):", body, *result]

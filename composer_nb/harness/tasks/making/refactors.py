@@ -244,8 +244,9 @@ def moved(subject: Subject, unit: Unit) -> Task:
 
 def extractable(subject: Subject) -> Iterator[Unit]:
     """Yield the functions that tests reach, and methods of instances, that hold a piece which can be a function of its own."""
+    counts = Counter((unit.path, unit.name) for unit in subject.units)
     for unit in subject.reached:
-        if _pieces_of(subject, unit):
+        if counts[unit.path, unit.name] == 1 and _pieces_of(subject, unit):
             yield unit
 
 

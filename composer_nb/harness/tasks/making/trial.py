@@ -279,8 +279,8 @@ def settled(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Tas
     if change.kind in FEATURES:
         texts = dict(zip(change.edits, originals, strict=True))
         missing = [edit for edit in change.edits if edit.text]  # without their helpers
-        shown = symptoms if len(missing) == 1 else []
-        requests = [write_feature(edit.path, edit.name, texts[edit], seed, shown) for edit in missing]
+        examples = symptoms if len(missing) == 1 else []
+        requests = [write_feature(edit.path, edit.name, texts[edit], seed, examples) for edit in missing]
         text = "\n\n".join(requests) if all(requests) else ""
     else:
         text = write(symptoms, len(steady), seed)
