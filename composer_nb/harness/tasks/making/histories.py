@@ -21,6 +21,7 @@ from composer_nb.harness.tasks.runtime import start_sandbox
 from composer_nb.harness.tasks.task import COMMITS, Task
 
 COUNT, DRAWS = 4, 3  # Commits after the first, and bugs that are tried for each.
+MOST_CHARACTERS = 1 << 19  # Of a history, which is part of a task.toml.
 Commits = list[tuple[str, str, dict[str, str]]]
 
 
@@ -141,7 +142,9 @@ def _committed(
         start |= changed
     scope = (*subject.repository.scope, GIT_REPORT)
     fields = {"files": start, "tests": hidden_of(subject, tests), "source_scope": scope}
-    task = task_of(subject, "git", unit, wordings, {COMMITS: json.dumps(commits)}, solution=right, **fields)
+    if len(history := json.dumps(commits)) > MOST_CHARACTERS:
+        raise NoTask("too much")
+    task = task_of(subject, "git", unit, wordings, {COMMITS: history}, solution=right, **fields)
     with start_sandbox(task, subject.backend) as box:
         add_history(box, import_stream(task))
         hashes = [line for line in commits_left(box, "--all").split("\n") if len(line) == 40]
