@@ -31,7 +31,7 @@ def test_answer():
     words = re.split(r"[\s,;]+", Path({path!r}).read_text(encoding="utf-8"))
     assert sorted({{word.strip("`*-.()[]'\"") for word in words}} - {{""}}) == {names!r}
 """
-PROGRAM, STEPS, PAUSE_S = "fingerprint.py", 16, 10.0  # The long program, its steps, and seconds between them.
+PROGRAM, STEPS, PAUSE_S = "fingerprint.py", 14, 10.0  # The long program, its steps, and seconds between them.
 LONG = '''\
 """Print the fingerprint of a release. It reads some sources at a time, and waits, so that the disk is free for others."""
 
