@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -65,6 +65,7 @@ from composer_nb.harness.tasks.task import Task
 MUTANTS = (2, 3)  # Fewest and most mutants of a task of the kind `tests`.
 MOST_FEATURES = 3  # Functions of a feature over several files.
 LINTS = 3  # Most lints of a task.
+WANTING = "calls, or is called by, two to eight others whose names stand for them alone"
 UNUSED = ("os", "re", "json", "math", "itertools", "functools"), ("spare", "extra", "draft", "pending")
 
 
@@ -269,32 +270,26 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
     return ""
 
 
-KINDS: Mapping[str, TaskKind] = {
-    "tests": TaskKind(
-        lambda subject: assignments("tests", subject, _tests_to_write, subject.reached), "as tests reach no function"
-    ),
-    "lint": TaskKind(
-        lambda subject: assignments("lint", subject, _lints, subject.reached), "as tests reach no function"
-    ),
-    "rename": TaskKind(
-        lambda subject: assignments("rename", subject, renamed, renameable(subject)),
-        "as no function that tests reach has a name that stands for it alone",
-    ),
-    "move": TaskKind(
-        lambda subject: assignments("move", subject, moved, movable(subject)),
-        "as every function that tests reach needs more of its module than imports",
-    ),
-    "extract": TaskKind(
-        lambda subject: assignments("extract", subject, extracted, extractable(subject)),
-        "as no function that tests reach has a piece of three lines or more that gives one value back",
-    ),
-    "features": TaskKind(_features, "as no documented function that tests reach calls one of another file"),
-    "long": TaskKind(
-        lambda subject: assignments("long", subject, long_run, subject.reached), "as tests reach no function"
-    ),
-    "git": TaskKind(histories, "as tests reach no function"),
-    "question": TaskKind(
-        questions,
-        "as no function that tests reach calls, or is called by, two to eight others whose names stand for them alone",
-    ),
-}
+def _one_each(
+    kind: str,
+    build: Callable[[Subject, Unit], Task],
+    units: Callable[[Subject], Iterable[Unit]] = lambda subject: subject.reached,
+    needs: str = "as tests reach no function",
+) -> tuple[str, TaskKind]:
+    """Return a kind with one candidate for each of these functions."""
+    return kind, TaskKind(lambda subject: assignments(kind, subject, build, units(subject)), needs)
+
+
+KINDS: Mapping[str, TaskKind] = dict(
+    [
+        _one_each("tests", _tests_to_write),
+        _one_each("lint", _lints),
+        _one_each("rename", renamed, renameable, "as no function that tests reach has a name that stands for it alone"),
+        _one_each("move", moved, movable, "as every function that tests reach needs more of its module than imports"),
+        _one_each("extract", extracted, extractable, "as no function that tests reach has lines that can be one"),
+        _one_each("long", long_run),
+        ("features", TaskKind(_features, "as no documented function that tests reach calls one of another file")),
+        ("git", TaskKind(histories, "as tests reach no function")),
+        ("question", TaskKind(questions, f"as no function that tests reach {WANTING}")),
+    ]
+)
