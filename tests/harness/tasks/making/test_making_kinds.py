@@ -281,14 +281,3 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
-
-
-def test_tests_to_write_have_one_module_as_scope() -> None:
-    fields = {"id": "t", "instruction": "-", "files": {"a.py": ""}, "tests": {"test_a.py": ""}, "grader": "pytest"}
-    metadata = {"mutants": '[{"a.py": "x"}]'}
-    assert Task.model_validate(fields | {"metadata": metadata, "source_scope": ("test_a.py",)}).mutants == (
-        {"a.py": "x"},
-    )
-    for scope in (("a.py",), ("test_a.py", "test_b.py"), ("*.py",)):
-        with pytest.raises(ValueError, match="has one test module as source_scope"):
-            Task.model_validate(fields | {"metadata": metadata, "source_scope": scope})
