@@ -21,7 +21,7 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.agent.user import UserOf, nobody
 from composer_nb.harness.blocking import CallTimeout
-from composer_nb.harness.carry import Blob, add_history, carry_back
+from composer_nb.harness.carry import Blob, add_history, carry_back, commits_left
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import OWN, own_reward
@@ -29,6 +29,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import is_test
+from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
 from composer_nb.harness.tasks.runtime import artifacts_left, start_sandbox, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.terms.registry import Term
@@ -208,7 +209,7 @@ def open_session(task: Task, env: Environment) -> Iterator[Session]:
         raise ValueError(f"task {task.id}: its grader {task.grader!r}, or its tools, need a backend of sandboxes")
     with start_sandbox(task, env.backend) as box:
         if not task.image:  # a task's image has a history of its own
-            add_history(box)
+            add_history(box, import_stream(task))
         yield env.tools.open(box)
 
 
@@ -224,6 +225,7 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
                 outcome = _converse(task, env, turn_policy, session, report)
                 if outcome.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
+                    left |= {GIT_REPORT: commits_left(session.sandbox).encode()} if GIT_REPORT in task.solution else {}
             except (SandboxDied, OSError):
                 grade_ = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):

@@ -84,6 +84,7 @@ def read_answer(attempt: Attempt) -> bool:
     """Return whether history, a cache, a copy or a package showed a line of the solution, or anything the task's `canary`."""
     there = {line.strip() for text in attempt.task.files.values() for line in text.splitlines()}
     right = {line.strip() for text in attempt.task.solution.values() for line in text.splitlines()} - there
+    right = set[str]() if attempt.task.commits else right  # its history is there to be read
     canary = str(attempt.task.metadata.get("canary", ""))
     for turn in attempt.rollout.turns:
         if canary and canary in turn.observation:

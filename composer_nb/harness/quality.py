@@ -19,6 +19,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.source import Function
+from composer_nb.harness.tasks.history import GIT_REPORT
 from composer_nb.harness.tasks.making.repository import supports_tests
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
@@ -88,7 +89,7 @@ def solution_lines(task: Task) -> int:
 
 
 def _changed_paths(task: Task, files: Mapping[str, str]) -> list[str]:
-    paths = (path for path in {*task.files, *files} if files.get(path) != task.files.get(path))
+    paths = (path for path in {*task.files, *files} - {GIT_REPORT} if files.get(path) != task.files.get(path))
     return sorted(path for path in paths if not (is_test_module(path) or is_conftest(path) or supports_tests(path)))
 
 

@@ -38,7 +38,11 @@ log = logging.getLogger(__name__)
     arg("--out DIR", "folder for tasks; the same folder resumes", required=True, type=Path),
     arg("--limit N", "maximum number of tasks", 60),
     arg("--seed SEED", "the same seed gives the same tasks", "0"),
-    arg("--kinds KIND,…", "of feature, bug, combined, tests, lint, rename, move, question", "feature,bug,combined"),
+    arg(
+        "--kinds KIND,…",
+        "of feature, bug, combined, features, tests, lint, rename, move, extract, git, question, long",
+        "feature,bug,combined",
+    ),
     arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
     arg("--suite-seconds S", "time limit of a whole suite", 400.0),
     arg("--test-seconds S", "time limit of a test; slower tests do not count", 1.0),

@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.tasks.history import GIT_REPORT
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall, call
 from composer_nb.harness.untrusted import opcodes
@@ -41,7 +42,7 @@ def expert(task: Task) -> Script:
     Raises ValueError for a task without a solution."""
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
-    paths = sorted(task.solution)
+    paths = sorted({*task.solution} - {GIT_REPORT})
     edits = [edit for path in paths for edit in _edits(path, task.files.get(path, ""), task.solution[path])]
     looks = [_look(path, task.files[path], task.solution[path]) for path in paths if path in task.files]
     searches, reads = [search for search, _ in looks if search], [read for _, read in looks]
@@ -56,6 +57,7 @@ def expert(task: Task) -> Script:
             reads = [call("read_file", target_file=path) for path in homes] + reads
         steps = [[] if f" {name}: " in task.instruction else checks[:1], searches, reads, [*edits, *checks]]
     else:
+        tries += [_run("git add -A && git commit -q -m 'As asked'")] if GIT_REPORT in task.solution else []
         steps = [searches, reads, edits, tries]
     return play([*(turn(step) for step in steps if step), Said(text=f"I changed {', '.join(paths)}.")])
 

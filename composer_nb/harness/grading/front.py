@@ -23,12 +23,13 @@ from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.plan import conftests
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
-from composer_nb.harness.grading.structure import structure
+from composer_nb.harness.grading.structure import names_of, structure
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import lints, nodes_of
+from composer_nb.harness.tasks.history import history
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
@@ -73,16 +74,23 @@ def strictly(task: Task, files: Files, result: Grade) -> Grade:
     modules = {
         path: _text(data)
         for path, data in sorted(files.items())
-        if path.endswith(".py") and in_scope(path, task.source_scope)
+        if path.endswith((".py", ".pyi")) and in_scope(path, task.source_scope)
     }
     sources = {path: text for path, text in modules.items() if not is_test_module(path)}
-    more = structure(task, modules)
+    more = structure(task, modules) | history(task, files)
     more |= {"no flag": not result.flags} if task.strictness in ("scope", "lints") else {}
     for path, text in sources.items() if task.strictness == "lints" else ():
         right = task.solution.get(path, task.files.get(path, ""))
+        littered = {lint.split(" in ")[0].rpartition(" ")[2] for lint in lints(task.files.get(path, ""))}
+        gone = littered - _names(right)  # a name that nobody needs is taken away, and not used for nothing
         mended = set(lints(text)) <= set(lints(right)) and _feigned_uses(text) <= _feigned_uses(right)
-        more[f"{path}: no lint"] = text == right or mended
+        more[f"{path}: no lint"] = text == right or (mended and not gone & _names(text))
     return replace(result, tests={**result.tests, **more})
+
+
+def _names(text: str) -> set[str]:
+    """Return the names in a module; none if it cannot be parsed."""
+    return {name for module in nodes_of(text)[:1] for name in names_of(module)}
 
 
 def _feigned_uses(text: str) -> Counter[str]:

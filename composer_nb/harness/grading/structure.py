@@ -4,9 +4,11 @@
 
     absent     no module in the scope holds the name: as definition, variable, attribute, parameter, import or string; tests may
                have it in strings
-    defined    the module at the path defines the function itself, `name` or `Class.name`, and binds the name in no other way
-               than the solution does
+    defined    the module at the path defines the function itself, `name` or `Class.name`, in at least half as many nodes of
+               syntax as the solution, and binds the name in no other way than the solution does
     undefined  the module at the path does not define it, but may import it
+    reduced    what the solution takes out of the function, or of the whole module if `name` is empty, is gone from there, also in
+               other words: at least half of the nodes are; and the names that the solution brings there are used
 
 Texts are parsed and never executed. Names that are put together when the code runs show only in the ways to do so
 (`AT_RUN_TIME`), of which there may be no more than in the solution; tests may use them.
@@ -39,22 +41,32 @@ def structure(task: Task, modules: Mapping[str, str]) -> dict[str, bool]:
     try:
         trees = {path: parse(text) for path, text in modules.items()}
         right = {path: parse(text) for path, text in {**task.files, **task.solution}.items() if _counts(task, path)}
+        start = {path: parse(task.files.get(path, "")) for rule, path, _ in rules if rule == "reduced"}
     except (SyntaxError, ValueError):
         return dict.fromkeys(labels, False)
     counts, allowed = _names(trees), _names(right)
     names = {name for path, tree in trees.items() for name in names_of(tree, strings=not is_test_module(path))}
     results = []
     for rule, path, name in rules:
-        defined = path in trees and name in set(definitions(trees[path]))
-        if rule == "defined" and defined:
-            defined = other_bindings(trees[path], name) <= other_bindings(right.get(path), name)
-        results.append({"absent": name not in names, "defined": defined, "undefined": not defined}[rule])
+        answer, model = _parts(trees.get(path), name), _parts(right.get(path), name)
+        once = len(answer) == len(model) == 1  # or else one of two would be read and the other run
+        match rule:
+            case "absent":
+                results.append(name not in names)
+            case "undefined":
+                results.append(not answer)
+            case "reduced":
+                before = _parts(start[path], name)
+                results.append(once and bool(before) and _reduced(answer[0], before[0], model[0]))
+            case "defined":
+                extra = other_bindings(trees.get(path), name) > other_bindings(right.get(path), name)
+                results.append(once and not extra and 2 * _size(answer[0]) >= _size(model[0]))
     results.append(all(counts[name] <= allowed[name] for name in AT_RUN_TIME))
     return dict(zip(labels, results, strict=True))
 
 
 def _counts(task: Task, path: str) -> bool:
-    return path.endswith(".py") and in_scope(path, task.source_scope)
+    return path.endswith((".py", ".pyi")) and in_scope(path, task.source_scope)
 
 
 def _names(trees: Mapping[str, ast.AST]) -> Counter[str]:
@@ -73,13 +85,37 @@ def names_of(tree: ast.AST, *, strings: bool = True) -> Iterator[str]:
                     yield from text.split(".")
 
 
-def definitions(node: ast.AST, base: str = "") -> Iterator[str]:
-    """Yield the qualified names of a module's functions and methods, also of those that are defined in a block."""
+def _parts(tree: ast.AST | None, name: str) -> list[ast.AST]:
+    """Return a module's functions of this name, or the module if it is empty."""
+    functions = definitions(tree) if name and tree else [("", tree)]
+    return [node for qualified, node in functions if qualified == name and node]
+
+
+def _size(node: ast.AST) -> int:
+    return sum(1 for _ in ast.walk(node))
+
+
+def _reduced(answer: ast.AST, before: ast.AST, model: ast.AST) -> bool:
+    """Return whether an answer lacks what `model`, the solution, lacks of what was there before, and has its new names."""
+    left, old, right = (
+        Counter(ast.dump(node) for node in ast.walk(tree) if isinstance(node, ast.stmt) and not _is_compound(node))
+        for tree in (answer, before, model)
+    )
+    gone = not (left - right) & (old - right) and 2 * _size(answer) <= _size(before) + _size(model)
+    return gone and {*names_of(model)} - {*names_of(before)} <= {*names_of(answer)}
+
+
+def _is_compound(node: ast.stmt) -> bool:
+    return hasattr(node, "body") or isinstance(node, ast.Match)
+
+
+def definitions(node: ast.AST, base: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield a module's functions and methods by qualified name, also those that are defined in a block."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield from definitions(child, f"{base}{child.name}.")
         elif isinstance(child, Function):
-            yield base + child.name
+            yield base + child.name, child
         elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield from definitions(child, base)
 

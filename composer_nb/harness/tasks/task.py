@@ -25,7 +25,7 @@ from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 ENTRY, SOLVE = "test.sh", "solve.sh"  # Files of the grader `script` that run the tests and write a solution.
 
 
-RULES = "structure.rules"  # Metadata key.
+RULES, COMMITS = "structure.rules", "git.commits"  # Metadata keys.
 LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}  # Limits that a task may lower, and their keys in `metadata`.
 
 
@@ -88,7 +88,7 @@ class Task(BaseModel):
         if outside := {path for path in solution if not is_inside(path, self.source_scope)}:
             raise ValueError(f"task {self.id}: the solution changes {sorted(outside)}, outside source_scope")
         try:
-            _ = self.answers, self.rules
+            _ = self.answers, self.rules, self.commits
             if self.grader == "script":
                 if ENTRY not in self.tests:
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
@@ -138,6 +138,12 @@ class Task(BaseModel):
         """What the structure of an answer's sources must be (`grading/structure.py`): rule, path and name. Raises ValueError like
         `mutants`."""
         return self._fact(RULES, _RULES)
+
+    @property
+    def commits(self) -> tuple[tuple[str, str, dict[str, str]], ...]:
+        """The history that its workspace begins with (`history.py`): branch, message and changed files of each commit. Raises
+        ValueError like `mutants`."""
+        return self._fact(COMMITS, _COMMITS)
 
     def _versions(self, name: str) -> tuple[dict[str, str], ...]:
         return self._fact(name, _VERSIONS)
@@ -216,9 +222,13 @@ class Task(BaseModel):
         return from_swesmith(row, files)
 
 
-Rule = Literal["absent", "defined", "undefined"]
+Rule = Literal["absent", "defined", "undefined", "reduced"]
 _RULES: TypeAdapter[tuple[tuple[Rule, str, str], ...]] = TypeAdapter(tuple[tuple[Rule, str, str], ...])
 _VERSIONS: TypeAdapter[tuple[dict[harbor.Name, str], ...]] = TypeAdapter(tuple[dict[harbor.Name, str], ...])
+Branch = Literal["main", "topic"]
+_COMMITS: TypeAdapter[tuple[tuple[Branch, str, dict[harbor.Name, str]], ...]] = TypeAdapter(
+    tuple[tuple[Branch, str, dict[harbor.Name, str]], ...]
+)
 _ANSWERS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 

@@ -34,6 +34,7 @@ from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, Sand
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_test_files, request_tests
+from composer_nb.harness.tasks.history import committed
 from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
@@ -184,6 +185,7 @@ def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, ro
 def _graded(task: Task, sandbox: Box, candidates: Iterable[Probe], gold: Files) -> Iterator[tuple[Probe, Grade]]:
     limit, quick = 60.0, task
     for probe in candidates:
+        probe = replace(probe, files=committed(task, probe.files))
         if probe.slip and task.grader == "pytest":  # a bug may loop for ever
             result = grade_pytest(task, probe.files, cast(Backend, sandbox), timeout_s=limit)
             if not result.passed:

@@ -190,8 +190,10 @@ def test_levels(task: Task, sandboxes: SandboxExecutor, strictness: str, fails: 
     assert not fails or fails in found.failed
     assert grade(asked, messy | {path: "def f("}, sandboxes).passed is False
     feigned = ("import os\nos\n", "import os\nos, 1\n", "def g():\n    global x\n    x = 1\n")
-    for text in feigned:
-        assert grade(asked, right | {path: f"{right[path]}\n{text}"}, sandboxes).passed == (strictness != "lints")
+    littered = strict(asked, files=task.files | {path: f"import os\n{task.files[path]}"})
+    uses = (f"import os\n{use}\n" for use in ("str(os)", "print(os)", "[os for _ in ()]"))
+    for target, text in (*((asked, text) for text in feigned), *((littered, text) for text in uses)):
+        assert grade(target, right | {path: f"{right[path]}\n{text}"}, sandboxes).passed == (strictness != "lints")
 
 
 def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, GradePlan], backend: Backend) -> None:

@@ -36,12 +36,6 @@ TWIN = st.builds(Twin, path=st.text(), start=st.integers(0, 99), end=st.integers
 TWINS = st.lists(TWIN, max_size=8).map(tuple)
 
 
-@given(st.dictionaries(st.text(), st.text()), TWINS)
-def test_a_plan_comes_back_from_json(tests: dict[str, str], twins: tuple[Twin, ...]) -> None:
-    plan = GradePlan(digest="d", tests=tests, twins=twins)
-    assert GradePlan.from_json(plan.to_json()) == plan
-
-
 @pytest.mark.parametrize("other", [{"kind": "negation"}, {"weak": True}, {"telling": True}, {"besides": ["b"]}])
 def test_plans_of_older_versions_lose_twins_that_contradict_nothing(other: dict[str, object]) -> None:
     strong = {"path": "test_a.py", "start": 1, "end": 2, "text": "x", "kind": "value", "keys": [KEYS[0]]}

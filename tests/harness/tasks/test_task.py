@@ -80,6 +80,7 @@ def test_both_forms_hold_all_of_a_task(several: list[Task]) -> None:
         assert [entry.name for entry in lines.parent.iterdir()] == ["tasks.jsonl"]
 
 
+PYTEST = {"tests": {"test_a.py": ""}, "solution": {}}
 ANY_MESSAGE = "is not a plain relative path"
 
 
@@ -100,6 +101,13 @@ ANY_MESSAGE = "is not a plain relative path"
         ({"tests": {}}, "no test function found"),
         ({"tests": {"hidden.py": "import os\n"}}, r"hidden\.py:1: only imports"),
         ({"grader": "script"}, "grader"),
+        *(
+            (
+                {"grader": "pytest", "metadata": {"mutants": "[{}]"}, "source_scope": scope} | PYTEST,
+                "has one test module as",
+            )
+            for scope in (("f.py",), ("test_a.py", "test_b.py"), ("*.py",))
+        ),
         ({"instruction": "\ud800"}, "half a surrogate pair"),
     ],
 )

@@ -16,7 +16,7 @@ from composer_nb.harness.grading import plan as plans
 from composer_nb.harness.grading.plan import GradePlan, modules_of
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, with_twins
-from composer_nb.harness.tasks.making.changes import Unit, function_of, normalised, text_of
+from composer_nb.harness.tasks.making.changes import Change, Unit, function_of, normalised, text_of
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.trial import Assignment, NoTask, Subject, graded, needed, plan_on, repeated
 from composer_nb.harness.tasks.task import Task
@@ -66,11 +66,24 @@ def rewritten(text: str, change: Callable[[Function], None]) -> str:
     return textwrap.indent(ast.unparse(ast.fix_missing_locations(node)), indent)
 
 
-def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: dict[str, str] | None = None) -> Task:
+def hollow(subject: Subject, units: Iterable[Unit]) -> dict[str, str]:
+    """Return the files of these functions, in which they do nothing."""
+
+    def emptied(node: Function) -> None:
+        node.body = [ast.Raise(ast.Name("NotImplementedError", ast.Load()))]
+
+    files = subject.repository.files
+    edits = tuple(unit.becoming(rewritten(text_of(unit, files), emptied)) for unit in units)
+    return Change(kind="hollow", edits=edits, places=()).apply(files)
+
+
+def behaving(
+    subject: Subject, task: Task, tests: Mapping[str, str], stub: dict[str, str] | None = None, *, hide: bool = True
+) -> Task:
     """Return a task whose solution passes these tests, ids by key, every time, and whose start does not do what is asked.
 
-    The workspace lacks the tests that fail in it and that its solution does not change. `stub`: files in which the functions do
-    nothing. Raises NoTask.
+    To `hide` is to take the tests that fail in the workspace away from it, if the solution does not change them. `stub`: files in
+    which the functions do nothing. Raises NoTask.
     """
     steady, varying = repeated(subject, task, frozenset(tests))
     counted = sorted(tests.keys() - varying)
@@ -78,7 +91,7 @@ def behaving(subject: Subject, task: Task, tests: Mapping[str, str], stub: dict[
     visible = {
         path: without_tests(task.files[path], [key for key in steady if key.startswith(f"{path}::")])
         for path in modules_of(steady)
-        if path in task.files and path not in task.solution
+        if hide and path in task.files and path not in task.solution
     }
     facts = {IDS: json.dumps([tests[key] for key in counted]), "fail_to_pass": json.dumps(failing)}
     task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})

@@ -216,15 +216,27 @@ class _NodeCollector(cst.CSTVisitor):
 
 def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield changes that remove the body of a public function, with the private functions that only it uses."""
-    public_units = [unit for unit in where if not re.search(r"(^|\.)_", unit.name)]
+    public_units = [unit for unit in where if _is_public(unit)]
     Random(f"features {seed}").shuffle(public_units)
     for unit in public_units:
-        text = text_of(unit, files)
-        stub = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
-        helpers = [helper for helper in where if helper.path == unit.path and _only_helps(helper, text, files)]
-        if stub and not any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
-            edits = unit.becoming(stub), *(helper.becoming("") for helper in helpers)
+        if edits := without_feature(unit, where, files):
             yield Change(kind="feature", edits=edits, places=(unit.place,))
+
+
+def _is_public(unit: Unit) -> bool:
+    return not re.search(r"(^|\.)_", unit.name)
+
+
+def without_feature(unit: Unit, where: Sequence[Unit], files: Mapping[str, str]) -> tuple[Edit, ...]:
+    """Return the edits that take a feature away, that of the public function first; none if it has too little to say."""
+    text = text_of(unit, files)
+    if not _is_public(unit) or not FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1]:
+        return ()
+    stub = _without_body(text)
+    helpers = [helper for helper in where if helper.path == unit.path and _only_helps(helper, text, files)]
+    if not stub or any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
+        return ()
+    return unit.becoming(stub), *(helper.becoming("") for helper in helpers)
 
 
 def function_of(text: str) -> Function | None:

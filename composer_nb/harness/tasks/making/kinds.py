@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -24,11 +24,30 @@ from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modu
 from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
-from composer_nb.harness.tasks.making.assignments import NEAR, assignments, behaving, hidden_of, rewritten, task_of
-from composer_nb.harness.tasks.making.changes import ROUNDS, Change, Edit, Unit, bugs, function_of, header_of, text_of
+from composer_nb.harness.tasks.making.assignments import (
+    NEAR,
+    assignments,
+    behaving,
+    hidden_of,
+    hollow,
+    rewritten,
+    task_of,
+)
+from composer_nb.harness.tasks.making.changes import (
+    ROUNDS,
+    Change,
+    Edit,
+    Unit,
+    bugs,
+    function_of,
+    header_of,
+    text_of,
+    without_feature,
+)
+from composer_nb.harness.tasks.making.histories import histories
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.questions import questions
-from composer_nb.harness.tasks.making.refactors import movable, moved, renameable, renamed
+from composer_nb.harness.tasks.making.questions import called_names, long_run, questions
+from composer_nb.harness.tasks.making.refactors import extractable, extracted, movable, moved, renameable, renamed
 from composer_nb.harness.tasks.making.trial import (
     MOST_BROKEN,
     Assignment,
@@ -36,13 +55,17 @@ from composer_nb.harness.tasks.making.trial import (
     Subject,
     failing_keys,
     job_on,
+    look,
     run_jobs,
+    settled,
 )
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
 MUTANTS = (2, 3)  # Fewest and most mutants of a task of the kind `tests`.
+MOST_FEATURES = 3  # Functions of a feature over several files.
 LINTS = 3  # Most lints of a task.
+WANTING = "calls, or is called by, two to eight others whose names stand for them alone"
 UNUSED = ("os", "re", "json", "math", "itertools", "functools"), ("spare", "extra", "draft", "pending")
 
 
@@ -161,6 +184,30 @@ def reworded(node: Function) -> None:
     node.body.insert(int(documented), ast.Assign([ast.Name("spare_", ast.Store())], ast.Constant(0)))
 
 
+# Features over several files.
+
+
+def _features(subject: Subject) -> Iterator[Assignment]:
+    """Yield candidates: a public function, with those that call it in other files, each of which says what it does."""
+    files = subject.repository.files
+    edits_of = {unit: without_feature(unit, subject.reached, files) for unit in subject.reached}
+    calls = {unit: called_names(text_of(unit, files)) for unit in edits_of if edits_of[unit]}
+
+    def parts_of(unit: Unit) -> list[tuple[Edit, ...]]:
+        name = unit.name.rpartition(".")[2]
+        callers = [other for other in calls if name in calls[other] and other.path != unit.path]
+        return [edits_of[other] for other in (unit, *callers)][:MOST_FEATURES]
+
+    def build(subject: Subject, unit: Unit) -> Task:
+        parts = parts_of(unit)
+        edits, places = tuple(edit for part in parts for edit in part), tuple(part[0].place for part in parts)
+        change = Change(kind="features", edits=edits, places=places)
+        look(subject, change)
+        return settled(subject, change)
+
+    return assignments("features", subject, build, [unit for unit in calls if len(parts_of(unit)) > 1])
+
+
 # Lints to mend.
 
 
@@ -177,7 +224,6 @@ def _lints(subject: Subject, unit: Unit) -> Task:
         elif not edits:
             raise NoTask("unseen")
     change = Change(kind="lint", edits=tuple(edits), places=tuple(edit.place for edit in edits))
-    stubs = [edit.becoming(rewritten(text_of(edit, files), _hollow)) for edit in edits]
     keys = [key for edit in edits for key in subject.baseline.nearest([edit.place])[: NEAR // LINTS]]
     tests = {key: subject.baseline.plan.tests[key] for key in keys}
     changed = change.apply(files)
@@ -189,11 +235,7 @@ def _lints(subject: Subject, unit: Unit) -> Task:
     )
     fields = {"tests": hidden_of(subject, tests), "solution": {path: files[path] for path in changed}}
     task = task_of(subject, "lint", unit, wordings, files={**files, **changed}, strictness="lints", **fields)
-    return behaving(subject, task, tests, Change(kind="lint", edits=tuple(stubs), places=()).apply(files))
-
-
-def _hollow(node: Function) -> None:
-    node.body = [ast.Raise(ast.Name("NotImplementedError", ast.Load()))]
+    return behaving(subject, task, tests, hollow(subject, edits))
 
 
 def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
@@ -228,23 +270,26 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
     return ""
 
 
-KINDS: Mapping[str, TaskKind] = {
-    "tests": TaskKind(
-        lambda subject: assignments("tests", subject, _tests_to_write, subject.reached), "as tests reach no function"
-    ),
-    "lint": TaskKind(
-        lambda subject: assignments("lint", subject, _lints, subject.reached), "as tests reach no function"
-    ),
-    "rename": TaskKind(
-        lambda subject: assignments("rename", subject, renamed, renameable(subject)),
-        "as no function that tests reach has a name that stands for it alone",
-    ),
-    "move": TaskKind(
-        lambda subject: assignments("move", subject, moved, movable(subject)),
-        "as every function that tests reach needs more of its module than imports",
-    ),
-    "question": TaskKind(
-        questions,
-        "as no function that tests reach calls, or is called by, two to eight others whose names stand for them alone",
-    ),
-}
+def _one_each(
+    kind: str,
+    build: Callable[[Subject, Unit], Task],
+    units: Callable[[Subject], Iterable[Unit]] = lambda subject: subject.reached,
+    needs: str = "as tests reach no function",
+) -> tuple[str, TaskKind]:
+    """Return a kind with one candidate for each of these functions."""
+    return kind, TaskKind(lambda subject: assignments(kind, subject, build, units(subject)), needs)
+
+
+KINDS: Mapping[str, TaskKind] = dict(
+    [
+        _one_each("tests", _tests_to_write),
+        _one_each("lint", _lints),
+        _one_each("rename", renamed, renameable, "as no function that tests reach has a name that stands for it alone"),
+        _one_each("move", moved, movable, "as every function that tests reach needs more of its module than imports"),
+        _one_each("extract", extracted, extractable, "as no function that tests reach has lines that can be one"),
+        _one_each("long", long_run),
+        ("features", TaskKind(_features, "as no documented function that tests reach calls one of another file")),
+        ("git", TaskKind(histories, "as tests reach no function")),
+        ("question", TaskKind(questions, f"as no function that tests reach {WANTING}")),
+    ]
+)

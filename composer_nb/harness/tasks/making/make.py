@@ -36,7 +36,7 @@ AHEAD = 12  # Candidates drawn at a time.
 SHARE = 6  # One task in SHARE is a missing feature, and one combines several bugs.
 BELOW = 24  # Tasks below the required guard, without one that reaches it, after which a run ends.
 PLANTED = ("feature", "bug", "combined")  # Kinds that are made by default.
-FORMAT = "8"  # Version of the record. A new number makes earlier outcomes invalid.
+FORMAT = "9"  # Version of the record. A new number makes earlier outcomes invalid.
 
 
 # Is told what is being done, and counts of tasks.

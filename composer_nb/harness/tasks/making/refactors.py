@@ -2,7 +2,8 @@
 
 A function is renamed where its name stands for it alone, so that every occurrence in code is one of the function: no other
 definition, variable, attribute or parameter has it, no string but those of `__all__`, and no file that an answer may not change.
-A function is moved to a new module where it needs nothing of its old one but imports.
+A function is moved to a new module where it needs nothing of its old one but imports. Statements of a function become one of
+their own where they give at most one variable back, or end it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +22,9 @@ import libcst as cst
 
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.tasks.making.assignments import NEAR, behaving, hidden_of, task_of
+from composer_nb.harness.tasks.making.assignments import NEAR, behaving, hidden_of, hollow, task_of
 from composer_nb.harness.tasks.making.changes import Change, Unit, text_of
+from composer_nb.harness.tasks.making.pieces import Piece, pieces, with_function
 from composer_nb.harness.tasks.making.trial import NoTask, Subject
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import RULES, Task
@@ -46,7 +49,7 @@ def renameable(subject: Subject) -> Iterator[Unit]:
             for name, is_function in bound(text, tops):
                 defined[name] += is_function
                 bound_names |= set() if is_function else {name}
-        elif path.endswith((".py", ".toml", ".cfg", ".ini")):
+        elif path.endswith((".py", ".pyi", ".toml", ".cfg", ".ini")):
             bound_names |= {*re.findall(r"\w+", text)}
     for unit in subject.reached:
         name = unit.name.rpartition(".")[2]
@@ -128,6 +131,7 @@ def _refactor(
     assertion: str,
     rules: list[tuple[str, str, str]],
     *wordings: str,
+    stub: dict[str, str] | None = None,
 ) -> Task:
     """Return the task to make the files of `gold`. Its hidden tests are those near the function as they are in `gold`, and one
     that asserts how the structure shows at run time."""
@@ -139,12 +143,18 @@ def _refactor(
     facts = {RULES: json.dumps(rules)}
     task = task_of(subject, kind, unit, wordings, facts, tests=hidden, solution=gold, source_scope=scope)
     ids = {key: subject.baseline.plan.tests[key] for key in keys}
-    return behaving(subject, task, ids | {f"{path}::{STRUCTURAL}#0": f"{path}::{STRUCTURAL}"})
+    return behaving(subject, task, ids | {f"{path}::{STRUCTURAL}#0": f"{path}::{STRUCTURAL}"}, stub)
 
 
 def module_of(path: str) -> str:
     """Return the name by which tests import a file."""
     return path.removesuffix(".py").removeprefix("src/").replace("/", ".").removesuffix(".__init__")
+
+
+def _import_of(unit: Unit) -> str:
+    """Return the line by which a test imports a function's class, or its module as `module`."""
+    module, owner = module_of(unit.path), unit.name.partition(".")[0]
+    return f"from {module} import {owner}" if "." in unit.name else f"import {module} as module"
 
 
 def renamed(subject: Subject, unit: Unit) -> Task:
@@ -155,13 +165,12 @@ def renamed(subject: Subject, unit: Unit) -> Task:
     new = new_name(old, words, Random(f"rename {subject.seed} {unit.path} {unit.name}"))
     word = re.compile(rf"\b{old}\b")
     paths = [path for path in files if path.endswith(".py") and _changeable(subject, path) and word.search(files[path])]
-    module, owner = module_of(unit.path), holder.partition(".")[0]
     return _refactor(
         subject,
         "rename",
         unit,
         {path: with_name(files[path], old, new) for path in paths},
-        f"from {module} import {owner}" if owner else f"import {module} as module",
+        _import_of(unit),
         f"[hasattr({holder or 'module'}, name) for name in ({old!r}, {new!r})] == [False, True]",
         [("absent", "", old), ("defined", unit.path, f"{holder}.{new}".lstrip("."))],
         f"rename `{unit.name}` to `{new}`, everywhere",
@@ -227,7 +236,46 @@ def moved(subject: Subject, unit: Unit) -> Task:
         change.apply(files) | {target: f"{head}\n\n\n{text_of(unit, files)}\n".lstrip("\n")},
         f"import {module_of(unit.path)} as before\nimport {module_of(target)} as after",
         f"(before.{unit.name} is after.{unit.name}) is True",
-        [("undefined", unit.path, unit.name), ("defined", target, unit.name)],
+        [("undefined", unit.path, unit.name), ("reduced", unit.path, ""), ("defined", target, unit.name)],
         f"move `{unit.name}` from {unit.path} to a new module {target}. importing it from the old place must still work",
         f"{unit.path} is too long. Put `{unit.name}` into {target} (new), and import it in {unit.path} for its users.",
+    )
+
+
+def extractable(subject: Subject) -> Iterator[Unit]:
+    """Yield the functions that tests reach, and methods of instances, that hold a piece which can be a function of its own."""
+    counts = Counter((unit.path, unit.name) for unit in subject.units)
+    for unit in subject.reached:
+        if counts[unit.path, unit.name] == 1 and _pieces_of(subject, unit):
+            yield unit
+
+
+def _pieces_of(subject: Subject, unit: Unit) -> list[Piece]:
+    with suppress(SyntaxError, ValueError):
+        return [*pieces(text_of(unit, subject.repository.files), method="." in unit.name)]
+    return []
+
+
+def extracted(subject: Subject, unit: Unit) -> Task:
+    """Return the task to make a function or method of some lines of another."""
+    files, rng = subject.repository.files, Random(f"extract {subject.seed} {unit.path} {unit.name}")
+    piece, text = rng.choice(_pieces_of(subject, unit)), text_of(unit, files)
+    holder, _, name = unit.name.rpartition(".")
+    words = {word for source in files.values() for word in re.findall(r"\w+", source)}
+    verbs = (f"_compute_{piece.output.strip('_')}",) if piece.output else (f"_finish_{name}",) if piece.ends else ()
+    new = next(new for new in (*verbs, f"_step_of_{name}", f"_part_of_{name}", f"_x_of_{name}") if new not in words)
+    after = with_function(text, piece, new, method=bool(holder))
+    lines = f"lines {unit.start + piece.start} to {unit.start + piece.end - 1}"
+    what, quote = "method" if holder else "function", text.split("\n")[piece.start].strip()
+    return _refactor(
+        subject,
+        "extract",
+        unit,
+        Change(kind="extract", edits=(unit.becoming(after),), places=(unit.place,)).apply(files),
+        _import_of(unit),
+        f"callable({holder or 'module'}.{new})",
+        [("reduced", unit.path, unit.name), ("defined", unit.path, f"{holder}.{new}".lstrip("."))],
+        f"extract {lines} of {unit.path} (in `{unit.name}`) into a {what} `{new}`",
+        f"`{unit.name}` in {unit.path} is too long. Make a {what} `{new}` of its {lines} (from `{quote}` on) and call that.",
+        stub=hollow(subject, [unit]),
     )

@@ -58,6 +58,7 @@ MOST_BROKEN = 0.3  # Largest share of the suite that may fail; eight tests alway
 BESIDES = 80  # Maximum tests of a task that pass before and after; the nearest to the change are chosen.
 REPEATS = 5
 LISTENED = 8  # Failing tests, nearest to the change first, among which the best symptom is chosen.
+FEATURES = ("feature", "features")  # Kinds of changes that take functions away, in one file or in several.
 SHORT_CODE = 300  # Characters of code that are quickly read.
 
 
@@ -222,7 +223,7 @@ def settle(subject: Subject, change: Change | Assignment, parts: Sequence[Part] 
         if isinstance(change, Change) and not parts:  # the parts of a combined bug have been looked at
             look(subject, change)
         began = time.monotonic()
-        task = change.build() if isinstance(change, Assignment) else _settled(subject, change, parts)
+        task = change.build() if isinstance(change, Assignment) else settled(subject, change, parts)
     except NoTask as no_task:
         verdict = no_task.verdict
     seconds = time.monotonic() - began if began else 0.0
@@ -238,7 +239,7 @@ def look(subject: Subject, change: Change) -> None:
         raise NoTask("unseen")
 
 
-def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
+def settled(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Task:
     """Return the task of a change that tests notice. Raises NoTask, and SandboxFailure."""
     baseline, repository, tests = subject.baseline, subject.repository, subject.baseline.plan.tests
     files, changed = repository.files, change.apply(repository.files)
@@ -275,8 +276,12 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> Task:
     if not steady:
         raise NoTask("flaky")
     seed = f"{subject.seed} {change.key}"
-    if change.kind == "feature":
-        text = write_feature(change.edits[0].path, change.edits[0].name, originals[0], seed, symptoms)
+    if change.kind in FEATURES:
+        texts = dict(zip(change.edits, originals, strict=True))
+        missing = [edit for edit in change.edits if edit.text]  # without their helpers
+        examples = symptoms if len(missing) == 1 else []
+        requests = [write_feature(edit.path, edit.name, texts[edit], seed, examples) for edit in missing]
+        text = "\n\n".join(requests) if all(requests) else ""
     else:
         text = write(symptoms, len(steady), seed)
     if not text:
@@ -348,7 +353,7 @@ def _symptoms(
         reports = (symptom(key, text, ran.result(key), ran.failures.get(key)) for key, text in modules.items())
         return [report for report in reports if report is not None]
 
-    if change.kind == "feature":
+    if change.kind in FEATURES:
         return telling(ranked_keys)
     tests_of_bugs: Sequence[Sequence[str]] = [ranked_keys]
     if parts:

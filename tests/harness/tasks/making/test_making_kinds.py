@@ -10,27 +10,38 @@ from typing import cast
 
 import pytest
 
+from composer_nb.harness.carry import add_history, carry_back, commits_left
 from composer_nb.harness.grading.check import check_task
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.structure import structure
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.syntax import lints
+from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
 from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
-from composer_nb.harness.tasks.runtime import workspace
+from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
 from tests.harness.tasks.making.conftest import FILES, write
 
 LIMIT = 2
+SIDES = ("ours", "theirs")
 REPORT = """\
 from shapes.core import chunks, clamp
 
 
 def pages(items):
+    '''The lengths of pages of three items, none above two.
+
+    The last page may be the shortest.
+    '''
     return [clamp(len(part), high=2) for part in chunks(items, 3)]
 
 
 def in_pairs(items):
+    '''The items in lists of two, in their order.
+
+    The last list may be shorter.
+    '''
     return chunks(items, 2)
 """
 TESTS_OF_REPORT = """\
@@ -146,19 +157,88 @@ def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -
         broken = [task.files[path], "", right.replace("return", "return 0 and")]
         for text in [*(f"{right}\n\n{more}" for more in sneaky), *broken]:
             assert not passes(task, backend, {**task.solution, path: text}), text
+        assert not passes(task, backend, {**task.solution, f"{path}i": f"def {old}(): ...\n"}), "a stub of types"
 
 
 @pytest.mark.slow
 def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None:
     for task in made["move"]:
-        [[_, old, name], [_, new, _]] = json.loads(task.metadata[RULES])
+        [[_, old, name], _, [_, new, _]] = json.loads(task.metadata[RULES])
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
         twice = {**task.solution, old: task.files[old]}
         kept = {old: f"for _ in [0]:\n{indent(task.files[old], ' ')}", new: f"if 0:\n def {name}(): 0\n{lazy[new]}"}
         lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
-        for changed in (lazy, twice, lost, kept):
+        inside, source = f"{old[:-3].replace('/', '.')}", task.files[old].replace(f"def {name}(", f"def {name}_old(")
+        thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
+        thin[new] = (
+            f"def {name}(*items, **more):\n    from {inside} import {name}_old\n\n    return {name}_old(*items, **more)\n"
+        )
+        for changed in (lazy, twice, lost, kept, thin):
             assert not passes(task, backend, changed)
+
+
+@pytest.mark.slow
+def test_an_extracted_piece_is_gone_from_where_it_was(made: Tasks, backend: Backend) -> None:
+    for task in made["extract"]:
+        [[_, path, name], [_, _, new]] = json.loads(task.metadata[RULES])
+        right, start, short = task.solution[path], task.files[path], new.rpartition(".")[2]
+        assert f"`{short}`" in task.instruction and f"`{name}`" in task.instruction
+        piece = right[right.index(f"def {short}(") - (4 if "." in new else 0) :].partition("\n\n\n")[0]
+        lazy = [
+            start,
+            f"{start}\n\ndef {short}():\n    pass\n",
+            f"{start}\n\n{piece}",
+            right.replace("return", "return 0 and"),
+        ]
+        for text in (*lazy, right.replace(f"def {short}(", "def other(")):
+            assert not passes(task, backend, {path: text}), text
+        assert passes(task, backend, {path: right.replace(f"def {short}(", f"def {short}(  # of {name}\n        ")})
+
+
+@pytest.mark.slow
+def test_a_feature_over_several_files_needs_each_of_them(made: Tasks, backend: Backend) -> None:
+    for task in made["features"]:
+        assert len(task.solution) > 1 and all(path in task.instruction for path in task.solution)
+        for path, text in task.solution.items():
+            assert "raise NotImplementedError" in task.files[path] and not passes(task, backend, {path: text})
+
+
+def passes_after(task: Task, backend: Backend, script: str) -> bool:
+    """Return whether a task is solved by commands in its repository."""
+    with start_sandbox(task, backend) as box:
+        add_history(box, import_stream(task))
+        box.exec(["sh", "-c", script], env={"GIT_EDITOR": "true"})
+        files = {path: blob.data for path, blob in carry_back(box)[0].items() if not path.startswith(".git/")}
+        files[GIT_REPORT] = commits_left(box).encode()
+    return grade(task, files, backend).passed
+
+
+@pytest.mark.slow
+def test_a_history_is_mended_on_top_of_every_commit(made: Tasks, backend: Backend) -> None:
+    """Files alone are not enough, nor is a history without the commits that were there."""
+    forms = {len(task.commits): task for task in made["git"]}
+    assert {*forms} == {3, 5}
+    [place] = json.loads(forms[5].metadata["places"])
+    [bad] = [n for n, (_, message, _) in enumerate(forms[5].commits) if message == f"Rework {place.partition('::')[2]}"]
+    at, other = f"main~{4 - bad}", f"main~{int(bad == 4)}"
+    [path] = {*forms[3].solution} - {GIT_REPORT}
+    both, commit = f"sed -i '/^[<=>]\\{{7\\}}/d' {path}", "git commit -qam x"
+    right = {5: f"git revert --no-edit {at}", 3: f"{both} && {commit}"}
+    wrong = {
+        5: ("true", f"git revert -n {at}", f"git reset -q --hard {at}~1", f"git revert --no-edit {other}"),
+        3: (
+            commit,
+            both,
+            f"{both}; rm .git/MERGE_HEAD; {commit}",
+            *(f"git checkout --{side} .; {commit}" for side in SIDES),
+        ),
+    }
+    for count, task in forms.items():
+        assert passes_after(task, backend, right[count])
+        assert not [script for script in wrong[count] if passes_after(task, backend, script)]
+    rewritten = f"git rebase -q --onto {at}~1 {at} main || git rebase --skip"
+    assert not passes_after(forms[5], backend, rewritten)
 
 
 @pytest.mark.slow
@@ -166,7 +246,8 @@ def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> No
     for task in made["question"]:
         names = task.solution["ANSWER.txt"].strip().split(", ")
         assert len(names) == 2 and "ANSWER.txt" in task.instruction
-        assert passes(task, backend, {"ANSWER.txt": f"- `{names[1]}()`, {names[0]}."})
+        for text in (f"- `{names[1]}()`, {names[0]}.", f"\"{names[1]}\"; '{names[0]}'"):
+            assert passes(task, backend, {"ANSWER.txt": text})
         for text in ("", "chunks", names[0], "chunks clamp pages in_pairs"):
             assert not passes(task, backend, {"ANSWER.txt": text})
 
@@ -200,38 +281,3 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
-
-
-def test_tests_without_assertions_call_the_same() -> None:
-    text = """
-def test_a(self):
-    assert f(1) == 2, "no"
-    self.assertEqual(f(2), g(3))
-    with pytest.raises(ValueError) as caught:
-        f(4)
-    with open("x") as file:
-        assert file
-"""
-    called = """
-def test_a(self):
-    f(1) == 2
-    (f(2), g(3))
-    try:
-        f(4)
-    except Exception:
-        pass
-    with open('x') as file:
-        file
-"""
-    assert f"\n{without_assertions(text)}" == called
-
-
-def test_tests_to_write_have_one_module_as_scope() -> None:
-    fields = {"id": "t", "instruction": "-", "files": {"a.py": ""}, "tests": {"test_a.py": ""}, "grader": "pytest"}
-    metadata = {"mutants": '[{"a.py": "x"}]'}
-    assert Task.model_validate(fields | {"metadata": metadata, "source_scope": ("test_a.py",)}).mutants == (
-        {"a.py": "x"},
-    )
-    for scope in (("a.py",), ("test_a.py", "test_b.py"), ("*.py",)):
-        with pytest.raises(ValueError, match="has one test module as source_scope"):
-            Task.model_validate(fields | {"metadata": metadata, "source_scope": scope})

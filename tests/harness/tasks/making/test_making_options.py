@@ -32,6 +32,11 @@ markers = ["stress: many"]
 python_functions = ["test_*", "check_*"]
 filterwarnings = ["error"]
 """
+PYTEST = '[pytest]\naddopts = ["-m", "not network"]\ntestpaths = ["tests"]\npython_functions = ["check_*"]\nxfail_strict = true\n'
+NEWEST = Options(
+    ini="python_functions =\n    check_*\nxfail_strict =\n    True\n", select=("-m", "not network"), paths=("tests",)
+)
+OLDER = {"pytest.ini": "[pytest]\naddopts = -k none\n"}
 SUITE = {"a.py": "", "tests/test_a.py": "", "tests/slow/test_b.py": ""}
 
 
@@ -57,6 +62,9 @@ SUITE = {"a.py": "", "tests/test_a.py": "", "tests/slow/test_b.py": ""}
         ({"pytest.ini": "", "setup.cfg": "[tool:pytest]\naddopts = -m x\n"}, "", Options()),
         ({"tox.ini": "[pytest]\naddopts = -m x\n"}, "-m y tests/slow", Options(select=("-m", "y"), paths=("tests/slow",))),
         ({"pyproject.toml": "[tool.pytest]\naddopts = ['-m', 'x y']\n"}, "", Options(select=("-m", "x y"))),
+        (OLDER | {"pytest.toml": f"\ufeff{PYTEST}", ".pytest.toml": "["}, "", NEWEST),
+        (OLDER | {".pytest.toml": PYTEST}, "", NEWEST),
+        (OLDER | {"pytest.toml": ""}, "", Options()),  # an empty one counts too, as pytest has it
         ({"setup.cfg": "[tool:pytest]\ntestpaths = gone\n"}, "-p some.plugin", Options(ini="addopts = -p some.plugin\n")),
     ],
 )  # fmt: skip
@@ -70,26 +78,16 @@ def test_options_are_read_where_pytest_would_read_them(files: dict[str, str], gi
         ({}, "--maxfail=1", "--pytest-args: --maxfail=1 cannot be followed; these can: -m"),
         ({}, "gone", "--pytest-args: 'gone' is no file or folder"),
         ({"pyproject.toml": "["}, "", r"pyproject\.toml cannot be read"),
+        (
+            {"pytest.toml": "addopts = '-x'\n"},
+            "",
+            r"pytest.toml cannot be read for pytest's options: .*table \[pytest\]",
+        ),
     ],
 )
 def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_options(SUITE | files, given)
-
-
-PYTEST = '[pytest]\naddopts = ["-m", "not network"]\ntestpaths = ["tests"]\npython_functions = ["check_*"]\nxfail_strict = true\n'
-
-
-def test_the_newest_forms_of_pytests_configuration_are_read_first() -> None:
-    others = {"pytest.ini": "[pytest]\naddopts = -k none\n", "tests/test_a.py": ""}
-    for name in ("pytest.toml", ".pytest.toml"):
-        found = read_options(others | {name: "\ufeff" + PYTEST})
-        assert found.select == ("-m", "not network") and found.paths == ("tests",)
-        assert found.ini == "python_functions =\n    check_*\nxfail_strict =\n    True\n"
-    assert read_options(others | {"pytest.toml": ""}).select == (), "an empty one counts too, as pytest has it"
-    assert read_options(others | {"pytest.toml": PYTEST, ".pytest.toml": "["}).paths == ("tests",)
-    with pytest.raises(ValueError, match=r"pytest.toml cannot be read for pytest's options: .*table \[pytest\]"):
-        read_options({"pytest.toml": "addopts = '-x'\n"})
 
 
 HELPER = {
@@ -159,22 +157,11 @@ def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend
         make(source, tmp_path / "out", backend, running=RunOptions(packages=tmp_path / "nothing"))
 
 
-def needing(tmp_path: Path, **settings: str) -> Task:
-    return Task(
-        id="t",
-        instruction="-",
-        files=REPOSITORY,
-        tests={"tests/test_shapes.py": NEEDS},
-        source_scope=("shapes.py",),
-        grader="pytest",
-        metadata=settings,
-    )
-
-
 def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp_path: Path, backend: Backend) -> None:
-    settings = prepared(tmp_path).settings
-    with start_sandbox(needing(tmp_path, **settings), backend) as box:
+    fields = {"id": "t", "instruction": "-", "files": REPOSITORY, "tests": {"tests/test_shapes.py": NEEDS}}
+    task = Task(**fields, source_scope=("shapes.py",), grader="pytest", metadata=prepared(tmp_path).settings)
+    with start_sandbox(task, backend) as box:
         done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
     assert done.stdout == b"3\n"
     with pytest.raises(ValueError, match="missing or not those that it was made with"):
-        packages_of(needing(tmp_path, **(settings | {PACKAGES: str(tmp_path / "gone")})))
+        packages_of(task.model_copy(update={"metadata": task.metadata | {PACKAGES: str(tmp_path / "gone")}}))
