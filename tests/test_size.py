@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 45_150, "core": 30_430, "rl": 5_770, "tests": 29_900}
+SIZES = {"package": 46_030, "core": 31_090, "rl": 5_780, "tests": 29_990}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""
