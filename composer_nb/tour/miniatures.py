@@ -100,17 +100,19 @@ def _gap(source: str, rng: Random) -> tuple[str, str]:
     return "feature", ast.unparse(tree)
 
 
-def _litter(source: str, rng: Random) -> tuple[str, str]:
-    """Add an unused import or name, or use a name that does not exist."""
+def _litter(source: str, rng: Random) -> tuple[str, str] | None:
+    """Add an unused import or name, or use a name that does not exist. None if that also leaves another name unused."""
     head, *lines = source.split("\n")
     way = rng.choice(("import", "name", "missing"))
     if way == "missing":
-        used = rng.choice([*re.finditer(r"\b[a-z]+\b(?!=)", lines[-1])][1:])  # not `return`
-        lines[-1] = lines[-1][: used.start()] + rng.choice(SPARE) + lines[-1][used.end() :]
+        nodes = [node for node in ast.walk(syntax.parse(source)) if isinstance(node, ast.Name)]
+        used = rng.choice([node for node in nodes if node.lineno == 1 + len(lines)])
+        lines[-1] = lines[-1][: used.col_offset] + rng.choice(SPARE) + lines[-1][used.end_col_offset :]
     else:
         added = f"import {rng.choice(IMPORTS)}" if way == "import" else f"{rng.choice(SPARE)} = {rng.randrange(10)}"
         lines.insert(0, f"    {added}")
-    return "lint", "\n".join([head, *lines])
+    text = "\n".join([head, *lines])
+    return ("lint", text) if len(syntax.lints(text)) == 1 else None
 
 
 PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {

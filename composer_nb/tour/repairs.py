@@ -173,11 +173,14 @@ def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[obj
 def run_programs(
     sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]], sandboxes: Executor
 ) -> list[tuple[CallOutcome, ...] | None]:
-    """Return the outcomes of each program on its inputs, or None if it does not end.
+    """Return the outcomes of each program on its inputs, or None if it does not end. Raises SyntaxError for one that does not
+    compile, since no other program of its sandbox could be imported.
 
     Many programs share one sandbox and its CPU time, so the program that is running at the limit may not be the one that used the
     time. It is tried again alone, and the programs after it are tried again together.
     """
+    for source in sources:
+        syntax.parse(source)
     results: dict[int, tuple[CallOutcome, ...] | None] = {}
     batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
     while batches:

@@ -73,6 +73,14 @@ def test_only_the_right_answer_is_worth_something(made: list[Task], executor: Ca
         assert grade(task, gold | {"notes.txt": "x"}, executor).passed == (task.strictness != "lints")
 
 
+def test_kinds_that_are_made_together_are_as_sound_as_alone(executor: CachedExecutor) -> None:
+    """They share sandboxes: one that cannot be imported must not make its neighbours look broken."""
+    for task in make_miniatures("heldout-000", 80, heldout=False, executor=executor, kinds=("bug", "feature", "lint")):
+        for path in task.source_scope:
+            ast.parse(task.files[path])
+        assert not grade(task, task.files, executor).passed, task.id
+
+
 def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task], executor: CachedExecutor) -> None:
     kind: Kind = made[0].metadata.get("kind", "bug")  # type: ignore[assignment]
     again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
