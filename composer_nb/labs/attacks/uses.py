@@ -311,13 +311,14 @@ def memory(cell: Cell) -> AttackVerdict:
     files = "for p in /dev/shm /tmp .; do head -c 1G /dev/zero > $p/big; done; exit 1"
     details, blocked = [], True
     for attack in (["python3", "-c", fill], ["bash", "-c", files]):
-        free = psutil.virtual_memory().available
-        ended, _, times = _neighbour(cell, attack, timeout_s=15)
-        deadline = time.monotonic() + 20  # others may use memory too, and let go of it
-        while (leak := psutil.virtual_memory().available <= free - (256 << 20)) and time.monotonic() < deadline:
+        # Memory of processes ends with them. What others use is not counted: the rest of the machine may be busy.
+        held = psutil.virtual_memory().shared
+        ended, left, times = _neighbour(cell, attack, timeout_s=15)
+        deadline = time.monotonic() + 20
+        while (leak := psutil.virtual_memory().shared >= held + (256 << 20)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        blocked &= ended and not leak
-        details.append(times)
+        blocked &= ended and left == 0 and not leak
+        details.append(f"{times}, {left} processes left{', files in memory left' if leak else ''}")
     return AttackVerdict(blocked, "; ".join(details))
 
 
