@@ -65,6 +65,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["verdict", "nowhere", "accept"], "nowhere: no agent's work is kept here"),
         (["jobs", "run", "nowhere.yml"], "nowhere.yml: no such job file"),
         (["agent", "nowhere", "fix it", "--policy", "scripted:x.json"], "nowhere: no folder here"),
+        (["agent", ".", "fix caf\udce9", "--policy", "scripted:x.json"], "the instruction is not UTF-8"),
         (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "write vllm:URL#DIR"),
         (["eval", "--policy", "scripted:genius", "--tasks", "TASKS"], "there is scripted:expert, scripted:lazy, "),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),

@@ -131,27 +131,6 @@ def test_a_user_answers_on_the_terminal(repository: Path, tmp_path: Path, monkey
     assert answerer(console)("Which one?", 0.0) == ""
 
 
-BAD: list[tuple[dict[str, str], str]] = [
-    ({"instruction": " "}, "the instruction is empty"),
-    ({"instruction": "fix caf\udce9"}, "the instruction is not UTF-8"),
-    ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
-    ({"image": "python:3.12"}, "has no images; use --backend docker"),
-    ({"packages": "nowhere"}, "--packages nowhere: holds no file; fill it by pip install --target"),
-]
-
-
-def test_bad_input_is_one_line(
-    repository: Path, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)
-    usual = {"path": str(repository), "instruction": "fix it", "policy": f"scripted:{script}"}
-    for changed, text in BAD:
-        given = usual | {"out": str(tmp_path / "out")} | changed
-        words = [given.pop("path"), given.pop("instruction")]
-        assert main(["agent", *words, *(word for name in given for word in (f"--{name}", given[name]))]) == 2
-        assert text in capsys.readouterr().err.strip().splitlines()[-1]
-
-
 def test_arms_of_the_bench(task: Task, tmp_path: Path) -> None:
     tasks = [task.model_copy(update={"id": f"dates-{number}"}) for number in range(2)]
     heard: list[str] = []

@@ -23,7 +23,7 @@ from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy, TokenTurnP
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Completion, ProviderFailure, Request
+from composer_nb.harness.policy import Completion
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
@@ -200,22 +200,6 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
     with again.backend:
         done = [each for _, each in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
     assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
-
-
-def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
-    class Broken(Turns):
-        def step(self) -> list[Completion]:
-            raise RuntimeError("out of memory")
-
-    with Shared(Broken()) as shared:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                shared.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
-    closed = Shared(Turns([1]))
-    with closed:
-        assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
-    with pytest.raises(ProviderFailure, match="closed"):
-        closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
 
 
 # What a run samples is what the product does

@@ -47,12 +47,7 @@ def test_override_sets_several_values_together_and_leaves_the_original():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("sede", "seed"),
-        ("rl.steps.x", "rl.steps"),
-        ("reward.effort", "reward.effort."),
-    ],
+    ("name", "near"), [("sede", "seed"), ("rl.steps.x", "rl.steps"), ("reward.effort", "reward.effort.")]
 )
 def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
     with pytest.raises(ValueError, match=f"unknown setting '{name}'; did you mean '{near}"):
