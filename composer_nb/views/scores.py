@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, zip_longest
 from typing import Any
 
@@ -86,22 +86,25 @@ _BEHAVIOUR = {
 }
 
 
-def conduct(score: Mapping[str, Any]) -> str:
-    """Return in one line how a policy works: what it solves by calls, tries and attempts, and what it looks at."""
+def conduct(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of a table of how policies work, one column per policy: what they solve by calls, tries and
+    attempts, and what they look at."""
+    yield "", *scores
     lists = {
         "solved within {} calls": "pass_within",
-        "at try {}": "solved_at_try",
+        "solved at try {}": "solved_at_try",
         "filtered best of {}": "filtered_best_of",
     }
-    parts = []
-    for heading, name in lists.items():
-        values = {at: f"{value:.3f}" for at, value in score.get(name, {}).items() if value is not None}
-        if values:
-            parts.append(f"{heading.format('/'.join(values))}: {' '.join(values.values())}")
-    single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
-    present = {name: form for name, form in single.items() if score.get(name) is not None}
-    parts += [f"{name.replace('_', ' ')} {format(score[name], form)}" for name, form in present.items()]
-    return "; ".join(parts)
+    rows = [
+        (heading.format(at), ".3f", [score.get(name, {}).get(at) for score in scores.values()])
+        for heading, name in lists.items()
+        for at in dict.fromkeys(at for score in scores.values() for at in score.get(name, {}))
+    ]
+    single = {"tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
+    rows += [(name.replace("_", " "), form, [s.get(name) for s in scores.values()]) for name, form in single.items()]
+    for heading, form, values in rows:
+        if any(value is not None for value in values):
+            yield heading, *(shown(value, form) for value in values)
 
 
 def behaviour(report: Mapping[str, Any]) -> Picture:
