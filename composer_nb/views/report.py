@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Group
@@ -22,14 +23,12 @@ from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
-from composer_nb.views.scores import conduct
+from composer_nb.views.scores import by_policy
 from composer_nb.views.style import Picture
 
-# Of which less is worse, by name.
+# What the verdict watches, by name: of the first kind less is worse, of the second more.
 FALLS = {"best of k": "best_of_k", "recovery": "recovery", "testing": "runs_tests", "calls a turn": "calls_per_turn"}
-SCORES = (
-    "policy", "pass@1", "95 %", "greedy", "best of k", "in 12 calls", "tasks", "calls", "invalid", "tests", "recovery",
-)  # fmt: skip
+RISES = {"invalid calls": "invalid_call_rate"}
 
 
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
@@ -73,11 +72,10 @@ def page(run: RunDir, report: Mapping[str, Any], figures: Mapping[str, tuple[str
     for heading, (head, *rows) in tables(report):
         body += [f"<h2>{heading.capitalize()}</h2>", html_table(rows, head)]
     body += others
-    if {"start", "final"} <= report.get("eval", {}).keys():
-        rollouts = rollout.before_and_after(run)
-    else:
-        rollouts = tuple(rollout.sampled(run)[:1]) if "train" in report else ()
-    body += ["<h2>A rollout to read</h2>" + rollout.read(stored).text for stored in rollouts[-1:]]
+    with suppress(ValueError, FileNotFoundError):  # none is stored yet
+        is_scored = {"start", "final"} <= report.get("eval", {}).keys()
+        stored = rollout.before_and_after(run)[1] if is_scored else rollout.sampled(run)[0]
+        body.append(f"<h2>A rollout to read</h2>{rollout.read(stored).text}")
     body += [
         f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(report[key], indent=2))}</pre></details>"
         for title, key in (("Settings", "settings"), ("Provenance", "provenance"), ("Seconds by stage", "stages"))
@@ -94,14 +92,13 @@ def table(report: Mapping[str, Any]) -> Group:
 def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[tuple[str, ...]]]]:
     """Yield heading, and head and rows, of the tables of a report."""
     if scores := report.get("eval"):
-        yield "held-out tasks", score_rows(scores)
-        yield "how they work", conduct(scores)
+        yield "held-out tasks", by_policy(scores)
     yield "the run", [(), *fact_rows(report)]
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Return in plain words what RL gained over the stronger policy before it, with intervals, and what fell; or what is known so
-    far."""
+    """Return in plain words what RL gained over the stronger policy before it, with intervals, and what became worse; or what is
+    known so far."""
     parts = [*_gain_sentences(report)] or [*_partial_sentences(report)]
     if not report["complete"]:
         missing = [name for name in stages_of(report["settings"]) if name not in report["stages"]]
@@ -110,7 +107,7 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 
 def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the gains in 12 calls, each with the word whether chance explains it, and the figures of `FALLS` that fell."""
+    """Yield the gains in 12 calls, each with the word whether chance explains it, and what became worse."""
     if not (gains := report.get("gain", {}).get("within_12")):
         return
     train, before = report.get("train", {}), gains["heldout"]["over"]
@@ -127,9 +124,9 @@ def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield f"On {tasks} tasks of new {kind}: {points:+.1f} ({low:+.1f} to {high:+.1f}), {chance} chance."
     old, new = (report["eval"][name] for name in (before, "final"))
-    pairs = {name: (old.get(figure) or 0.0, new.get(figure) or 0.0) for name, figure in FALLS.items()}
-    fell = [f"{name} {a:.2f} → {b:.2f}" for name, (a, b) in pairs.items() if round(b, 2) < round(a, 2)]
-    yield f"Lower than before RL, without intervals: {', '.join(fell) or 'none of ' + ', '.join(FALLS)}."
+    pairs = [(name, old.get(figure) or 0.0, new.get(figure) or 0.0) for name, figure in (FALLS | RISES).items()]
+    worse = [f"{n} {a:.2f} → {b:.2f}" for n, a, b in pairs if round(a, 2) != round(b, 2) and (b > a) == (n in RISES)]
+    yield f"Worse than before RL, without intervals: {', '.join(worse) or 'none of ' + ', '.join(FALLS | RISES)}."
     if "hacking" in (trend := train.get("trend", "")):
         yield f"{trend.capitalize()}."
 
@@ -143,24 +140,6 @@ def _partial_sentences(report: Mapping[str, Any]) -> Iterator[str]:
         name, best = max(scores.items(), key=lambda pair: pair[1]["pass_at_1"])
         low, high = best["ci95"]
         yield f"So far “{name}” solves most: pass@1 {best['pass_at_1']:.3f} (95 %: {low:.3f} to {high:.3f})."
-
-
-def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield the head and the rows of the table of scores."""
-    yield SCORES
-    for name, s in scores.items():
-        yield (
-            name,
-            f"{s['pass_at_1']:.3f}",
-            "{:.3f}–{:.3f}".format(*s["ci95"]),
-            shown(s.get("pass_greedy"), ".3f"),
-            f"{s['best_of_k']:.3f} (k={s['k']})",
-            shown(s.get("pass_within", {}).get("12"), ".3f"),
-            str(s["n_tasks"]),
-            f"{s['tool_calls_per_task']:.1f}",
-            *(shown(s.get(figure), form) for figure, form in (("invalid_call_rate", ".1%"), ("runs_tests", ".0%"))),
-            shown(s.get("recovery"), ".3f"),
-        )
 
 
 def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -102,13 +102,14 @@ BOTH = {"recovery": 0.5, "runs_tests": 1.0, "calls_per_turn": None}
         ),
     ],
 )
-def test_a_verdict_says_what_rl_gained_and_what_fell(gain: float, ci95: list[float], words: tuple[str, ...]):
+def test_a_verdict_says_what_rl_gained_and_what_became_worse(gain: float, ci95: list[float], words: tuple[str, ...]):
     within = {"over": "start", "gain": gain, "ci95": ci95, "n_tasks": 9}
-    scores = {"start": BOTH | {"best_of_k": 0.8}, "final": BOTH | {"best_of_k": 0.7}}
+    scores = {"start": BOTH | {"best_of_k": 0.8, "invalid_call_rate": 0.1}}
+    scores["final"] = BOTH | {"best_of_k": 0.7, "invalid_call_rate": 0.2}
     report = {"complete": True, "eval": scores, "gain": {"within_12": {"heldout": within, "structures": within}}}
     told = verdict(report)
     assert "in 12 calls than “start”, the stronger policy before it" in told and all(each in told for each in words)
-    assert told.endswith("Lower than before RL, without intervals: best of k 0.80 → 0.70.")
+    assert told.endswith("Worse than before RL, without intervals: best of k 0.80 → 0.70, invalid calls 0.10 → 0.20.")
 
 
 def made_up_run(path: Path) -> RunDir:
