@@ -124,8 +124,9 @@ def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield f"On {tasks} tasks of new {kind}: {points:+.1f} ({low:+.1f} to {high:+.1f}), {chance} chance."
     old, new = (report["eval"][name] for name in (before, "final"))
-    pairs = [(name, old.get(figure) or 0.0, new.get(figure) or 0.0) for name, figure in (FALLS | RISES).items()]
-    worse = [f"{n} {a:.2f} → {b:.2f}" for n, a, b in pairs if round(a, 2) != round(b, 2) and (b > a) == (n in RISES)]
+    pairs = [(name, old.get(figure), new.get(figure)) for name, figure in (FALLS | RISES).items()]
+    moved = [(n, a, b) for n, a, b in pairs if None not in (a, b) and round(a, 2) != round(b, 2)]
+    worse = [f"{n} {a:.2f} → {b:.2f}" for n, a, b in moved if (b > a) == (n in RISES)]
     yield f"Worse than before RL, without intervals: {', '.join(worse) or 'none of ' + ', '.join(FALLS | RISES)}."
     if "hacking" in (trend := train.get("trend", "")):
         yield f"{trend.capitalize()}."
