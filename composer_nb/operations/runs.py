@@ -187,18 +187,23 @@ def tour_notebook() -> Path:
     return notebook
 
 
-@command("report", RUN, JSON)
+@command("report", RUN, HTML, JSON)
 def report(args: argparse.Namespace) -> int:
-    """Summarize a run."""
+    """Summarize a run, with its verdict first."""
+    from composer_nb.harness.files import write_atomic
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import build_report
-    from composer_nb.views.report import table
+    from composer_nb.views.report import page, pictures, table, verdict
 
-    summary = build_report(ReadOnly(args.path))
+    run = ReadOnly(args.path)
+    summary = build_report(run)
+    if args.html:
+        write_atomic(args.html, page(run, summary, pictures(run)))
     scores = summary.get("eval", {})
     if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
-    return emit(args, {**summary, "eval": scores} if scores else summary, lambda: table(summary))
+    result = {"verdict": verdict(summary), **summary} | ({"eval": scores} if scores else {})
+    return emit(args, result, lambda: table(summary))
 
 
 @command(

@@ -30,7 +30,6 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
-from composer_nb.trainer.services.orchestrator import Dispatch, Finished, Orchestrator
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
@@ -385,19 +384,6 @@ def test_two_runs_may_share_a_store(begun, tmp_path: Path):
     go(second, settings)
     go(first, settings)
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
-
-
-def test_what_comes_late_for_a_worker_or_from_it_is_ignored(tmp_path: Path):
-    """A dispatch to one that has just died, and a rollout of a dispatch that was given up, whose file is gone."""
-    (tmp_path / "rollouts").mkdir()
-    coordinator = Coordinator.__new__(Coordinator)
-    coordinator.settings = override(Settings(), {"rl.refill": 1.0, "rl.steps": 2})
-    coordinator.pairs, coordinator.rollout_seconds, coordinator.tasks = {}, {}, [None]  # type: ignore[assignment]
-    coordinator.orchestrator = Orchestrator(coordinator.settings.schedule())
-    coordinator.finished = FinishedRollouts(tmp_path)
-    coordinator._carry_out(Dispatch(worker="dead", slot=0, attempt=1, places=(0,)))
-    late = Finished(slot=0, attempt=1, place=0, oldest_version=0, sampled=1)
-    assert coordinator._on_work([late]) == [late]
 
 
 def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
