@@ -94,6 +94,7 @@ class Session:
         history: The conversation before the last summary, as the file HISTORY was written.
         left: Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up.
         numbers: Numbers for the names of files in FOLDER.
+        beside: Calls that run side by side now, and share the sandbox's CPUs.
     """
 
     concurrent: ClassVar[bool] = True
@@ -113,6 +114,7 @@ class Session:
     left: Callable[[], float] = lambda: math.inf
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
+    beside: int = 1
 
     def abort(self) -> None:
         """End running calls and do not begin waiting ones of this turn, or else of the next. For another thread."""
@@ -175,10 +177,11 @@ class Session:
         return result
 
     def program(self, command: Sequence[str]) -> ExecResult:
-        """Run a tool's own program with a time limit. Raises ToolError (Timeout, UserAborted)."""
-        result = self.run(command)
+        """Run a tool's own program with the time limit that it has alone. Raises ToolError (Timeout, UserAborted)."""
+        limit_s = QUICK_S * self.beside
+        result = self.run(command, timeout_s=limit_s)
         if result.timed_out:
-            raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
+            raise ToolError("Timeout", f"this took more than {limit_s:g} s: look in fewer files")
         return result
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
