@@ -21,7 +21,7 @@ from composer_nb.harness.tools.session import Observation, Session, below, clean
 from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
-RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
+RIPGREP = ("rg", "--no-config", "--threads=2", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
 # Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path.
 NEWEST_FIRST = """
 import os, subprocess, sys

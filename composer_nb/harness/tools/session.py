@@ -28,8 +28,9 @@ FOLDER = posixpath.dirname(HISTORY)
 SHOWN = 16_000
 # Maximum size of a file that is changed by replacing or patching.
 EDIT_BYTES = 2 << 20
-# Time limit of a tool's own program.
+# Time limit of a tool's own program, and its threads, of which ruff would start one for each CPU.
 QUICK_S = 30.0
+THREADS = {"RAYON_NUM_THREADS": "2"}
 # Time limit of a run of all visible tests.
 TESTS_S = 120.0
 _SUMMARY = re.compile(r"=* ?((?:\d{1,9} [a-z]+,? )+)in [\d.]+s.*")
@@ -179,7 +180,7 @@ class Session:
     def program(self, command: Sequence[str]) -> ExecResult:
         """Run a tool's own program with the time limit that it has alone. Raises ToolError (Timeout, UserAborted)."""
         limit_s = QUICK_S * self.beside
-        result = self.run(command, timeout_s=limit_s)
+        result = self.run(command, timeout_s=limit_s, env=THREADS)
         if result.timed_out:
             raise ToolError("Timeout", f"this took more than {limit_s:g} s: look in fewer files")
         return result

@@ -30,7 +30,7 @@ from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall
 # Makes the code search of a session's workspace.
 Finder = Callable[[Session], Search]
 SEARCH = "codebase_search"
-# Calls that run at a time.
+# Calls that run at a time. Their programs share the processes of one sandbox.
 FAN_OUT = 8
 log = logging.getLogger(__name__)
 
@@ -169,9 +169,12 @@ class ToolSet:
                         group = [call for _, call in numbered]
                         session.beside = min(len(group), FAN_OUT)
                         futures: list[Future[Reply]] = []
-                        for call in group if session.concurrent else ():
-                            futures.append(pool.submit(self._answer, session, call, futures[-1:]))
-                        replies += [future.result() for future in futures] or [self._answer(session, *group)]
+                        for call in group:
+                            if session.concurrent:
+                                futures.append(pool.submit(self._answer, session, call, futures[-1:]))
+                            else:
+                                replies.append(self._answer(session, call))
+                        replies += [future.result() for future in futures]
                         if replies[-1].ends:
                             break
                 except BaseException:  # Ctrl-C: what runs is stopped, the sandbox lives

@@ -128,10 +128,8 @@ class Resident:
     def take(self, request: Header, payload: memoryview) -> None:
         if request["do"] != "stop":
             self.answer(request["number"], lambda: self.requests[request["do"]](request, payload))
-        elif command := self.commands.foreground.get(
-            request["number"]
-        ):  # else it has ended meanwhile, and was answered
-            command.cut = "stopped"
+        elif command := self.commands.foreground.get(request["number"]):
+            command.cut = "stopped"  # else it has ended meanwhile, and was answered
 
     def answer(self, number: int, work: typing.Callable[[], typing.Any]) -> None:
         """Answer a request with what `work` returns."""
