@@ -14,24 +14,9 @@ from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailabl
 from composer_nb.harness.tools import toolset
 from composer_nb.harness.tools.arguments import tool
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
-from composer_nb.harness.tools.tool_call import Reply, ToolCall, call, invalid
+from composer_nb.harness.tools.tool_call import Reply, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import FixedSearch
-
-
-def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: ToolSet, session: Session) -> None:
-    box.write("n", b"0\n")
-    calls, read = list[ToolCall](), call("read_file", target_file="n")
-    for number in range(8):
-        edit = call("search_replace", file_path="n", old_string=f"{number}", new_string=f"{number + 1}")
-        calls += [read, call("nope"), edit, read]
-    replies = tools.run(session, calls)
-    assert [reply.call for reply in replies] == calls
-    assert [reply.text for reply in replies[::4]] == [f"1|{n}" for n in range(8)]
-    assert [reply.text for reply in replies[3::4]] == [f"1|{n + 1}" for n in range(8)]
-    assert {reply.error for reply in replies[1::4]} == {"InvalidArguments"}
-    assert all(reply.error is None for reply in (*replies[::4], *replies[2::4], *replies[3::4]))
-
 
 # Notes its start, and waits for the reads that began in the same state of the file `edits`.
 LOOK = """
@@ -114,12 +99,6 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
     down, bug = tools.run(tools.open(box), asked)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
     assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
-
-
-def test_the_sandboxs_own_end(tools: ToolSet, session: Session, box: Sandbox) -> None:
-    box.destroy()
-    with pytest.raises(SandboxFailure):
-        tools.run(session, [call("list_dir", target_directory=".")])
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
