@@ -42,6 +42,7 @@ from composer_nb.trainer.learning.packing import (
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.views import style
+from composer_nb.views.rollout import StoredRollout
 from composer_nb.views.style import Picture, key, title
 
 Array = NDArray[np.float64]
@@ -158,6 +159,26 @@ def remedied(
         streams = iter(without_gradient([stream for group in results for stream in group], loss.clip_cov))
         results = [[next(streams) for _ in group] for group in results]
     return results
+
+
+def with_reasons(stored: StoredRollout, loss: LossSettings) -> StoredRollout:
+    """Return the rollout with the reason (of REASONS) for which `loss`, without its KL, trains on a written token or not, at the
+    values of `rollout.with_trainer`. Raises ValueError without these, and without an advantage."""
+    if stored.advantage is None or not stored.recomputed:
+        raise ValueError("reasons need an advantage and a trainer's values: `rollout.sampled`, `rollout.with_trainer`")
+    pairs = [*zip(stored.attempt.rollout.segments, stored.recomputed, strict=True)]
+    logprob_S = torch.from_numpy(np.concatenate([trainer.logprob[segment.acted] for segment, trainer in pairs]))
+    tokens = SampledTokens(
+        logprob_S=logprob_S,
+        sampled_S=torch.from_numpy(np.concatenate([segment.logprob[segment.acted] for segment, _ in pairs])),
+        advantage_S=torch.full_like(logprob_S, stored.advantage),
+        std_S=torch.ones_like(logprob_S),
+        rollout_S=torch.zeros(len(logprob_S), dtype=torch.long),
+        reference_S=None,
+    )
+    reasons = iter(slope(tokens, replace(loss, beta=0.0), 1.0).reason_S.tolist())
+    by_segment = (tuple(REASONS[next(reasons)] if acted else "" for acted in segment.acted) for segment, _ in pairs)
+    return replace(stored, reasons=tuple(by_segment))
 
 
 def exact(tokens: SampledTokens, denominator: float) -> Slope:
