@@ -82,6 +82,14 @@ def _meaning(error: BaseException, name: str) -> BaseException:
     return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
 
 
+def _role(name: str) -> dict[str, float]:
+    """Return what the service `engine-1` asks of its node: the role `engine`, if nodes have it."""
+    import ray
+
+    role = name.partition("-")[0]
+    return {role: 1.0} if role in ray.cluster_resources() else {}
+
+
 class RayActors:
     """Actors on the Ray cluster at `address`, or on a new cluster of this process."""
 
@@ -104,7 +112,7 @@ class RayActors:
         calls run at a time; others wait."""
         import ray
 
-        needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "scheduling_strategy": where}
+        needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "resources": _role(name), "scheduling_strategy": where}
         actor = ray.remote(kind).options(max_concurrency=threads, max_restarts=0, **needs)
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)
@@ -125,7 +133,9 @@ class RayActors:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._release(name)
-        group = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
+        group = self._places[name] = placement_group(
+            [{"CPU": RANK_CPU, "GPU": gpus} | _role(name)] * count, strategy="PACK"
+        )
         if not group.wait(PLACE_S):
             self._release(name)
             needs = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
