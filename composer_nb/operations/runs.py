@@ -410,9 +410,13 @@ def up(args: argparse.Namespace) -> int:
         return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
     roles = tuple(filter(None, args.roles.split(",")))
     lease = head.up(args.path, args.lease, Node(host=args.host, join=args.join, roles=roles))
-    line = f"node of {lease.address}, process {lease.pid}, until its head ends" if args.join else (
-        f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
-        f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
+    line = (
+        f"node of {lease.address}, process {lease.pid}, until its head ends"
+        if args.join
+        else (
+            f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
+            f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
+        )
     )
     return emit(args, asdict(lease), lambda: line)
 

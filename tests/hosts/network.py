@@ -133,6 +133,12 @@ class Host(Space):
         with subprocess.Popen(["tar", "-C", folder, "-c", "."], stdout=subprocess.PIPE) as packed:
             subprocess.run(self.enter("sh", "-c", f"mkdir -p {to} && tar -C {to} -x"), stdin=packed.stdout, check=True)
 
+    def take(self, folder: str, to: Path) -> None:
+        """Copy a folder of the host to this machine."""
+        to.mkdir()
+        with subprocess.Popen(self.enter("tar", "-C", folder, "-c", "."), stdout=subprocess.PIPE) as packed:
+            subprocess.run(["tar", "-C", to, "-x"], stdin=packed.stdout, check=True)
+
 
 class ObjectStore:
     """S3 by moto on a host. `environment`: variables with which clients find it."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol
 
 from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
+from composer_nb.trainer.services.inputs import NotSeen
 
 # CPUs that a service occupies in Ray's accounting.
 RANK_CPU = 0.1
@@ -18,19 +17,6 @@ PLACE_S = 60.0
 
 class ActorDied(RuntimeError):
     """The process of a service is gone. Its last call may or may not have taken effect."""
-
-
-class NotSeen(ValueError):
-    """A machine of the cluster does not see the run directory."""
-
-
-def require_seen(run: Path) -> None:
-    """Raises NotSeen unless this machine sees the run directory. Services ask before they make files there."""
-    if not (run / "weights" / "start").is_dir():
-        raise NotSeen(
-            f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
-            "under the same path"
-        )
 
 
 class RemoteService(Protocol):

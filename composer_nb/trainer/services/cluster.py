@@ -91,7 +91,7 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would let everything else go first
         # Ray's default of 60 is too short on a busy machine.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
-        if not self._machine.host and not address or address.startswith(LOCAL):
+        if address.startswith(LOCAL) or not (address or self._machine.host):
             # A lost control service does not return: its clients need not wait a minute for it. A network does return.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
@@ -116,7 +116,9 @@ class Cluster:
         """Name the part of the cluster that does not answer; None if all do, or after `close`."""
         host, _, port = self.address.rpartition(":")
         parts = [("raylet", socket.AF_UNIX, self._raylet), ("control service", socket.AF_INET, (host, int(port)))]
-        for part, family, endpoint in parts[: 1 if self._machine.join else 2]:  # a raylet knows how long to wait for its head
+        for part, family, endpoint in parts[
+            : 1 if self._machine.join else 2
+        ]:  # a raylet knows how long to wait for its head
             with socket.socket(family) as connection:
                 connection.settimeout(ANSWER_S)
                 try:
@@ -172,7 +174,9 @@ def attach(address: str, namespace: str, ours: bool = False) -> None:
     try:
         ray.init(address=address, namespace=namespace, **QUIET)
     except Exception as error:  # Ray raises many kinds, including Exception
-        raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}") from error
+        is_named = os.environ.get("RAY_AUTH_MODE") == "token"
+        hint = "" if is_named else f" (a cluster with a token wants RAY_AUTH_MODE=token, and its token in {_token()})"
+        raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}{hint}") from error
 
 
 def start(folder: Path, machine: Node) -> subprocess.Popen[bytes]:
@@ -193,7 +197,10 @@ def start(folder: Path, machine: Node) -> subprocess.Popen[bytes]:
     options |= {"address": machine.join} if machine.join else {"port": 0, "include-dashboard": "false"}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--no-monitor"]
     command += [*([] if machine.join else ["--head"]), *(f"--{name}={value}" for name, value in options.items())]
-    log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ | ({} if machine.host else LOOPBACK)
+    log, environment = (
+        folder / "start.log",
+        {"RAY_AUTH_MODE": "token"} | os.environ | ({} if machine.host else LOOPBACK),
+    )
     for _ in range(STARTS):
         with log.open("wb") as out:
             # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.

@@ -9,8 +9,8 @@ A head ends when its lease has run out and no process holds it, on `down`, and w
 the folder's journal, for `reap`; the next `up` reaps too.
 
 Runs use a head on its machine, because its holders must see its folder. Other machines join it by an `up` of their own
-(`Node.join`); a node has no lease and lives as long as its head. If a head is lost while a run uses it, the run ends with an error,
-and resumes when the head is up again.
+(`Node.join`); a node has no lease and lives as long as its head. If a head is lost while a run uses it, the run ends with an
+error, and resumes when the head is up again.
 """
 
 from __future__ import annotations

@@ -34,13 +34,14 @@ from composer_nb.trainer.models.checkpoint import (
     from_hugging_face,
     load_pretrained,
 )
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.models.variants import ENGINES, variant
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter, tuning_scores
-from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.inference import Inference, Updates, fetch
+from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.receiver import Receiver
 
@@ -49,12 +50,12 @@ class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
-        require_seen(run)
+        run = local_run(run, settings.services.store)
         set_up_process(settings.seed, settings.matmul)
         updates = Updates(
             store_url(run, settings),
             name,
-            load_pretrained(run / "weights" / "start").config,
+            read_config(run / "weights" / "start" / "config.json").model,
             kernels=settings.kernels,
             numerics=settings.engine.numerics,
             device=settings.mesh.device,
@@ -154,16 +155,14 @@ class EvaluationService:
     """Scores a published version on the run's tuning tasks, with its own engine and sandboxes."""
 
     def __init__(self, run: Path, settings: Settings) -> None:
-        require_seen(run)
+        self._run, self._settings = local_run(run, settings.services.store), settings
         set_up_process(settings.seed, settings.matmul)
-        self._run, self._settings = run, settings
 
     def look(self, version: int) -> dict[str, float]:
         """Return the scores on the tuning tasks, `eval.samples` attempts at each."""
         s = self._settings
         receiver = Receiver(store_url(self._run, s), name="evaluation")
-        config = load_pretrained(self._run / "weights" / "start").config
-        model = empty_model(config)
+        model = empty_model(read_config(self._run / "weights" / "start" / "config.json").model)
         model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # a CPU cannot take Triton
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())

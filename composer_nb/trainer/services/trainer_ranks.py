@@ -27,8 +27,9 @@ from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.actors import ActorDied, RayActors, require_seen
+from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.inference import RunningVersion
+from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import state_hash
@@ -45,7 +46,7 @@ class TrainerRank:
     uninitialized until `begin` is called."""
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
-        require_seen(run)
+        local_run(run)
         self._rank, self._run, self._settings = rank, RunDir(run), settings
         self._meeting: dist.Store | None = None
         self._team: Team | None = None
