@@ -57,7 +57,7 @@ from composer_nb.trainer.services.orchestrator import (
     TrainerLost,
 )
 from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, store_url
-from composer_nb.trainer.services.trainer_ranks import TrainerGroup
+from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
@@ -452,7 +452,8 @@ class Coordinator:
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
         version_by_name = {"before_final": min(version, self.live * self.per_step), "final": version}
-        self.trainer.call("finish", version_by_name).result()
+        self.trainer.call("close").result()
+        save_versions(self.run.path, self.settings, version_by_name)
         books = self.orchestrator.report()
         unused_tokens = Counter({reason: count for reason, count in books["ledger"].items() if reason != "trained"})
         unused_tokens["unused_at_the_end"] += books["held_tokens"]

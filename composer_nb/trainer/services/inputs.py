@@ -1,4 +1,4 @@
-"""The files of a run directory that engines, environments and evaluations read, on machines that do not see it.
+"""The files of a run directory that its services read, on machines that do not see it.
 
     the coordinator's machine: RUN/data, RUN/weights/start ── publish_inputs ──▶ <services.store>/<run>/inputs/
     a node of `composer-nb up FOLDER --join`: FOLDER/<run>/ ◀── local_run ───────┘
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 
+from composer_nb.harness.files import replacing
 from composer_nb.trainer.services.cluster import NODE
 
-# A run directory is where it has the last of these, which is written last.
-INPUTS = ("data/tokenizer.json", "data/tune.jsonl", "weights/start/config.json")
+CONFIG = "weights/start/config.json"
+# What services read besides the weights, which are for the trainer alone.
+INPUTS = ("data/tokenizer.json", "data/tune.jsonl", CONFIG)
 
 
 class NotSeen(ValueError):
@@ -27,17 +27,19 @@ class NotSeen(ValueError):
 
 
 def publish_inputs(run: Path, store: str) -> None:
-    """Write the inputs of a run into a store."""
-    fs, folder = url_to_fs(f"{store.rstrip('/')}/{run.name}/inputs")
-    for name in INPUTS:
-        fs.makedirs(f"{folder}/{name}".rpartition("/")[0], exist_ok=True)
-        fs.pipe_file(f"{folder}/{name}", (run / name).read_bytes() if (run / name).is_file() else b"")
+    """Write the inputs of a run into a store, unless they are there."""
+    fs, folder = url_to_fs(f"{store.rstrip('/')}/{run.name}/inputs", use_listings_cache=False)
+    for file in (*(run / "weights" / "start").iterdir(), *(run / name for name in INPUTS if name != CONFIG)):
+        target = f"{folder}/{file.relative_to(run).as_posix()}"
+        if file.is_file() and not (fs.exists(target) and fs.size(target) == file.stat().st_size):
+            fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(file), target)
 
 
-def local_run(run: Path, store: str = "") -> Path:
+def local_run(run: Path, store: str = "", weights: bool = False) -> Path:
     """Return the run directory, or this node's copy of its inputs from `store`. Services ask before they make files there. Raises
     NotSeen if there is neither."""
-    if (run / INPUTS[-1]).is_file():
+    if (run / CONFIG).is_file():
         return run
     node = os.environ.get(NODE, "")
     if not (node and store):
@@ -45,13 +47,12 @@ def local_run(run: Path, store: str = "") -> Path:
             f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
             "under the same path; or set services.store, and start the nodes with composer-nb up --join"
         )
-    copy = Path(node, run.name)
-    if not copy.is_dir():
-        fs, folder = url_to_fs(f"{store.rstrip('/')}/{run.name}/inputs", use_listings_cache=False)
-        with tempfile.TemporaryDirectory(dir=node) as part:
-            for name in INPUTS:
-                Path(part, run.name, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(part, run.name, name).write_bytes(fs.cat_file(f"{folder}/{name}"))
-            with suppress(OSError):  # another service of this node was faster
-                Path(part, run.name).rename(copy)
-    return copy
+    fs, folder = url_to_fs(f"{store.rstrip('/')}/{run.name}/inputs", use_listings_cache=False)
+    for source in fs.find(folder):
+        name = source.removeprefix(f"{folder}/")
+        file = Path(node, run.name, name)
+        if (weights or name in INPUTS) and not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as part:
+                fs.get_file(source, str(part))
+    return Path(node, run.name)

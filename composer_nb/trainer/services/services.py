@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hints_of
@@ -87,20 +88,23 @@ class EngineService(Inference):
         super().stop()
 
 
-def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:
-    """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
-    model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
+def make_learner(
+    start: Path, s: Settings, sharpness: float = 1.0, checkpoint: tuple[int, dict[str, Tensor], float] | None = None
+) -> tuple[Learner, int, float]:
+    """Return a learner, the number of its steps and their seconds, from a checkpoint or from the weights in `start`, which were
+    calibrated by `sharpness`."""
+    model = load_pretrained(start).to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     if s.rl.uncalibrated:
         with torch.no_grad():
-            model.final_norm.div_((run.finished("sft") or {}).get("sharpness", 1.0))
+            model.final_norm.div_(sharpness)
     if s.rl.frozen_layers:
         for frozen in (model.embed, *(p for layer in model.layers[: s.rl.frozen_layers] for p in layer.parameters())):
             frozen.requires_grad_(False)
     reference = copy.deepcopy(model) if s.loss.beta or s.loss.feedback else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
-    learner, checkpoint = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
-    if from_start or checkpoint is None:
+    learner = Learner(model, optimizer, s.loss, reference, s.replay)
+    if checkpoint is None:
         return learner, 0, 0.0
     step, state, seconds = checkpoint
     optimizer.load(state)
