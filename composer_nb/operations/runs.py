@@ -403,13 +403,13 @@ def replay(args: argparse.Namespace) -> int:
 def up(args: argparse.Namespace) -> int:
     """Start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it."""
     from composer_nb.trainer.services import head
-    from composer_nb.trainer.services.cluster import Node
+    from composer_nb.trainer.services.cluster import ClusterNode
 
     if args.down:
         ended = head.down(args.path)
         return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
     roles = tuple(filter(None, args.roles.split(",")))
-    lease = head.up(args.path, args.lease, Node(host=args.host, join=args.join, roles=roles))
+    lease = head.up(args.path, args.lease, ClusterNode(host=args.host, join=args.join, roles=roles))
     line = (
         f"node of {lease.address}, process {lease.pid}, until its head ends"
         if args.join

@@ -2,7 +2,7 @@
 
 The folder of a new cluster is in the journal, so that `reap` can remove it and its processes after a SIGKILL: Ray's agents would
 live for another half minute, and the folder would stay. A new cluster requires a token, and listens on the loopback alone unless
-it has an address for other machines (`Node`).
+it has an address for other machines (`ClusterNode`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """What a machine brings to a cluster.
 
     Attributes:
@@ -79,12 +79,14 @@ class Node:
 class Cluster:
     """This process's connection to Ray, one at a time."""
 
-    def __init__(self, address: str, namespace: str, journal: ResourceJournal, machine: Node | None = None) -> None:
+    def __init__(
+        self, address: str, namespace: str, journal: ResourceJournal, machine: ClusterNode | None = None
+    ) -> None:
         """`address`: address of the cluster to attach to; empty: start one with this `machine` and record it in `journal`.
 
         Raises ConnectionError if no cluster answers at `address`, or none can be started.
         """
-        self._machine = machine or Node()
+        self._machine = machine or ClusterNode()
         # Ray's processes, and thus the actors, inherit these.
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -179,7 +181,7 @@ def attach(address: str, namespace: str, ours: bool = False) -> None:
         raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}{hint}") from error
 
 
-def start(folder: Path, machine: Node) -> subprocess.Popen[bytes]:
+def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
     """Start a node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails. The path of
     `folder` must be short, because it becomes part of paths of sockets."""
     if machine.join and "RAY_AUTH_TOKEN" not in os.environ and not _token().is_file():

@@ -452,8 +452,8 @@ class Coordinator:
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
         version_by_name = {"before_final": min(version, self.live * self.per_step), "final": version}
-        self.trainer.call("close").result()
-        save_versions(self.run.path, self.settings, version_by_name)
+        weights = self.trainer.call("finish").result()
+        save_versions(self.run.path, self.settings, version_by_name, weights)
         books = self.orchestrator.report()
         unused_tokens = Counter({reason: count for reason, count in books["ledger"].items() if reason != "trained"})
         unused_tokens["unused_at_the_end"] += books["held_tokens"]

@@ -172,9 +172,9 @@ class EnvironmentService:
                 left = max(0.0, deadline - time.monotonic())
                 graders = list(self._grading.values()) or self._in_vain
                 wait(graders, left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
-            done = [name for name, report in self._grading.items() if report.done()]
-            if not self._lockstep or len(done) == len(self._grading):
-                reports += [self._grading.pop(name).result() for name in done]
+            graded_names = [name for name, report in self._grading.items() if report.done()]
+            if not self._lockstep or len(graded_names) == len(self._grading):
+                reports += [self._grading.pop(name).result() for name in graded_names]
         self._sampled = {name: self._sampled[name] for name in self._grading}
         progressed, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in progressed}

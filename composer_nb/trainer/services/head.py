@@ -9,8 +9,8 @@ A head ends when its lease has run out and no process holds it, on `down`, and w
 the folder's journal, for `reap`; the next `up` reaps too.
 
 Runs use a head on its machine, because its holders must see its folder. Other machines join it by an `up` of their own
-(`Node.join`); a node has no lease and lives as long as its head. If a head is lost while a run uses it, the run ends with an
-error, and resumes when the head is up again.
+(`ClusterNode.join`); a node has no lease and lives as long as its head. If a head is lost while a run uses it, the run ends
+with an error, and resumes when the head is up again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.services.cluster import NODE, Cluster, Node
+from composer_nb.trainer.services.cluster import NODE, Cluster, ClusterNode
 
 LEASE_S = 3600.0
 # Maximum seconds of a head's start; Ray takes a third of this on a busy machine.
@@ -69,7 +69,7 @@ class HeadGone(ConnectionError, ValueError):
     """There is no live head where one was expected."""
 
 
-def up(folder: Path, lease_s: float = LEASE_S, machine: Node | None = None) -> Head:
+def up(folder: Path, lease_s: float = LEASE_S, machine: ClusterNode | None = None) -> Head:
     """Start a head or node in `folder`, or extend the lease of the head that lives there to `lease_s` seconds from now.
 
     Raises ValueError with the last line of its log if it does not start.
@@ -86,7 +86,12 @@ def up(folder: Path, lease_s: float = LEASE_S, machine: Node | None = None) -> H
             write_json(folder / "head.json", asdict(head))
         return head
     reap(folder)
-    command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s), json.dumps(asdict(machine or Node())))
+    command = (
+        "composer_nb.trainer.services.head",
+        str(folder),
+        repr(lease_s),
+        json.dumps(asdict(machine or ClusterNode())),
+    )
     if reason := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {reason}")
     head = find(folder)
@@ -247,7 +252,7 @@ def holder(lock: Path) -> int | None:
 def main(arguments: list[str]) -> None:
     """Start Ray and keep it until its lease has run out unused, it is lost, or SIGTERM; `arguments` are the folder, the lease in
     seconds, and the node as JSON."""
-    folder, lease_s, machine = Path(arguments[0]), float(arguments[1]), Node(**json.loads(arguments[2]))
+    folder, lease_s, machine = Path(arguments[0]), float(arguments[1]), ClusterNode(**json.loads(arguments[2]))
     os.environ[NODE] = str(folder)
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well

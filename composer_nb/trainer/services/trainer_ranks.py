@@ -34,7 +34,7 @@ from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
@@ -79,6 +79,8 @@ class TrainerRank:
         self._files = side_files(self._learner.model)
         self.version = self.step * s.rl.minibatches
         self._newest = self._weights()
+        # The version before the last batch with a signal, and its weights.
+        self._before = (self.version, self._newest)
         url, full_every = store_url(self._run, s), s.services.full_every
         self._publisher = Publisher(url, owner="trainer", full_every=full_every, group=group)
         self._background = BackgroundPublisher(self._publisher)
@@ -137,6 +139,8 @@ class TrainerRank:
         if step % full_every == 0:
             self._background.prune(2 * full_every, since=saved * minibatches)
         start = time.perf_counter()
+        if streams:
+            self._before = (self.version, self._newest)
         metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
         self.step += 1
         while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
@@ -177,13 +181,20 @@ class TrainerRank:
         """Stop publishing once all versions are published."""
         self._background.close()
 
+    def finish(self) -> dict[int, Weights]:
+        """Stop publishing once all versions are published. Return the weights of the newest version and of that before the last
+        batch with a signal, as far as this process made them; none if it has only a part."""
+        self.close()
+        return {} if self._team else dict([self._before, (self.version, self._newest)])
 
-def save_versions(run: Path, s: Settings, versions: Mapping[str, int]) -> None:
-    """Save each of these versions of the store under its name in `weights`. Raises WeightFault for one that is damaged."""
+
+def save_versions(run: Path, s: Settings, versions: Mapping[str, int], weights: Mapping[int, Weights]) -> None:
+    """Save each of these versions under its name in the run directory, from `weights` or the store. Raises WeightFault for one
+    that is damaged there."""
     start, receiver = run / "weights" / "start", Receiver(store_url(run, s), name="trainer")
     for name, version in versions.items():
         model, path = empty_model(read_config(start / "config.json").model), run / "weights" / name
-        from_hugging_face(model, receiver.fetch(version).tensors)
+        from_hugging_face(model, weights.get(version) or receiver.fetch(version).tensors)
         model.companions = read_companions(start)
         save_pretrained(model, path, dtype=torch.bfloat16)
         carry(path, s.env, s.limits)
