@@ -65,6 +65,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["verdict", "nowhere", "accept"], "nowhere: no agent's work is kept here"),
         (["jobs", "run", "nowhere.yml"], "nowhere.yml: no such job file"),
         (["agent", "nowhere", "fix it", "--policy", "scripted:x.json"], "nowhere: no folder here"),
+        (["agent", ".", "fix caf\udce9", "--policy", "scripted:x.json"], "the instruction is not UTF-8"),
         (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "write vllm:URL#DIR"),
         (["eval", "--policy", "scripted:genius", "--tasks", "TASKS"], "there is scripted:expert, scripted:lazy, "),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),
@@ -122,7 +123,7 @@ def test_a_full_disk_and_an_interrupt_are_one_line_and_a_bug_keeps_its_traceback
 
 
 SHOWN = {
-    "report": ("midtrained", "final", "every token accounted for", "mismatch ("),
+    "report": ("policy before it", "midtrained", "final", "every token accounted for", "mismatch ("),
     "watch": ("complete, 3 RL steps", "ledger, tokens"),
     "compare": ("settings that differ: none", "paired by task"),
 }
@@ -134,10 +135,10 @@ def test_a_run_is_shown_for_programs_for_people_and_as_a_page(
 ):
     runs = [str(tiny_run.path), *([str(copy_of(tiny_run).path)] if command == "compare" else [])]
     page = tmp_path / "page.html"
-    assert cli.main([command, *runs, "--json", *([] if command == "report" else ["--html", str(page)])]) == 0
+    assert cli.main([command, *runs, "--json", "--html", str(page)]) == 0
     result = json.loads(capsys.readouterr().out)
     if command == "report":
-        assert result["complete"] and result["eval"]["final"]["n_tasks"] > 0
+        assert result["complete"] and result["verdict"].startswith("After RL the policy solves ")
     elif command == "watch":
         assert (result["state"], result["trained"], result["pid"]) == ("complete", 3, None)
         assert result["last_step"] == tiny_run.steps("rl")[-1] and result["ledger"] == tiny_run.ledger()
@@ -146,9 +147,8 @@ def test_a_run_is_shown_for_programs_for_people_and_as_a_page(
     assert cli.main([command, *runs]) == 0
     output = capsys.readouterr().out
     assert all(text in output for text in SHOWN[command])
-    if command != "report":
-        text = page.read_text()
-        assert text.startswith("<!doctype html>") and "<img" in text and "://" not in text
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "<img" in text and "://" not in text
 
 
 def test_a_mismatch_is_explained_to_programs_and_to_people(capsys: Any):

@@ -153,10 +153,7 @@ def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess
 
 @pytest.mark.parametrize(
     "manager, line",
-    [
-        ("apt_get", "apt-get install -y --no-install-recommends bubblewrap"),
-        ("apk", "apk add bubblewrap"),
-    ],
+    [("apt_get", "apt-get install -y --no-install-recommends bubblewrap"), ("apk", "apk add bubblewrap")],
 )
 def test_the_one_line_is_printed_where_installing_is_not_possible(manager: str, line: str, tmp_path: Path):
     failing = packages(tmp_path / "root", 0, **{manager: "echo no network; exit 100"})

@@ -1,4 +1,4 @@
-"""Policy-gradient losses side by side on a frozen batch: masks, weights and directions of each.
+"""Policy-gradient losses side by side on a frozen batch: masks, weights, directions and variance of each.
 
     found = bench(model, groups)                # groups of streams, their log-probabilities those of the sampler
     found.rows                                  # one row per loss
@@ -42,9 +42,11 @@ from composer_nb.trainer.learning.packing import (
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.views import style
-from composer_nb.views.style import Picture, title
+from composer_nb.views.rollout import StoredRollout
+from composer_nb.views.style import Picture, key, title
 
 Array = NDArray[np.float64]
+_HUES = (style.BLUE, style.YELLOW, style.GREEN, style.ORANGE, style.SKY, style.VERMILION, style.PURPLE, style.GREY)
 # β of the KL rows, GRPO's.
 BETA = 0.04
 OURS, EXACT = "ours", "exact"
@@ -59,6 +61,7 @@ LOSSES: dict[str, LossSettings] = {
     "gspo": LossSettings(ratio="gspo", clip_low=3e-4, clip_high=4e-4, length_norm=True),
     "cispo": LossSettings(ratio="cispo", clip_low=1.0, clip_high=0.28),
     "tis": LossSettings(ratio="tis", tis_cap=2.0),
+    "mis": LossSettings(ratio="mis"),
     "icepop": LossSettings(ratio="icepop", icepop_low=0.5, icepop=5.0),
     "dppo": LossSettings(ratio="dppo", dppo=0.2),
     "k1": LossSettings(beta=BETA, kl="k1"),
@@ -158,6 +161,26 @@ def remedied(
     return results
 
 
+def with_reasons(stored: StoredRollout, loss: LossSettings) -> StoredRollout:
+    """Return the rollout with the reason (of REASONS) for which `loss`, without its KL, trains on a written token or not, at the
+    values of `rollout.with_trainer`. Raises ValueError without these, and without an advantage."""
+    if stored.advantage is None or not stored.recomputed:
+        raise ValueError("reasons need an advantage and a trainer's values: `rollout.sampled`, `rollout.with_trainer`")
+    pairs = [*zip(stored.attempt.rollout.segments, stored.recomputed, strict=True)]
+    logprob_S = torch.from_numpy(np.concatenate([trainer.logprob[segment.acted] for segment, trainer in pairs]))
+    tokens = SampledTokens(
+        logprob_S=logprob_S,
+        sampled_S=torch.from_numpy(np.concatenate([segment.logprob[segment.acted] for segment, _ in pairs])),
+        advantage_S=torch.full_like(logprob_S, stored.advantage),
+        std_S=torch.ones_like(logprob_S),
+        rollout_S=torch.zeros(len(logprob_S), dtype=torch.long),
+        reference_S=None,
+    )
+    reasons = iter(slope(tokens, replace(loss, beta=0.0), 1.0).reason_S.tolist())
+    by_segment = (tuple(REASONS[next(reasons)] if acted else "" for acted in segment.acted) for segment, _ in pairs)
+    return replace(stored, reasons=tuple(by_segment))
+
+
 def exact(tokens: SampledTokens, denominator: float) -> Slope:
     """Return the on-policy policy gradient, estimated without bias from what another policy drew."""
     gap_S = (tokens.logprob_S.detach() - tokens.sampled_S).to(tokens.logprob_S.dtype)
@@ -177,9 +200,9 @@ def _reasons(
     tokens: SampledTokens, settings: LossSettings, advantage_S: Tensor, policy_S: Tensor, weight_S: Tensor
 ) -> Tensor:
     """Return [S] indices into REASONS. A clip, and DPPO, stop a token on the side to which its advantage has already moved it;
-    IcePop on either."""
+    IcePop on either, MIS where the rollout has become too likely."""
     log_ratio_S = (tokens.logprob_S - tokens.sampled_S).detach().clamp(-20, 20)
-    upward_S = log_ratio_S > 0 if settings.ratio == "icepop" else advantage_S > 0
+    upward_S = log_ratio_S > 0 if settings.ratio == "icepop" else (advantage_S > 0) | (settings.ratio == "mis")
     stopped_S = torch.where(upward_S, REASONS.index("above"), REASONS.index("below"))
     reason_S = torch.where(policy_S != 0, REASONS.index("trains"), stopped_S)
     if settings.ratio in ("cispo", "tis") and not settings.length_norm:
@@ -233,6 +256,8 @@ class LossRow:
         reasons: Shares of tokens by REASONS; they add up to 1.
         ess: Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`).
         norm: Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm.
+        variance: Of the gradient when as many groups are drawn again from the batch's, with replacement, relative to its squared
+            length: 0 if all groups have one gradient, 1 − 1 / groups if these are orthogonal, more if they cancel.
     """
 
     loss: str
@@ -240,6 +265,7 @@ class LossRow:
     reasons: dict[str, float]
     ess: float
     norm: float
+    variance: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,12 +319,14 @@ def bench(
     gradients_LW = torch.zeros(
         len(loss_names), sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype
     )
+    squares_L = np.zeros(len(loss_names))
     slopes_by_loss: list[list[Slope]] = [[] for _ in loss_names]
     remedied_groups = {name: remedied(groups, loss, solved) for name, loss in losses.items()}
     for number, group in enumerate(groups):
         tokens = group_tokens(policy, group, reference, replay)
         gradient_by_slope: dict[bytes, Tensor] = {}
         for loss_index, loss_name in enumerate(loss_names):
+            gradient_W = torch.zeros_like(gradients_LW[0])
             if loss_name == EXACT:
                 group_slope = exact(tokens, sampled_count)
             else:
@@ -308,22 +336,22 @@ def bench(
                 group_slope = slope(tokens._replace(advantage_S=batch.advantage_S), loss, denominator)
                 if loss.centre_scores:
                     term = _centring(policy, sampler, batch, loss, denominator)
-                    gradients_LW[loss_index] += flat_gradient(term, parameters)
+                    gradient_W += flat_gradient(term, parameters)
             slopes_by_loss[loss_index].append(group_slope)
             if group_slope.slope_S.any():
                 slope_bytes = group_slope.slope_S.numpy().tobytes()  # on policy many losses are one
                 if slope_bytes not in gradient_by_slope:
                     gradient_by_slope[slope_bytes] = flat_gradient(tokens.logprob_S, parameters, group_slope.slope_S)
-                gradients_LW[loss_index] += gradient_by_slope[slope_bytes]
+                gradient_W += gradient_by_slope[slope_bytes]
+            gradients_LW[loss_index] += gradient_W
+            squares_L[loss_index] += float(gradient_W.double().square().sum())
     inner_LL = inner_products(gradients_LW)
     norm_L = np.sqrt(np.maximum(np.diag(inner_LL), 0.0))
-    norm_products_LL = np.outer(norm_L, norm_L)
-    cosines_LL = np.where(
-        norm_products_LL > 0, inner_LL / np.where(norm_products_LL > 0, norm_products_LL, 1.0), np.nan
-    ).clip(-1, 1)
+    with np.errstate(invalid="ignore"):
+        cosines_LL = (inner_LL / np.outer(norm_L, norm_L)).clip(-1, 1)
+        variance_L = squares_L / norm_L**2 - 1 / len(groups)
     rows = tuple(
-        _row(loss_name, loss_slopes, norm)
-        for loss_name, loss_slopes, norm in zip(loss_names, slopes_by_loss, norm_L.tolist(), strict=True)
+        _row(*parts) for parts in zip(loss_names, slopes_by_loss, norm_L.tolist(), variance_L.tolist(), strict=True)
     )
     return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines_LL)
 
@@ -337,7 +365,7 @@ def _centring(policy: Model, sampler: Model | None, batch: FlatBatch, loss: Loss
     return centring(logprob_SV, sampler_SV, batch.advantage_S, loss, denominator, batch.length_S)
 
 
-def _row(loss_name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
+def _row(loss_name: str, slopes: Sequence[Slope], norm: float, variance: float) -> LossRow:
     reason_S = torch.cat([group_slope.reason_S for group_slope in slopes]).numpy()
     weight_S = torch.cat([group_slope.weight_S for group_slope in slopes]).double().numpy()
     reason_shares = np.bincount(reason_S, minlength=len(REASONS)) / len(reason_S)
@@ -349,7 +377,40 @@ def _row(loss_name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
         reasons=shares,
         ess=effective_share(finite_weight_S) if len(finite_weight_S) else math.nan,
         norm=norm,
+        variance=variance,
     )
+
+
+def weight_curve(loss: LossSettings, ratio_S: Tensor, advantage: float, sampled: float = 0.15) -> Tensor:
+    """Return the weight [S] of A ∇ℓ at each ratio, for rollouts of one token with the probability `sampled` under the sampler,
+    which is the reference of a KL too. Losses that look at the whole rollout see its one ratio."""
+    sampled_S = torch.full_like(ratio_S, math.log(sampled))
+    tokens = SampledTokens(
+        logprob_S=sampled_S + ratio_S.log(),
+        sampled_S=sampled_S,
+        advantage_S=torch.full_like(ratio_S, advantage),
+        std_S=torch.ones_like(ratio_S),
+        rollout_S=torch.arange(len(ratio_S)),
+        reference_S=sampled_S,
+    )
+    return slope(tokens, loss, 1.0).weight_S
+
+
+def weights(losses: Mapping[str, LossSettings]) -> Picture:
+    """Draw the weight that losses give a token, by its ratio, for tokens to make likelier and less likely. Lines get thinner, so
+    that those below stay visible."""
+    picture = Picture(10.0, 3.2)
+    ratio_S = torch.logspace(-1, 1, 801, base=4.0, dtype=torch.float64)
+    for ax, advantage, text in zip(picture.panels(1, 2, sharey=True), (1.0, -1.0), ("A > 0", "A < 0"), strict=True):
+        for number, (name, loss) in enumerate(losses.items()):
+            width = 6.0 - 5.0 * number / len(losses)
+            weight_S = weight_curve(loss, ratio_S, advantage)
+            ax.plot(ratio_S, weight_S, color=_HUES[number % len(_HUES)], linewidth=width, label=name)
+        ax.set_xscale("log")
+        style.log_axis(ax.xaxis)
+        title(ax, text, "ratio trainer / sampler", "weight of a token" if advantage > 0 else "")
+    key(picture.axes[0])
+    return picture
 
 
 def cosines(comparison: Bench, heading: str = "cosine between gradients") -> Picture:

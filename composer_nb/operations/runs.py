@@ -187,18 +187,23 @@ def tour_notebook() -> Path:
     return notebook
 
 
-@command("report", RUN, JSON)
+@command("report", RUN, HTML, JSON)
 def report(args: argparse.Namespace) -> int:
-    """Summarize a run."""
+    """Summarize a run, with its verdict first."""
+    from composer_nb.harness.files import write_atomic
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import build_report
-    from composer_nb.views.report import table
+    from composer_nb.views.report import page, pictures, table, verdict
 
-    summary = build_report(ReadOnly(args.path))
+    run = ReadOnly(args.path)
+    summary = build_report(run)
+    if args.html:
+        write_atomic(args.html, page(run, summary, pictures(run)))
     scores = summary.get("eval", {})
     if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
-    return emit(args, {**summary, "eval": scores} if scores else summary, lambda: table(summary))
+    result = {"verdict": verdict(summary), **summary} | ({"eval": scores} if scores else {})
+    return emit(args, result, lambda: table(summary))
 
 
 @command(
@@ -374,17 +379,20 @@ def replay(args: argparse.Namespace) -> int:
     Return 0 when every version came out the same, else 1.
     """
     from composer_nb.trainer.recipe.reader import open_run
-    from composer_nb.trainer.recipe.replay import replay
+    from composer_nb.trainer.recipe.replay import other_origins, replay
+    from composer_nb.trainer.records.provenance import CAPSULE
     from composer_nb.trainer.settings import from_dict
 
     run = open_run(args.path.resolve())
     last_step = args.step if args.step is not None else len(run.steps("rl"))
     if last_step < 1:
         raise ValueError(f"--step {last_step}: the first step is 1")
-    rows = []
-    for replayed in replay(run, from_dict(run.settings()), last_step):
-        rows.append({name: getattr(replayed, name) for name in ("step", "version", "was", "now", "same")})
-        verdict = "same" if replayed.same else "DIFFERS"
+    rows, settings = [], from_dict(run.settings())
+    if others := other_origins(run, settings):
+        log.info(f"not what the run began with ({CAPSULE}): {', '.join(others)}")
+    for replayed in replay(run, settings, last_step):
+        rows.append({name: getattr(replayed, name) for name in ("step", "version", "was", "now", "first", "same")})
+        verdict = "same" if replayed.same else f"DIFFERS, first in {replayed.first or 'a tensor that no ledger has'}"
         log.info(f"step {replayed.step:>5}  version {replayed.version:>6}  {replayed.now[:16]}  {verdict}")
     different = sum(not row["same"] for row in rows)
     return emit(args, rows, lambda: f"{len(rows)} steps, {different} differ", int(different > 0))

@@ -101,6 +101,19 @@ def apply(args: argparse.Namespace) -> int:
     return _version(args, weights.apply_delta(args.base, args.delta, args.out))
 
 
+@command(
+    "weights fetch",
+    arg("store STORE"),
+    *(arg("version N", type=int), arg("out OUT", type=Path)),
+    JSON,
+)
+def fetch(args: argparse.Namespace) -> int:
+    """Write a version of a store or a run as a checkpoint, by its number."""
+    from composer_nb.trainer import weights
+
+    return _version(args, weights.fetch_version(_store_of(args.store), args.version, args.out))
+
+
 @command("weights verify", arg("path VERSION", type=Path), JSON)
 def verify(args: argparse.Namespace) -> int:
     """Check every byte of a version directory."""
@@ -135,14 +148,19 @@ def history(args: argparse.Namespace) -> int:
     from composer_nb.trainer.versions import store
 
     weights = Path(args.store) / "weights"
-    inside = weights / "versions"
-    rows = store.log(inside if inside.is_dir() else args.store)
+    rows = store.log(_store_of(args.store))
     if not rows:  # an excerpt, or a run without services
         sizes = {file.parent.name: file.parent.glob("*.safetensors") for file in sorted(weights.glob("*/config.json"))}
         rows = [{"name": name, "bytes": sum(file.stat().st_size for file in files)} for name, files in sizes.items()]
     if not rows:
         raise FileNotFoundError(f"{args.store}: no weight versions here")
     return emit(args, rows, lambda: "\n".join(map(_version_line, rows)))
+
+
+def _store_of(path: str) -> str | Path:
+    """Return the store of a run, or a path or URL that is a store itself."""
+    inside = Path(path) / "weights" / "versions"
+    return inside if inside.is_dir() else path
 
 
 def _version_line(row: dict[str, Any]) -> str:

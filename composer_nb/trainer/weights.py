@@ -40,6 +40,7 @@ from composer_nb.trainer.versions.payload import (
     write_part,
     write_side,
 )
+from composer_nb.trainer.versions.receiver import read_version
 from composer_nb.trainer.versions.store import VersionStore
 
 
@@ -68,6 +69,13 @@ def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path
     target = delta.manifest.state(Decoded(base, [delta]))
     groups = [sorted(entry.name for entry in shard) for shard in read_shards(Path(base_dir))]
     return _write(Path(out_dir), target, None, files | side_files_of([delta]), groups)
+
+
+def fetch_version(store: str | Path, version: int, out_dir: str | Path) -> Manifest:
+    """Write a version of a store in full, however it is stored there. Raises WeightFault, without writing, for a version that is
+    missing or damaged on all routes; ValueError if `out_dir` exists; StoreError if it cannot be read or written."""
+    fetched = read_version(VersionStore(store), version)
+    return _write(Path(out_dir), fetched.state, None, fetched.files)
 
 
 def _write(

@@ -30,8 +30,7 @@ from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
 from composer_nb.views.curves import metric, step_times, supervised
-from composer_nb.views.page import Html, box, image
-from composer_nb.views.scores import conduct
+from composer_nb.views.page import Html, box, image, shown
 from composer_nb.views.style import Picture, key, title
 
 if TYPE_CHECKING:
@@ -72,7 +71,8 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
     if status.stages:
         yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in status.stages.items())
     for name, score in status.scores.items():
-        yield f"{name}, held out", f"pass@1 {score['pass_at_1']:.3f}; {conduct(score)}"
+        in_12_calls = shown(score.get("pass_within", {}).get("12"), ".3f")
+        yield f"{name}, held out", f"pass@1 {score['pass_at_1']:.3f}, in 12 calls {in_12_calls}"
     if share := utilisation(status):
         yield "trainer busy", f"{share:.0%} of the time of RL steps"
     if tokens := sum(status.ledger.values()):

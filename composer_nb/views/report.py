@@ -1,19 +1,20 @@
 """The report of a run for a terminal, as figures and as an HTML page.
 
 report = build_report(open_run(path))
-console.print(table(report))
-write_report(run, pictures(run))            # report.json, and report.html that needs no other file
+console.print(table(report))                # begins with the verdict
+write_report(run, pictures(run))            # report.json, and report.html that needs no other file and can be printed
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.text import Text
 
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.trainer.recipe.launch import stages_of
@@ -22,11 +23,12 @@ from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
+from composer_nb.views.scores import by_policy
 from composer_nb.views.style import Picture
 
-SCORES = (
-    "policy", "pass@1", "95 %", "greedy", "best of k", "in 12 calls", "tasks", "calls", "invalid", "tests", "recovery",
-)  # fmt: skip
+# What the verdict watches, by name: of the first kind less is worse, of the second more.
+FALLS = {"best of k": "best_of_k", "recovery": "recovery", "testing": "runs_tests", "calls a turn": "calls_per_turn"}
+RISES = {"invalid calls": "invalid_call_rate"}
 
 
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
@@ -58,20 +60,22 @@ def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = 
     write_json(run.path / "report.json", report)
     for name, (_, png) in (figures or {}).items():
         (run.path / "figures" / f"{name}.png").write_bytes(png)
-    write_atomic(run.path / "report.html", page(report, figures or {}))
+    write_atomic(run.path / "report.html", page(run, report, figures or {}))
     return report
 
 
-def page(report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
-    """Return one HTML page without scripts, other files or other hosts."""
-    body = [f"<h1>{html.escape(report['run'])}</h1>"]
-    if not report["complete"]:
-        body.append("<p class=note>This run is not complete.</p>")
-    if scores := report.get("eval"):
-        head, *rows = score_rows(scores)
-        body += ["<h2>Held-out tasks</h2>", html_table(rows, head)]
-    body += ["<h2>The run</h2>", html_table(list(fact_rows(report)))]
-    body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
+def page(run: RunDir, report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
+    """Return one HTML page without scripts, other files or other hosts: the verdict, the first figure, the numbers, the other
+    figures, and a rollout to read."""
+    first, *others = [figure(name, caption, png) for name, (caption, png) in figures.items()] or [""]
+    body = [f"<h1>{html.escape(report['run'])}</h1><p class=verdict>{html.escape(verdict(report))}</p>", first]
+    for heading, (head, *rows) in tables(report):
+        body += [f"<h2>{heading.capitalize()}</h2>", html_table(rows, head)]
+    body += others
+    with suppress(ValueError, FileNotFoundError):  # none is stored yet
+        is_scored = {"start", "final"} <= report.get("eval", {}).keys()
+        stored = rollout.before_and_after(run)[1] if is_scored else rollout.sampled(run)[0]
+        body.append(f"<h2>A rollout to read</h2>{rollout.read(stored).text}")
     body += [
         f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(report[key], indent=2))}</pre></details>"
         for title, key in (("Settings", "settings"), ("Provenance", "provenance"), ("Seconds by stage", "stages"))
@@ -81,33 +85,62 @@ def page(report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) ->
 
 def table(report: Mapping[str, Any]) -> Group:
     """Return the report for a terminal."""
-    parts: list[Table | str] = []
+    parts = (text_table(rows, head, heading, numbers=bool(head)) for heading, (head, *rows) in tables(report))
+    return Group(Text(verdict(report)), *parts)
+
+
+def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[tuple[str, ...]]]]:
+    """Yield heading, and head and rows, of the tables of a report."""
     if scores := report.get("eval"):
-        head, *rows = score_rows(scores)
-        parts.append(text_table(rows, head, "held-out tasks", numbers=True))
-    parts.append(text_table(fact_rows(report), title="the run"))
+        yield "held-out tasks", by_policy(scores)
+    yield "the run", [(), *fact_rows(report)]
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Return in plain words what RL gained over the stronger policy before it, with intervals, and what became worse; or what is
+    known so far."""
+    parts = [*_gain_sentences(report)] or [*_partial_sentences(report)]
     if not report["complete"]:
         missing = [name for name in stages_of(report["settings"]) if name not in report["stages"]]
-        parts.append(f"[yellow]not complete: {', '.join(missing)} still to come[/]")
-    return Group(*parts)
+        parts.append(f"Not complete: {', '.join(missing)} still to come.")
+    return " ".join(parts)
 
 
-def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield the head and the rows of the table of scores."""
-    yield SCORES
-    for name, s in scores.items():
-        yield (
-            name,
-            f"{s['pass_at_1']:.3f}",
-            "{:.3f}–{:.3f}".format(*s["ci95"]),
-            shown(s.get("pass_greedy"), ".3f"),
-            f"{s['best_of_k']:.3f} (k={s['k']})",
-            shown(s.get("pass_within", {}).get("12"), ".3f"),
-            str(s["n_tasks"]),
-            f"{s['tool_calls_per_task']:.1f}",
-            *(shown(s.get(figure), form) for figure, form in (("invalid_call_rate", ".1%"), ("runs_tests", ".0%"))),
-            shown(s.get("recovery"), ".3f"),
-        )
+def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the gains in 12 calls, each with the word whether chance explains it, and what became worse."""
+    if not (gains := report.get("gain", {}).get("within_12")):
+        return
+    train, before = report.get("train", {}), gains["heldout"]["over"]
+    after = "After RL" + " on shuffled rewards" * bool(train.get("shuffled_rewards"))
+    for kind, gain in gains.items():
+        points, low, high = (100 * value for value in (gain["gain"], *gain["ci95"]))
+        tasks, chance = gain["n_tasks"], "within" if low <= 0 <= high else "beyond"
+        if kind == "heldout":
+            yield (
+                f"{after} the policy solves {abs(points):.1f} points {'fewer' if points < 0 else 'more'} of {tasks} held-out "
+                f"tasks in 12 calls than “{before}”, the stronger policy before it (95 % over tasks: {low:+.1f} to {high:+.1f}): "
+                f"{chance} chance."
+            )
+        else:
+            yield f"On {tasks} tasks of new {kind}: {points:+.1f} ({low:+.1f} to {high:+.1f}), {chance} chance."
+    old, new = (report["eval"][name] for name in (before, "final"))
+    pairs = [(name, old.get(figure), new.get(figure)) for name, figure in (FALLS | RISES).items()]
+    moved = [(n, a, b) for n, a, b in pairs if None not in (a, b) and round(a, 2) != round(b, 2)]
+    worse = [f"{n} {a:.2f} → {b:.2f}" for n, a, b in moved if (b > a) == (n in RISES)]
+    yield f"Worse than before RL, without intervals: {', '.join(worse) or 'none of ' + ', '.join(FALLS | RISES)}."
+    if "hacking" in (trend := train.get("trend", "")):
+        yield f"{trend.capitalize()}."
+
+
+def _partial_sentences(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run without a gain says: how far RL is, and which policy solves most."""
+    yield "What RL gains is not known" + (": this run does not score it." if report["complete"] else " yet.")
+    if train := report.get("train"):
+        yield f"{train['steps']} steps of RL are done: {train['trend']}."
+    if scores := report.get("eval"):
+        name, best = max(scores.items(), key=lambda pair: pair[1]["pass_at_1"])
+        low, high = best["ci95"]
+        yield f"So far “{name}” solves most: pass@1 {best['pass_at_1']:.3f} (95 %: {low:.3f} to {high:.3f})."
 
 
 def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -117,18 +150,14 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         tasks = f"{excerpt['heldout_tasks']} of {excerpt['of_heldout_tasks']} held-out tasks"
         yield "excerpt", f"the numbers are those of the full run; here are rollouts of {steps}, {tasks}"
     for name, score in report.get("eval", {}).items():
-        yield f"how it works, {name}", scores.conduct(score)
         if len(kinds := score.get("by_kind", {})) > 1:
             yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())
     if gain := report.get("gain"):
         scored = "{pass_at_1:+.3f} pass@1{}, {pass_greedy:+.3f} greedy, {best_of_k:+.3f} best of k"
         interval = " (95 %: {:+.3f} to {:+.3f})"
         yield f"gain over {gain['from']}", scored.format(interval.format(*gain["ci95"]), **gain)
-        for kind, within in gain.get("within_12", {}).items():
-            what = {"heldout": "new instances", "structures": "new structures"}[kind]
-            over = f"{within['gain']:+.3f} over {within['over']}{interval.format(*within['ci95'])}"
-            yield f"solved in 12 calls, {what}", f"{over}, {within['n_tasks']} tasks"
-        yield "gain over the better of it and the start", scored.format("", **gain["over_stronger"])
+        span = interval.format(*ends) if (ends := gain.get("over_stronger_ci95")) else ""
+        yield "gain over the better of it and the start", scored.format(span, **gain["over_stronger"])
     for step, values in report.get("changed_live", {}).items():
         yield f"changed live, from step {step}", ", ".join(f"{name} = {value}" for name, value in values.items())
     if train := report.get("train"):

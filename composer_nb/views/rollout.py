@@ -9,7 +9,8 @@ Dimensions: T tokens of a rollout, L layers, K experts per token, E experts.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -42,13 +43,15 @@ PREVIEW = 60
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
     """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage in RL, the values of
-    another model at the tokens of each segment (`with_trainer`), and the `number` of the segment that is looked at, from 0."""
+    another model at the tokens of each segment (`with_trainer`), what a loss does with these (`labs.losses.with_reasons`), and
+    the `number` of the segment that is looked at, from 0."""
 
     attempt: Attempt
     name: str
     tokenizer: Tokenizer
     advantage: float | None = None
     recomputed: tuple[Recomputed, ...] = ()
+    reasons: tuple[Sequence[str], ...] = ()
     number: int = 0
 
     @property
@@ -120,7 +123,7 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     blocks, legend, segments = list[str](), dict[str, Tint](), stored.attempt.rollout.segments
     for number, segment in enumerate(segments):
         at_segment = replace(stored, number=number)
-        tints, meanings = colouring(segment, color, stored.advantage, at_segment.trainer)
+        tints, meanings = colouring(at_segment, color)
         legend |= {text: tint for tint, text in meanings}
         if len(segments) > 1:
             origin = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
@@ -237,6 +240,8 @@ def _notes(stored: StoredRollout) -> list[str]:
             if trainer is not None and ratio_T is not None:
                 values = trainer.logprob[position], ratio_T[position], trainer.entropy[position]
                 lines.append("trainer: log p {:.3f}, ratio {:.3f}, entropy {:.2f}".format(*values))
+            if stored.reasons:
+                lines.append(f"in the loss: {stored.reasons[stored.number][position]}")
         notes.append("\n".join([*lines, *_route_lines(segment, position)]))
     return notes
 
@@ -251,11 +256,13 @@ def _route_lines(segment: Segment, position: int) -> Iterator[str]:
 
 
 Floats = NDArray[np.float64]
-ColorBy = Literal["logprob", "advantage", "ratio", "written"]
-# Nats of surprise (−log p) with full colour.
+ColorBy = Literal["logprob", "advantage", "ratio", "written", "entropy", "version", "reason"]
+# Nats of surprise (−log p), or of entropy, with full colour.
 DOUBT = 3.0
 # |log ratio| with full colour; clips of 0.2 to 0.28 lie near it.
 DRIFT = 0.25
+# Hues of policy versions, by their order in the rollout.
+VERSIONS = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW)
 # Opacity of a full tint over a page; text stays readable in both themes.
 OPAQUE = 0.5
 
@@ -274,19 +281,36 @@ class Tint:
         return f"rgba({red},{green},{blue},{OPAQUE * self.strength:.2f})"
 
 
-def colouring(
-    segment: Segment, by: ColorBy, advantage: float | None, trainer: Recomputed | None
-) -> tuple[list[Tint | None], tuple[tuple[Tint, str], ...]]:
-    """Return the tint of each token of a segment (None for tokens that the agent read), and what the tints mean.
+# What a loss does with a token (`labs.losses.REASONS`): its tint and meaning.
+REASONS = {
+    "trains": (Tint(style.SKY, 0.6), "trains"),
+    "capped": (Tint(style.YELLOW), "trains with a weight that was cut"),
+    "above": (Tint(style.VERMILION), "masked: too likely already"),
+    "below": (Tint(style.PURPLE), "masked: too unlikely already"),
+    "no advantage": (Tint(style.GREY, 0.6), "no advantage"),
+}
 
-    Raise ValueError when `by` needs what is missing: an advantage, or the values of a trainer."""
+
+def colouring(stored: StoredRollout, by: ColorBy) -> tuple[list[Tint | None], tuple[tuple[Tint, str], ...]]:
+    """Return the tint of each token of the segment that is looked at (None for tokens that the agent read), and what the tints
+    mean.
+
+    Raise ValueError when `by` needs what is missing: an advantage, the values of a trainer, or the reasons of a loss."""
+    segment, advantage, trainer = stored.segment, stored.advantage, stored.trainer
     low, high = Tint(style.ORANGE), Tint(style.SKY)
+    if by == "reason" and not stored.reasons:
+        raise ValueError("color='reason' needs what a loss does with each token; see `labs.losses.with_reasons`")
     if by == "advantage" and advantage is None:
         raise ValueError(
             "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
         )
-    if by == "ratio" and trainer is None:
-        raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
+    if by in ("ratio", "entropy") and trainer is None:
+        raise ValueError(f"color={by!r} needs the values that a model computes here; see `rollout.with_trainer`")
+    if by in ("reason", "version"):
+        pairs, keys = _categories(stored, by)
+        return [pairs[key][0] if acted else None for key, acted in zip(keys, segment.acted, strict=True)], (
+            *pairs.values(),
+        )
     values: NDArray[Any] = np.ones(len(segment.acted))
     legend: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
     if advantage is not None and by == "advantage":
@@ -297,11 +321,28 @@ def colouring(
     elif trainer is not None and by == "ratio":
         values = log_ratio(segment, trainer) / DRIFT
         legend = ((low, "the trainer finds it less likely"), (high, "likelier"))
+    elif trainer is not None and by == "entropy":
+        values, legend = -trainer.entropy / DOUBT, ((low, "many tokens were likely here"),)
     elif by == "logprob":
         values, legend = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
     hues = [style.SKY if value > 0 else style.ORANGE for value in values]
     tints = [Tint(hue, min(1.0, abs(value))) for hue, value in zip(hues, values.tolist(), strict=True)]
     return [tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], legend
+
+
+def _categories(stored: StoredRollout, by: ColorBy) -> tuple[Mapping[Any, tuple[Tint, str]], Sequence[Any]]:
+    """Return tint and meaning by category, of those that occur in the rollout, and the category of each token."""
+    segments = stored.attempt.rollout.segments
+    if by == "reason":
+        present = {reason for reasons in stored.reasons for reason in reasons}
+        return {name: pair for name, pair in REASONS.items() if name in present}, stored.reasons[stored.number]
+    versions, counts = np.unique(np.concatenate([s.policy_version[s.acted] for s in segments]), return_counts=True)
+    hues = itertools.cycle(VERSIONS)
+    pairs = {
+        version: (Tint(hue), f"policy version {version}, {count} tokens")
+        for version, count, hue in zip(versions.tolist(), counts, hues, strict=False)
+    }
+    return pairs, stored.segment.policy_version.tolist()
 
 
 def log_ratio(segment: Segment, trainer: Recomputed) -> NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, zip_longest
 from typing import Any
 
@@ -74,6 +74,24 @@ def families(report: Mapping[str, Any]) -> Picture:
     return picture
 
 
+_FIGURES = {
+    "greedy": ("pass_greedy", ".3f"),
+    "best of k": ("best_of_k", ".3f"),
+    "k": ("k", ""),
+    "tasks": ("n_tasks", ""),
+    "recovery": ("recovery", ".3f"),
+    "runs tests": ("runs_tests", ".0%"),
+    "calls a task": ("tool_calls_per_task", ".1f"),
+    "calls a turn": ("calls_per_turn", ".2f"),
+    "invalid calls": ("invalid_call_rate", ".1%"),
+    "tries": ("tries", ".1f"),
+    "reads before edit": ("reads_before_edit", ".1f"),
+}
+_BY_COUNT = {
+    "solved in {} calls": "pass_within",
+    "solved at try {}": "solved_at_try",
+    "filtered best of {}": "filtered_best_of",
+}
 _BEHAVIOUR = {
     "tool_calls_per_task": ("tool calls a task", "{:.1f}"),
     "calls_per_turn": ("calls a turn", "{:.1f}"),
@@ -86,22 +104,20 @@ _BEHAVIOUR = {
 }
 
 
-def conduct(score: Mapping[str, Any]) -> str:
-    """Return in one line how a policy works: what it solves by calls, tries and attempts, and what it looks at."""
-    lists = {
-        "solved within {} calls": "pass_within",
-        "at try {}": "solved_at_try",
-        "filtered best of {}": "filtered_best_of",
-    }
-    parts = []
-    for heading, name in lists.items():
-        values = {at: f"{value:.3f}" for at, value in score.get(name, {}).items() if value is not None}
-        if values:
-            parts.append(f"{heading.format('/'.join(values))}: {' '.join(values.values())}")
-    single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
-    present = {name: form for name, form in single.items() if score.get(name) is not None}
-    parts += [f"{name.replace('_', ' ')} {format(score[name], form)}" for name, form in present.items()]
-    return "; ".join(parts)
+def by_policy(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of a table with one column per policy: its scores, what it solves by calls, tries and attempts,
+    and how it works."""
+    yield "", *scores
+    yield "pass@1 (95 %)", *("{:.3f} ({:.3f}–{:.3f})".format(s["pass_at_1"], *s["ci95"]) for s in scores.values())
+    rows = [(heading, form, [s.get(name) for s in scores.values()]) for heading, (name, form) in _FIGURES.items()]
+    rows += [
+        (heading.format(count), ".3f", [score.get(name, {}).get(count) for score in scores.values()])
+        for heading, name in _BY_COUNT.items()
+        for count in dict.fromkeys(count for score in scores.values() for count in score.get(name, {}))
+    ]
+    for heading, form, values in rows:
+        if any(value is not None for value in values):
+            yield heading, *(shown(value, form) for value in values)
 
 
 def behaviour(report: Mapping[str, Any]) -> Picture:

@@ -1,16 +1,21 @@
-"""How long each tool of `ToolSet.cursor` takes on a tree of 5,000 files, one call at a time, as a table in Markdown.
+"""How long each tool of `ToolSet.cursor` takes on a tree of 5,000 files, one call at a time, as a table in Markdown. With
+`--repository`: how long turns of several reads take in a copy of that folder.
 
-python scripts/bench/tool_latency.py [--backend bwrap|docker] [--calls N]
+python scripts/bench/tool_latency.py [--backend bwrap|docker] [--calls N] [--repository FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
+import time
+from pathlib import Path
 
 from composer_nb.harness.sandbox import BACKENDS, open_backend
 from composer_nb.harness.sandbox.contract import SandboxSpec
+from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 
@@ -47,18 +52,49 @@ def calls(tool: str, number: int) -> list[ToolCall]:
     return [*before, ToolCall(name=tool, arguments=arguments)]
 
 
+def turns(tools: ToolSet, session: Session, files: dict[str, bytes], repeats: int) -> None:
+    """Print the median time of turns with 1, 2, 4 and 8 calls that only read."""
+    longest = max((path for path in files if path.endswith(".py")), key=lambda path: len(files[path]))
+    reads = {
+        "read_file": {"target_file": longest},
+        "grep": {"pattern": r"def \w+iter\w*\("},
+        "glob_file_search": {"glob_pattern": "test_*.py"},
+        "read_lints": {"paths": [longest]},
+    }
+    print("| reads in a turn | 1 | 2 | 4 | 8 |\n|---|---|---|---|---|")
+    for names in (["read_file"], ["grep"], [*reads]):
+        times: dict[int, list[float]] = {1: [], 2: [], 4: [], 8: []}
+        for _, (size, seconds) in itertools.product(range(repeats), times.items()):
+            turn = [
+                ToolCall(name=name, arguments=reads[name]) for name in itertools.islice(itertools.cycle(names), size)
+            ]
+            began = time.perf_counter()
+            replies = tools.run(session, turn)
+            seconds.append(time.perf_counter() - began)
+            assert not any(reply.error for reply in replies), replies
+        cells = " | ".join(f"{1000 * statistics.median(seconds):.1f}" for seconds in times.values())
+        print(f"| {', '.join(f'`{name}`' for name in names)} | {cells} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=BACKENDS, default="bwrap")
     parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--repository", type=Path)
     told = parser.parse_args()
     tools: ToolSet = ToolSet.cursor()
     with open_backend(told.backend) as backend, backend.create(SandboxSpec()) as box:
-        box.upload({f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)})
+        files = {f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)}
+        if told.repository:
+            paths = [path for path in told.repository.rglob("*") if path.is_file()]
+            files = {str(path.relative_to(told.repository)): path.read_bytes() for path in paths}
+        box.upload(files)
         session = tools.open(box)
         print(
             f"backend {told.backend}, {told.calls} calls each, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
         )
+        if told.repository:
+            return turns(tools, session, files, told.calls)
         print("| tool | median ms | 95th percentile ms |\n|---|---|---|")
         for tool in CALLS:
             replies = [tools.run(session, calls(tool, number))[-1] for number in range(told.calls)]

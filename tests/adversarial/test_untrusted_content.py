@@ -19,7 +19,7 @@ from rich.console import Console
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
-from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, members
+from composer_nb.harness.sandbox.contract import SPARE, Sandbox, SandboxSpec, members
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.tasks.task import Task
@@ -76,7 +76,10 @@ STRANGE: dict[str, list[Any]] = {
         {"answer": [{}, 0, False, False, False, 0.1]}, {"answer": [0, 0, False, False, False, float("nan")]},
     ],
     "exec_background": [{}, {"answer": "x"}, {"answer": [1]}, {"answer": -1}],
-    "end_all": [{"answer": 1}],
+    "end_all": [
+        {"answer": 1}, {"answer": None, "number": 0}, {"answer": None, "number": 2}, {"answer": None, "number": True},
+        {"answer": None, "number": "1"}, {"answer": None, "number": [1]}, {"answer": None, "number": "x" * (65 << 20)},
+    ],
     "read": [{"error": 5}, {"error": [1]}, {"error": ["x", "y"]}, {"error": [1, {}]}, {"answer": DEEP}, [], 5, None],
     "entries": [{}, {"answer": [["a"]]}, {"answer": [["a", "door", 1, 1]]}, {"answer": [["a", "file", -1, 1]]}],
     "download": [{"answer": 5}],
@@ -91,10 +94,27 @@ STRANGE: dict[str, list[Any]] = {
     ids=lambda v: str(v)[:40],
 )
 def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
-    machine = Scripted(json.dumps(answer).encode() + b"\n")
+    numbered = {"number": 1, **answer} if isinstance(answer, dict) else answer
+    machine = Scripted(json.dumps(numbered).encode() + b"\n")
     box = Sandbox(MagicMock(), SandboxSpec(), machine)
     with pytest.raises(SandboxFailure):
         getattr(box, asked)(**ASKED.get(asked, {}))
+    assert machine.ended
+
+
+def test_no_answer_counts_twice_or_is_longer_than_its_own_request_allows() -> None:
+    """Also while another request that may have a longer answer is under way."""
+    once = b'{"number": 1, "answer": null}\n'
+    box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(once, once))
+    box.end_all()
+    with pytest.raises(SandboxFailure, match="to no request"):
+        box.end_all()
+    assert machine.ended
+    machine = Scripted(b'{"number": 2, "answer": 0}\n' + bytes(SPARE))
+    box = Sandbox(MagicMock(), SandboxSpec(), machine)
+    machine.channel._awaited[next(machine.channel._numbers)] = 1 << 40
+    with pytest.raises(SandboxFailure, match="of this size"):
+        box.last_read("a")
     assert machine.ended
 
 
@@ -110,7 +130,7 @@ def test_a_header_that_is_no_header_ends_the_sandbox(head: str) -> None:
 
 
 def test_an_error_from_a_sandbox_is_escaped_and_short() -> None:
-    answer = {"error": [5, "\x1b[2J\u202e" + "x" * 10_000]}
+    answer = {"number": 1, "error": [5, "\x1b[2J\u202e" + "x" * 10_000]}
     box = Sandbox(MagicMock(), SandboxSpec(), Scripted(json.dumps(answer).encode() + b"\n"))
     with pytest.raises(OSError, match=r"\\x1b\[2J\\u202e") as caught:
         box.remove("a")

@@ -79,10 +79,7 @@ CASES: dict[str, tuple[dict[str, str | None], ChangeQuality]] = {
         {"app": HUMAN + REPEATED},
         replace(SAME, lines=9, new_names=("slug",), needless_names=("slug",)),
     ),
-    "a new function beside the right call": (
-        {"app": HUMAN + SLUG},
-        replace(SAME, lines=9, new_names=("slug",)),
-    ),
+    "a new function beside the right call": ({"app": HUMAN + SLUG}, replace(SAME, lines=9, new_names=("slug",))),
     "a method, a class in a branch, and another file": (
         {
             "app": HUMAN,

@@ -116,6 +116,9 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
             loss = -(bounded(ratio, 0.0, 1.28) * a * logprob).sum() / tokens
         elif name == "tis":
             loss = -(bounded(ratio, 0.0, 2.0) * a * logprob).sum() / tokens
+        elif name == "mis":
+            whole = ratio.detach().prod()
+            loss = -(whole * a * logprob).sum() / tokens if whole <= 2 else 0 * logprob.sum()
         elif name == "icepop":
             inside = (ratio.detach() >= 0.5) & (ratio.detach() <= 5.0)
             loss = -(torch.where(inside, ratio, torch.zeros_like(ratio)) * a).sum() / tokens
@@ -228,6 +231,34 @@ def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
     assert found.gradient(name).dtype == torch.float64
     torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
     assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
+
+
+def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
+    model, groups = Bigram(1), random_groups(3)
+    table = bench(model, groups, some := {name: LOSSES[name] for name in ("ours", "grpo", "mis")})
+    share = sum(int(s.acted[1:].sum()) for group in groups for s in group)
+    for name in (*some, EXACT):
+        counts = [4 if name == "grpo" else sum(int(s.acted[1:].sum()) for s in group) for group in groups]
+        parts = [bench(model, [group], some).gradient(name) for group in groups]
+        parts = [part * count / (16 if name == "grpo" else share) for part, count in zip(parts, counts, strict=True)]
+        whole = torch.stack(parts).sum(0)
+        draws = [torch.stack(draw).sum(0) for draw in itertools.product(parts, repeat=4)]
+        spread = torch.stack([(draw - whole).square().sum() for draw in draws]).mean()
+        assert table.row(name).variance == pytest.approx(float(spread / whole.square().sum()), rel=1e-5)
+
+
+def test_curves_of_weights_are_the_losses_as_functions_of_the_ratio():
+    ratio = torch.tensor([0.3, 0.7, 0.9, 1.0, 1.2, 1.5, 2.5, 4.5], dtype=torch.float64)
+    inside, ones, cut = ratio * 0, torch.ones_like(ratio), ratio.clamp(max=2.0)
+    for advantage in (1.0, -1.0):
+        stopped = ratio > 1.28 if advantage > 0 else ratio < 0.8
+        moved = advantage * 0.15 * (ratio - 1) > 0.2
+        weights = {"ours": ratio.masked_fill(stopped, 0.0), "reinforce": ones, "tis": cut, "k1": None}
+        weights |= {"mis": torch.where(ratio <= 2, ratio, inside), "dppo": ratio.masked_fill(moved, 0.0)}
+        weights["icepop"] = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, inside)
+        for name, weight in weights.items():
+            curve = module.weight_curve(LOSSES[name], ratio, advantage)
+            torch.testing.assert_close(curve, weights["ours"] if weight is None else weight)
 
 
 # The table

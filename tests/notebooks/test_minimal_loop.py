@@ -30,7 +30,7 @@ from composer_nb.trainer.learning import loss as package
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
-from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 
@@ -66,14 +66,6 @@ def loop() -> Iterator[ModuleType]:
 
 def settings(loop: ModuleType) -> LossSettings:
     return LossSettings(clip_low=loop.clip_low, clip_high=loop.clip_high)
-
-
-def batch(loop: ModuleType, model: Model, seed: int) -> list[Any]:
-    """Judged rollouts that train, as `run` would pick them."""
-    rng, dice = Random(seed), torch.Generator().manual_seed(seed)
-    rollouts_P_G = loop.sample(model, [loop.draw_prompt(rng) for _ in range(loop.prompts)], loop.group, dice)
-    loop.judge(rollouts_P_G)
-    return [r for rollouts_G in rollouts_P_G for r in rollouts_G if abs(r.advantage) > 1e-6]
 
 
 def to_stream(rollout: Any, model: Model) -> Stream:
@@ -154,24 +146,6 @@ def test_loss_and_its_gradient_are_the_package_s(loop: ModuleType, spread: float
     assert relative(found.detach(), wanted.detach()) < 1e-6 and relative(ours.grad, theirs.grad) < 1e-6
     assert (metrics["masked"] > 0) == (spread > 0), "the clip was not put to the test"
     assert int((ours.grad == 0).sum()) == metrics["masked"]
-
-
-def test_minibatch_loss_and_its_gradient_are_the_package_s(loop: ModuleType):
-    """On rollouts of other weights, so that ratios are away from 1 and some of them clipped."""
-    model, same = two_models(loop)
-    sampler, _ = two_models(loop, seed=1)
-    rollouts = batch(loop, sampler, 0)
-    assert len({len(r.token_ids) for r in rollouts}) > 1, "rollouts of one length say little about masks"
-    found = loop.minibatch_loss(model, rollouts, 11.0)
-    flat = flatten([to_stream(r, same) for r in rollouts])
-    logprob_N, _ = score(same, flat)
-    wanted, _ = package.policy_loss(logprob_N, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings(loop), 11.0)
-    found.backward()
-    wanted.backward()
-    assert relative(found.detach(), wanted.detach()) < 1e-5
-    for (name, ours), theirs in zip(model.named_parameters(), same.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None and theirs.grad.abs().max() > 0, name
-        assert relative(ours.grad, theirs.grad) < 1e-5, name
 
 
 @pytest.mark.parametrize("clip", [100.0, 0.02])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from composer_nb import cli
 from composer_nb.trainer.models.shards import index_of, write_shard
@@ -57,6 +58,15 @@ def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and "full" in lines[0] and "on v000001" in lines[2]
     assert "anchor of" in lines[1] and lines[2].endswith("run by engine")
+    (tmp_path / "run" / "weights").mkdir(parents=True)
+    (tmp_path / "run" / "weights" / "versions").symlink_to(store)
+    for source, version in ((store, 2), (tmp_path / "run", 1)):
+        assert cli.main(["weights", "fetch", str(source), str(version), str(tmp_path / f"v{version}")]) == 0
+        assert f"version {version}" in capsys.readouterr().out
+        fetched = load_file(tmp_path / f"v{version}" / "model.safetensors")
+        assert torch.equal(fetched["w"], torch.full((5000,), float(version)))
+    assert cli.main(["weights", "fetch", str(store), "7", str(tmp_path / "v7")]) == 2
+    assert "7" in capsys.readouterr().err and not (tmp_path / "v7").exists()
 
 
 def test_the_example_is_a_run_for_all_commands_that_read_one(

@@ -55,6 +55,16 @@ def task(backend: Backend) -> Task:
     return with_plan(made, found.plan)
 
 
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A user's folder: a function with a fault, and its test."""
+    made = tmp_path / "repository"
+    made.mkdir()
+    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
+    (made / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
+    return made
+
+
 def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))

@@ -4,7 +4,6 @@ which `transformers` renders. The model is small and random, so it babbles: what
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.loop import LIMITS
-from composer_nb.harness.agent.qwen import HOW, QwenRenderer
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import Carried, EnvSettings, carry
 from composer_nb.harness.policy import ProviderFailure
@@ -25,72 +23,16 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production import policies
 from composer_nb.production.agents import run_agent
-from composer_nb.production.bench import ARMS, evaluate
+from composer_nb.production.bench import evaluate
 from composer_nb.production.policies import equipment, open_engine, trained_with
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.production.conftest import serving
 from tests.tiny_models import SIZES
-from tests.trainer.models.test_companions import as_openai, talk_of
 
 FUNCTIONS = Path(__file__).parents[2] / "data" / "example" / "data" / "heldout.jsonl"
 POSITIONS = 400
-TEMPLATE = """\
-{%- for m in messages -%}
-{%- if m.role == "system" -%}
-<|im_start|>system¶{{ m.content }}
-{%- if tools -%}
-¶¶# Tools¶¶<tools>¶
-{%- for tool in tools -%}
-{%- set f = tool.function -%}
-<function>¶<name>{{ f.name }}</name>¶<description>{{ f.description | trim }}</description>¶<parameters>¶
-{%- for name, told in f.parameters.properties.items() -%}
-<parameter>¶<name>{{ name }}</name>¶
-{%- for key, value in told.items() -%}
-<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>¶
-{%- endfor -%}
-</parameter>¶
-{%- endfor -%}
-{%- for key, value in f.parameters.items() if key not in ("type", "properties") -%}
-<{{ key }}>{{ value | tojson }}</{{ key }}>¶
-{%- endfor -%}
-</parameters>¶</function>¶
-{%- endfor -%}
-</tools>HOW
-{%- endif -%}
-<|im_end|>¶
-{%- elif m.role == "user" -%}
-<|im_start|>user¶{{ m.content }}<|im_end|>¶
-{%- elif m.role == "assistant" -%}
-<|im_start|>assistant¶{{ m.content }}
-{%- if m.tool_calls -%}
-{%- if m.content -%}¶¶{%- endif -%}
-{%- for call in m.tool_calls -%}
-{%- if not loop.first -%}¶{%- endif -%}
-<tool_call>¶<function={{ call.function.name }}>¶
-{%- for name, value in call.function.arguments.items() -%}
-<parameter={{ name }}>¶{{ value if value is string else value | tojson }}¶</parameter>¶
-{%- endfor -%}
-</function>¶</tool_call>
-{%- endfor -%}
-{%- endif -%}
-<|im_end|>¶
-{%- else -%}
-{%- if loop.first or loop.previtem.role != "tool" -%}<|im_start|>user¶{%- endif -%}
-<tool_response>¶{{ m.content }}¶</tool_response>¶
-{%- if loop.last or loop.nextitem.role != "tool" -%}<|im_end|>¶{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant¶{%- endif -%}"""
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    made = tmp_path / "repository"
-    made.mkdir()
-    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +107,3 @@ def test_a_conversation_is_as_long_as_the_model_reads(compact: Path, repository:
     assert main([*asked, "--verdict", "later"]) == 1
     with open_engine(compact, slots=1, tokens=131_072) as engine:
         assert engine.tokens == POSITIONS
-
-
-def test_turn_after_turn_the_tokens_are_the_templates() -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    tools, system, talk = ARMS["all"].tools().schemas, "You fix.", talk_of("qwen")
-    tokenizer = train_tokenizer([json.dumps(tools), HOW], 900, QwenRenderer.tokens)
-    oracle = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=TEMPLATE.replace("HOW", HOW.replace("\n", "¶")).replace("¶", '{{ "\\n" }}'),
-    )
-    for end in (1, 5, 7):  # whenever it is the model's turn
-        messages = [{"role": "system", "content": system}, *as_openai(talk[:end])]
-        text = oracle.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        assert ids == QwenRenderer(tokenizer, tools).render(talk[:end], system), text

@@ -19,11 +19,11 @@ from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, play, turn
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.turns import Limits, News, ScriptTurnPolicy, Spoken, TokenTurnPolicy
+from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy, TokenTurnPolicy
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Completion, ProviderFailure, Request
+from composer_nb.harness.policy import Completion
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
@@ -92,20 +92,6 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("limits", "stop"), [({"turns": 1}, "turns"), ({"seconds": 1e-6}, "time"), ({"tokens": 10}, "tokens")]
-)
-def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[str, float], stop: str) -> None:
-    class Counting(ScriptTurnPolicy):
-        def say(self, news: News, until: float) -> Spoken:
-            return dataclasses.replace(super().say(news, until), read=8, written=3)
-
-    with place.backend.create() as box:
-        given = dataclasses.replace(Limits(turns=5, tokens=100, seconds=60), **limits)  # type: ignore[arg-type]
-        done = converse("x", Counting(play([turn([READ])])), place.tools, place.tools.open(box), given)
-    assert done.stop == stop and len(done.turns) == 1
-
-
 def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
     def script(talk: Sequence[Message]) -> Said:
         if len(talk) > 2:
@@ -122,19 +108,12 @@ def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment
     missing = [
         ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
         ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
-        ToolCall(name="list_dir", arguments={"target_directory": "none"}),
-        ToolCall(name="grep", arguments={"pattern": "x", "path": "none"}),
-        ToolCall(name="search_replace", arguments={"file_path": "none.py", "old_string": "a", "new_string": "b"}),
-        ToolCall(name="apply_patch", arguments={"patch": "*** Begin Patch\n*** Delete File: none.py\n*** End Patch"}),
     ]
-    wrong = [
-        ToolCall(name="read_file", arguments={"file": 1}),
-        ToolCall(name="read_file", arguments={"target_file": "/etc"}),
-    ]
-    done = attempt(task, place, ScriptTurnPolicy(play([turn([*missing, *wrong]), Said(text="")])))
-    assert [each.error for each in done.rollout.turns[:8]] == ["UnexpectedEnvironment"] * 6 + ["InvalidArguments"] * 2
-    assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:6])
-    assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 2 / 8
+    wrong = ToolCall(name="read_file", arguments={"file": 1})
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([*missing, wrong]), Said(text="")])))
+    assert [each.error for each in done.rollout.turns[:3]] == ["UnexpectedEnvironment"] * 2 + ["InvalidArguments"]
+    assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:2])
+    assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 1 / 3
 
 
 def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
@@ -221,22 +200,6 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
     with again.backend:
         done = [each for _, each in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
     assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
-
-
-def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
-    class Broken(Turns):
-        def step(self) -> list[Completion]:
-            raise RuntimeError("out of memory")
-
-    with Shared(Broken()) as shared:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                shared.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
-    closed = Shared(Turns([1]))
-    with closed:
-        assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
-    with pytest.raises(ProviderFailure, match="closed"):
-        closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
 
 
 # What a run samples is what the product does

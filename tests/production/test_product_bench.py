@@ -126,15 +126,10 @@ def test_eval_draws_what_a_plan_is_worth(tasks: list[Task], tmp_path: Path) -> N
     assert main(["eval", "--policy", "scripted:expert", *words, "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert [ax.get_xlabel() for ax in plan_worth(report).axes] == ["tokens a task"]
-    for row, cost in zip(report["arms"].values(), (0.1, 0.3), strict=True):
-        row["dollars_per_task"] = cost
-    tokens, dollars = plan_worth(report).axes
-    assert tokens.get_title(loc="left") == "what a plan is worth: +0.0 points (+0.0 to +0.0)"
-    points = [line.get_xdata()[0] for line in dollars.lines if line.get_marker() == "o"]
-    assert points == [0.1, 0.3] and dollars.get_xlim()[1] > 0.3
-    del report["arms"]["planned"]["gain"]
-    assert "no task has graded attempts" in plan_worth(report).axes[0].texts[0].get_text()
+    [tokens] = plan_worth(report).axes
+    assert tokens.get_xlabel() == "tokens a task" and tokens.get_title(loc="left").endswith(
+        "+0.0 points (+0.0 to +0.0)"
+    )
 
 
 @contextmanager

@@ -19,21 +19,12 @@ from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Message, Said, User
 from composer_nb.harness.agent.scripts import play, turn
 from composer_nb.harness.tools.tool_call import call
-from composer_nb.production.agents import run_agent, write_plan
+from composer_nb.production.agents import write_plan
 from composer_nb.production.planner import SHOWN, excerpt
 from composer_nb.production.serve import ScriptServer
 from tests.harness.json_server import JsonServer
 
 EDIT = call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    made = tmp_path / "repository"
-    made.mkdir()
-    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
-    (made / "logo.png").write_bytes(b"\0\1")
-    return made
 
 
 @pytest.fixture
@@ -65,19 +56,20 @@ def policy(heard: list[str]) -> Iterator[str]:
 def test_an_agent_works_by_a_plan_that_is_kept_with_its_price(
     repository: Path, planner: str, policy: str, heard: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (repository / "logo.png").write_bytes(b"\0\1")
     words = ["agent", str(repository), "fix double", "--policy", policy]
     out = ["--out", str(tmp_path / "out")]
     with ScriptServer(play([Said(text="1. Change f.py.")])) as server:
         given = ["--planner", f"openai:{server.url}", "--planner-price", "1,10"]
         assert main([*words, *given, *out, "--plan-only"]) == 0 and not heard
     shown = capsys.readouterr().out
-    assert "1. Change f.py." in shown and f"--plan {tmp_path}/out/plan.md" in shown and "1 of 2 files" in shown
+    assert "1. Change f.py." in shown and f"--plan {tmp_path}/out/plan.md" in shown and "2 of 3 files" in shown
     plan = tmp_path / "out/plan.md"
     plan.write_text("2. Test it.\n")
     assert main([*words, *out, "--plan", str(plan), "--verdict", "accept"]) == 0
     assert set(heard) == {"fix double\n\nplan:\n2. Test it."}
     kept = json.loads((tmp_path / "out/plan.json").read_text())
-    assert kept["text"] == "2. Test it." and kept["files"] == ["f.py"] and kept["left_out"] == 1
+    assert kept["text"] == "2. Test it." and kept["files"] == ["f.py", "test_f.py"] and kept["left_out"] == 1
     assert kept["dollars"] == pytest.approx((kept["read"] + 10 * kept["written"]) / 1e6) and kept["written"]
     assert main([*words, *out, "--plan", str(plan)]) == 2 and "exists already" in capsys.readouterr().err
 
@@ -88,14 +80,6 @@ def test_without_a_terminal_work_begins_at_once(repository: Path, planner: str, 
     assert main(["agent", str(repository), "fix double", "--policy", policy, *words]) == 1
     assert set(heard) == {"fix double\n\nplan:\n1. Change f.py."}
     assert (out / "plan.md").read_text() == "1. Change f.py.\n" and (out / ".gitignore").is_file()
-
-
-def test_in_a_notebook_a_plan_is_one_call_and_the_work_another(
-    repository: Path, planner: str, policy: str, heard: list[str], tmp_path: Path
-) -> None:
-    plan = write_plan(repository, "fix double", planner, tmp_path / "out")
-    run_agent(repository, "fix double", policy, tmp_path / "out", plan=plan.model_copy(update={"text": "Mine."}))
-    assert set(heard) == {"fix double\n\nplan:\nMine."} and (tmp_path / "out/plan.md").read_text() == "Mine.\n"
 
 
 def test_a_plan_that_fails_is_an_error(

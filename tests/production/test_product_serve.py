@@ -14,19 +14,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import Message, Said, Written
-from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import serve
 from composer_nb.production.serve import ChatServer, ScriptServer
 from composer_nb.production.wire import Answered, Choice, Generate, RequestBody, Told
-from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.production.conftest import ASKED, PATIENCE_S, TOOL, playing, wait_until
-
-
-@pytest.fixture
-def tiny_tokenizer() -> Tokenizer:
-    return train_tokenizer(["read f.py look at f"], 300)
 
 
 def chat(client: openai.OpenAI, **given: Any) -> Any:
@@ -343,16 +336,3 @@ def test_tools_too_large_to_be_checked_are_refused(scripted: ScriptServer) -> No
     for count, size in ((1, 20_000), (300, 500)):
         refused = ask(count, size)
         assert refused.status_code == 400 and "131072 bytes each and 1048576 in all" in refused.text
-
-
-def test_a_call_of_a_tool_that_was_not_offered_is_a_call(tiny_tokenizer: Tokenizer) -> None:
-    """An agent answers it as any other wrong call; it does not end the conversation. Without tools, it is a text."""
-    renderer = CompactRenderer(tiny_tokenizer)
-    turn = [*renderer.encode("look at f"), renderer.end]
-    with playing(CompactRenderer, tiny_tokenizer, turn, turn) as (site, _):
-        tools = [tool for tool in renderer.tools if tool["function"]["name"] != "look"]
-        choice = site.chat(tools=tools).choices[0]
-        [call] = choice.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("look", "{") and choice.finish_reason == "tool_calls"
-        assert choice.model_extra["turn"]["calls"][0]["error"] == "bad call"
-        assert site.chat().choices[0].message.content == "look at f"

@@ -6,14 +6,7 @@ import numpy as np
 
 from composer_nb.harness.search.chunks import chunk_file
 from scripts.data.retrieval.questions import Question
-from scripts.data.retrieval.training import (
-    RetrievalSettings,
-    make_vocabulary,
-    prepare,
-    recall,
-    to_embedding,
-    train,
-)
+from scripts.data.retrieval.training import RetrievalSettings, make_vocabulary, prepare, recall, to_embedding, train
 
 ASKED = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "julia", "kilo", "lima"]
 SAID = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -109,18 +108,3 @@ def test_each_edit_is_of_one_place_and_all_give_the_solution(before: str, after:
         elif call.name == "write":
             text = given["contents"]
     assert text == after
-
-
-def test_in_a_long_file_the_expert_reads_the_function_that_it_changes() -> None:
-    functions = [f"def f{n}(x):\n    y = x + {n}\n    return y\n" for n in range(100)]
-    before = "\n\n".join(functions)
-    search, read, edit, compiled = edits(before, before.replace("x + 70", "x - 70"))
-    lines = before.splitlines()
-    [hit] = [n for n, line in enumerate(lines, 1) if re.search(search.arguments["pattern"], line) and "(" in line]
-    assert len(lines) > scripts.SHORT and (search.name, read.name, read.arguments["offset"]) == (
-        "grep",
-        "read_file",
-        hit,
-    )
-    assert lines[hit - 1] == "def f70(x):" and read.arguments["limit"] < scripts.SHORT
-    assert edit.arguments["old_string"] == "    y = x + 70\n" and compiled.name == "run_terminal_cmd"

@@ -47,12 +47,7 @@ def test_override_sets_several_values_together_and_leaves_the_original():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("sede", "seed"),
-        ("rl.steps.x", "rl.steps"),
-        ("reward.effort", "reward.effort."),
-    ],
+    ("name", "near"), [("sede", "seed"), ("rl.steps.x", "rl.steps"), ("reward.effort", "reward.effort.")]
 )
 def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
     with pytest.raises(ValueError, match=f"unknown setting '{name}'; did you mean '{near}"):
@@ -63,8 +58,6 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
     ("values", "message"),
     [
         ({"rl.steps": True}, "rl.steps=True: must be a number"),
-        ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
-        ({"services.on": "never"}, "services.on='never': must be a valid boolean"),
         ({"replay.level": "other"}, "replay.level='other': must be 'none', 'ids'"),
         ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names 'nosuch'; registered terms"),
         ({"model.num_experts": 1}, "model.num_experts_per_tok=2 must lie in 1..model.num_experts=1"),

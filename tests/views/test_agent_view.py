@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pixels import drawn
-from rich.console import Console
 
-from composer_nb.harness.tasks.task import Task
 from composer_nb.production.agents import run_agent
 from composer_nb.production.work import Work
 from composer_nb.views import agent
@@ -81,31 +78,3 @@ def test_score_against_the_costs_that_all_arms_have() -> None:
     assert drawn(picture.png()) > 0.003
     assert len(agent.pareto({"priced": {"arms": {"all": row(0.5, 9, 0.1)}}}).axes) == 3
     assert "no score yet" in agent.pareto({"one": {"arms": {"bash": lost}}}).axes[0].texts[0].get_text()
-
-
-def test_sizes_of_tasks_in_words_and_boxes() -> None:
-    tasks = [
-        Task.model_construct(
-            id=str(n), instruction="x" * 10 * n, files={}, solution={"a.py": "y\n" * n}, grader="pytest"
-        )
-        for n in range(1, 6)
-    ]
-    lines, requests = agent.sizes(tasks).axes
-    assert "median 3, quartiles 2 and 4" in lines.get_xticklabels()[0].get_text()
-    assert "median 30, quartiles 20 and 40" in requests.get_xticklabels()[0].get_text()
-    assert drawn(agent.sizes(tasks).png()) > 0.003
-    bare = [task.model_copy(update={"solution": {}}) for task in tasks]
-    assert agent.sizes(bare).axes[0].texts[0].get_text() == "no task has a solution"
-
-
-def test_quality_of_arms_beside_the_level_of_a_judge() -> None:
-    statistics = {"median": 2.0, "mean": 1.5}
-    quality = {name: statistics for name, _ in agent.QUALITY.values()} | {"n": 7}
-    report = {
-        "arms": {"all": {"quality": quality, "judge": {"mean": 3.5, "n": 6, "failed": 1}}, "bash": {"quality": None}}
-    }
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(agent.quality_table(report))
-    _, first, second = [line.split() for line in console.export_text().splitlines()]
-    assert first == ["all", "7", "2", "2", "2", "1.5", "1.5", "1.5", "1.5", "3.50", "1", "of", "7"]
-    assert second == ["bash", "0", *"–––––––––"]

@@ -6,6 +6,7 @@ import html
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,8 @@ from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.labs import formats, weights
+from composer_nb.labs.losses import REASONS, with_reasons
+from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
@@ -130,8 +133,12 @@ def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorB
     stored = max(rollout.sampled(tiny_run), key=lambda one: abs(one.advantage or 0))
     stored = rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
     segment, trainer = stored.segment, stored.trainer
+    halves = np.where(np.cumsum(segment.acted) * 2 > segment.acted.sum(), 7, 6)
+    segment = replace(segment, policy_version=np.where(segment.acted, halves, -1).astype(np.int32))
+    attempt = replace(stored.attempt, rollout=replace(stored.attempt.rollout, segments=(segment,)))
+    stored = with_reasons(replace(stored, attempt=attempt), LossSettings())
     page = rollout.read(stored, color).text
-    tints, meanings = rollout.colouring(segment, color, stored.advantage, trainer)
+    tints, meanings = rollout.colouring(stored, color)
     assert meanings and all(html.escape(meaning) in page for _, meaning in meanings)
     assert trainer is not None
     moved = rollout.log_ratio(segment, trainer)
@@ -142,6 +149,17 @@ def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorB
         if tint is not None and color == "ratio":
             assert tint.strength == pytest.approx(min(1.0, abs(value) / rollout.DRIFT))
             assert value == 0 or (tint.hue == style.SKY) == (value > 0)
+    for place in np.flatnonzero(segment.acted).tolist():
+        up, ratio = stored.advantage > 0, np.exp(moved[place])
+        stopped = "above" if up and ratio > 1.28 else "below" if not up and ratio < 0.8 else "trains"
+        assert stored.reasons[0][place] == stopped
+        if color == "reason":
+            assert tints[place] == rollout.REASONS[stopped][0]
+        elif color == "version":
+            assert tints[place].hue == (style.SKY if halves[place] == 6 else style.ORANGE)
+        elif color == "entropy":
+            assert tints[place].strength == pytest.approx(min(1.0, trainer.entropy[place] / 3))
+    assert set(rollout.REASONS) == set(REASONS) and len(meanings) == (2 if color == "version" else len(meanings))
     place = int(np.argmax(np.abs(moved)))
     assert abs(moved[place]) > 0.05, "another policy"
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', page)]

@@ -211,14 +211,15 @@ class Sandbox:
     """One sandbox of any backend. Paths are relative to its workspace, or absolute in it. As a context manager, it is destroyed
     at the end.
 
-    One call is executed at a time; others wait. Every method raises SandboxDied or SandboxFailure if the sandbox is gone.
+    Several threads may use it: their commands run side by side, and other requests are answered meanwhile, in order. Every method
+    raises SandboxDied or SandboxFailure if the sandbox is gone.
     """
 
     def __init__(self, backend: Backend, spec: SandboxSpec, machine: Machine) -> None:
         """Wait until the resident program is ready. Raises SandboxFailure if it does not become ready."""
         self.id, self.spec = machine.id, spec
         self.backend, self._machine = backend, machine
-        self._lock, self._ending = threading.Lock(), threading.RLock()
+        self._calling, self._ending = threading.Lock(), threading.RLock()
         self._gone: Exception | None = None
         self._ended = False
         self._counted = 0  # kills for memory up to the last answer; later ones ended the sandbox
@@ -265,7 +266,8 @@ class Sandbox:
         `stop`: an event that, set by another thread, ends the command like the time limit.
 
         At most `output_bytes` of each stream are kept, its head and its tail. After a normal end, processes that the command left
-        behind continue to run.
+        behind continue to run. Of processes that left their parents, a limit ends all that began since the command did, also
+        those of commands beside it.
         """
         if not 0 < timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
@@ -352,7 +354,7 @@ class Sandbox:
         frames = [frame_of({"do": "call", "size": len(request)}) + request for request in requests]
         sent = unanswered = 0
         longest = within_s + patience(GRACE_S)
-        with self._exchange(within_s):
+        with self._calling, self._exchange(within_s):
             for number, frame in enumerate(frames):
                 deadline = time.monotonic() + longest
                 ahead = bytearray()
@@ -399,14 +401,10 @@ class Sandbox:
         stop: threading.Event | GrantedTime | None = None,
     ) -> tuple[T, bytes]:
         """Return the answer to a request, of the type `form`, and its data, at most `most` bytes. `stop` ends the command."""
-        frame, channel = frame_of({"do": do, **(header or {})}, payload), self._machine.channel
         with self._exchange(within_s):
-            longest = within_s + patience(GRACE_S)
-            deadline = time.monotonic() + longest
-            channel.send(frame, longest)
-            if stop is not None:
-                channel.wait(deadline, stop)
-            facts, data = channel.answer(deadline, most + SPARE)
+            deadline = time.monotonic() + within_s + patience(GRACE_S)
+            request = {"do": do, **(header or {})}
+            facts, data = self._machine.channel.ask(request, payload, deadline, most + SPARE, stop)
             failure = _ERROR.validate_python(facts["error"]) if "error" in facts else None
             answer = form.validate_python(facts.get("answer")) if failure is None else None
             self._counted = self._kills()
@@ -416,20 +414,19 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _exchange(self, within_s: float) -> Iterator[None]:
-        """Hold the channel for one or several requests and their answers. End the sandbox if they are interrupted."""
-        with self._lock:
-            if self._gone is not None:
-                raise self._gone
-            try:
-                yield
-            except TimeoutError as error:
-                text = f"sandbox {self.id} gave no answer within {within_s + GRACE_S:g} s; it was ended"
-                raise self._retire(SandboxFailure(text)) from error
-            except (OSError, ValueError) as error:
-                raise self._retire(self._death(error)) from error
-            except BaseException as error:  # Ctrl-C: the answer would be mistaken for that of another request
-                self._retire(SandboxFailure(f"sandbox {self.id} was ended in the middle of a request: {error!r}"))
-                raise
+        """Wrap requests and their answers. End the sandbox if they are interrupted."""
+        if self._gone is not None:
+            raise self._gone
+        try:
+            yield
+        except TimeoutError as error:
+            text = f"sandbox {self.id} gave no answer within {within_s + GRACE_S:g} s; it was ended"
+            raise self._retire(SandboxFailure(text)) from error
+        except (OSError, ValueError) as error:
+            raise self._retire(self._death(error)) from error
+        except BaseException as error:  # Ctrl-C: half a frame may be sent or read
+            self._retire(SandboxFailure(f"sandbox {self.id} was ended in the middle of a request: {error!r}"))
+            raise
 
     def _kills(self) -> int:
         try:

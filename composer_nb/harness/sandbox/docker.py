@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,10 +94,9 @@ class DockerChannel(Channel):
         self._arrived, self._errors = bytearray(), bytearray()
         self._stream, self._left = 0, 0  # of the piece whose header has been read
 
-    def _receive(self) -> bytes:
-        deadline = time.monotonic() + (self._end.gettimeout() or 0)
+    def _receive(self, deadline: float) -> bytes:
         while not (output := self._output()):
-            self._end.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._wait(deadline)
             try:
                 arrived = self._end.recv(1 << 18)
             except ConnectionError:
@@ -132,7 +130,7 @@ class DockerChannel(Channel):
 
     def close(self) -> None:
         super().close()
-        with self._held:
+        with self._sending, self._receiving:
             self._attached.close()
 
 

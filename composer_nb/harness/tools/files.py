@@ -11,7 +11,7 @@ from pydantic import Field
 from composer_nb.harness.tools import patch as patches
 from composer_nb.harness.tools.arguments import CONTROLS, Content, Count, Path, Text, printable, tool
 from composer_nb.harness.tools.edits import replace
-from composer_nb.harness.tools.session import SHOWN, Session, shown
+from composer_nb.harness.tools.session import SHOWN, Observation, Session, shown
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 # Maximum bytes that `read_file` reads, from the beginning of a file.
@@ -98,7 +98,7 @@ def delete_file(session: Session, target_file: Path, explanation: Text | None = 
 
 
 @tool()
-def list_dir(session: Session, target_directory: Path, ignore_globs: list[Text] | None = None) -> str:
+def list_dir(session: Session, target_directory: Path, ignore_globs: list[Text] | None = None) -> Observation:
     """List a folder without hidden names. Folders end with /, links with @.
 
     ignore_globs: Names to leave out, such as *.log.
@@ -111,7 +111,7 @@ def list_dir(session: Session, target_directory: Path, ignore_globs: list[Text] 
         for entry in session.sandbox.entries(path)
         if not entry.name.startswith(".") and not any(fnmatchcase(entry.name, glob) for glob in ignored)
     ]
-    return session.fit("\n".join(lines), "list_dir") or "(nothing, but for names that begin with a dot)"
+    return Observation(text="\n".join(lines) or "(nothing, but for names that begin with a dot)")
 
 
 @tool(mutates=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from composer_nb.harness.tools.arguments import Path, Todo, tool
-from composer_nb.harness.tools.session import Session, below, clean
+from composer_nb.harness.tools.session import Observation, Session, below, clean
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 PYTHON = (".py", ".pyi", ".ipynb")
@@ -16,7 +16,7 @@ MARKS = {"pending": "[ ]", "in_progress": "[>]", "completed": "[x]", "cancelled"
 
 
 @tool(needs="ruff")
-def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_length=100)] = None) -> str:
+def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_length=100)] = None) -> Observation:
     """Show what the linter ruff finds in Python files or folders.
 
     paths: Files or folders (default: all).
@@ -36,7 +36,7 @@ def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_l
             raise ToolError("UnexpectedEnvironment", f"ruff: {message or f'ended with {result.exit_code}'}")
         lines = [line for line in clean(result.stdout).splitlines() if re.match(r".+:\d+:\d+: ", line)]
         findings += "\n".join(line.removeprefix("./") for line in lines) or "(no problems)"
-    return session.fit(findings, "read_lints")
+    return Observation(text=findings)
 
 
 def _is_file(session: Session, path: str) -> bool:

@@ -17,11 +17,11 @@ from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.search.chunks import LONGEST_FILE
 from composer_nb.harness.search.index import CodeIndex, Hit
 from composer_nb.harness.tools.arguments import Count, Lines, Path, Text, tool
-from composer_nb.harness.tools.session import Session, below, clean, shown
+from composer_nb.harness.tools.session import Observation, Session, below, clean, shown
 from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
-RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
+RIPGREP = ("rg", "--no-config", "--threads=2", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
 # Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path.
 NEWEST_FIRST = """
 import os, subprocess, sys
@@ -62,7 +62,7 @@ def grep(
     ignore_case: Annotated[bool, Field(alias="-i")] = False,
     head_limit: Count | None = None,
     multiline: bool = False,
-) -> str:
+) -> Observation:
     """Search the contents of files with ripgrep. Files that git ignores are left out.
 
     pattern: Regular expression in ripgrep's syntax.
@@ -88,12 +88,12 @@ def grep(
     command += ["--ignore-case"] * ignore_case + ["--multiline", "--multiline-dotall"] * multiline
     lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(target)]))
     if not lines:
-        return "(no matches)"
-    return session.fit(_head(lines, head_limit or SHOWN_LINES, cut), "grep")
+        return Observation(text="(no matches)")
+    return Observation(text=_head(lines, head_limit or SHOWN_LINES, cut))
 
 
 @tool(needs="rg")
-def glob_file_search(session: Session, glob_pattern: Path, target_directory: Path | None = None) -> str:
+def glob_file_search(session: Session, glob_pattern: Path, target_directory: Path | None = None) -> Observation:
     """Find files by name, newest first. Files that git ignores are left out.
 
     glob_pattern: Such as *.py or src/**/test_*.py; matches at any depth.
@@ -105,8 +105,8 @@ def glob_file_search(session: Session, glob_pattern: Path, target_directory: Pat
     command = [*RIPGREP, "--files", "--null", f"--glob={glob}", "--", below(path)]
     lines, cut = _lines(session.program(["python3", "-I", "-S", "-c", NEWEST_FIRST, *command]))
     if not lines:
-        return "(no files)"
-    return session.fit(_head(lines, SHOWN_LINES, cut), "glob_file_search")
+        return Observation(text="(no files)")
+    return Observation(text=_head(lines, SHOWN_LINES, cut))
 
 
 def _lines(result: ExecResult) -> tuple[list[str], bool]:
@@ -136,7 +136,7 @@ def codebase_search(
     query: Pattern,
     target_directories: Annotated[list[Path], Field(max_length=1)],
     explanation: Text | None = None,
-) -> str:
+) -> Observation:
     """Find code by its meaning: ask a question in plain words.
 
     query: A question in plain words.
@@ -154,7 +154,7 @@ def codebase_search(
     if left_out := session.search.left_out(folders):
         named = ", ".join(f"{shown(path)}: {why}" for path, why in list(left_out.items())[:3])
         blocks.append(f"(not searched: {named}{f', and {len(left_out) - 3} more' if len(left_out) > 3 else ''})")
-    return session.fit("\n\n".join(blocks), "codebase_search")
+    return Observation(text="\n\n".join(blocks))
 
 
 class Indexes:

@@ -28,8 +28,9 @@ FOLDER = posixpath.dirname(HISTORY)
 SHOWN = 16_000
 # Maximum size of a file that is changed by replacing or patching.
 EDIT_BYTES = 2 << 20
-# Time limit of a tool's own program.
+# Time limit of a tool's own program, and its threads, of which ruff would start one for each CPU.
 QUICK_S = 30.0
+THREADS = {"RAYON_NUM_THREADS": "2"}
 # Time limit of a run of all visible tests.
 TESTS_S = 120.0
 _SUMMARY = re.compile(r"=* ?((?:\d{1,9} [a-z]+,? )+)in [\d.]+s.*")
@@ -94,6 +95,7 @@ class Session:
         history: The conversation before the last summary, as the file HISTORY was written.
         left: Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up.
         numbers: Numbers for the names of files in FOLDER.
+        beside: Calls that run side by side now, and share the sandbox's CPUs.
     """
 
     concurrent: ClassVar[bool] = True
@@ -113,6 +115,7 @@ class Session:
     left: Callable[[], float] = lambda: math.inf
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
+    beside: int = 1
 
     def abort(self) -> None:
         """End running calls and do not begin waiting ones of this turn, or else of the next. For another thread."""
@@ -175,10 +178,11 @@ class Session:
         return result
 
     def program(self, command: Sequence[str]) -> ExecResult:
-        """Run a tool's own program with a time limit. Raises ToolError (Timeout, UserAborted)."""
-        result = self.run(command)
+        """Run a tool's own program with the time limit that it has alone. Raises ToolError (Timeout, UserAborted)."""
+        limit_s = QUICK_S * self.beside
+        result = self.run(command, timeout_s=limit_s, env=THREADS)
         if result.timed_out:
-            raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
+            raise ToolError("Timeout", f"this took more than {limit_s:g} s: look in fewer files")
         return result
 
     def find(self, text: str) -> list[tuple[str, int, str]]:

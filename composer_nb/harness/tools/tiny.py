@@ -106,7 +106,7 @@ def read_lints(session: Session) -> Observation:
     return Observation(text="\n".join(findings) or "none")
 
 
-@tool()
+@tool(mutates=True)  # tests may write files
 def run_tests(session: Session) -> Observation:
     """Run the visible tests."""
     observation = session.run_visible_tests()

@@ -6,9 +6,10 @@ import errno
 import functools
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hin
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
-from composer_nb.harness.tools.session import DOING, Observation, Search, Session
+from composer_nb.harness.tools.session import DOING, SHOWN, Observation, Search, Session
 from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
@@ -29,8 +30,8 @@ from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall
 # Makes the code search of a session's workspace.
 Finder = Callable[[Session], Search]
 SEARCH = "codebase_search"
-# Calls that run at a time.
-FAN_OUT = 16
+# Calls that run at a time. Their programs share the processes of one sandbox.
+FAN_OUT = 8
 log = logging.getLogger(__name__)
 
 
@@ -153,7 +154,7 @@ class ToolSet:
         """Carry out the calls of one turn, and return a reply to each, in their order, up to one that ends the rollout. A call
         that could not be read is answered with the reason.
 
-        Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
+        Calls that only read run side by side, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
         alone = {name for name, tool in self.tools.items() if tool.mutates or tool.ends or not session.concurrent}
@@ -164,21 +165,29 @@ class ToolSet:
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:
                 try:
-                    for _, group in groups:
-                        apply = pool.map if session.concurrent else map
-                        replies += apply(functools.partial(self._answer, session), [call for _, call in group])
+                    for _, numbered in groups:
+                        group = [call for _, call in numbered]
+                        session.beside = min(len(group), FAN_OUT)
+                        futures: list[Future[Reply]] = []
+                        for call in group:
+                            if session.concurrent:
+                                futures.append(pool.submit(self._answer, session, call, futures[-1:]))
+                            else:
+                                replies.append(self._answer(session, call))
+                        replies += [future.result() for future in futures]
                         if replies[-1].ends:
                             break
                 except BaseException:  # Ctrl-C: what runs is stopped, the sandbox lives
                     session.stop.set()
                     raise
         finally:
-            session.stop.clear()
+            session.stop = threading.Event()  # a call that was given up may not have looked at the old one yet
         return replies
 
-    def _answer(self, session: Session, call: ToolCall | ToolError) -> Reply:
+    def _answer(self, session: Session, call: ToolCall | ToolError, before: Sequence[Future[Reply]] = ()) -> Reply:
         """Run one call and return its reply; the error of a call that cannot be run or fails is part of the conversation.
 
+        `before`: the call before it, which may still run: files of long outputs are numbered in the order of the calls.
         Raises SandboxFailure and TooManyBlocked."""
         if isinstance(call, ToolError):
             return Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind)
@@ -191,6 +200,8 @@ class ToolSet:
             if isinstance(observation, str):
                 observation = Observation(text=observation, **(tested(observation) if tool.needs == "bash" else {}))
             else:
+                if len(observation.text) > SHOWN:
+                    wait(before)
                 observation = replace(observation, text=session.fit(observation.text, tool.name))
             reply = Reply(
                 call=call,

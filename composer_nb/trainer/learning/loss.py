@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composer_nb.harness.plain import NotNegative, Positive, Share, Some, require_ranges
 
-Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash"]
+Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash", "mis"]
 Kl = Literal["k1", "k2", "k3"]
 Baseline = Literal["group", "none", "batch", "pass_at_k"]
 Gate = Literal["none", "mixed", "ties"]
@@ -50,6 +50,8 @@ class LossSettings:
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     flash: Positive = 3e-3
     """FlashREINFORCE drops rollouts whose mean binary KL from the sampler is above this."""
+    mis: Positive = 2.0
+    """MIS drops rollouts whose ratio, the product over all their tokens, is above this."""
     baseline: Baseline = "group"
     """group: the mean reward of the group. none: the reward is the advantage; if it is 1 for solved and else 0, this imitates
     solved rollouts (expert iteration). batch: the mean reward of the batch, which allows one rollout per task (rl.group=1).
@@ -81,7 +83,7 @@ class LossSettings:
     @property
     def together(self) -> bool:
         """Whether the loss of a token depends on all segments of its rollout, which must then share a micro-batch."""
-        return self.ratio in ("gspo", "flash")
+        return self.ratio in ("gspo", "flash", "mis")
 
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
@@ -255,6 +257,7 @@ def policy_loss(
     flash   −r detached · A ℓ, dropped by rollout        FlashREINFORCE (Hu et al. 2026), mean binary KL over `flash`
     cispo   −clip(r) detached · A ℓ                      arXiv 2506.13585
     tis     −min(r, cap) detached · A ℓ                  truncated importance sampling, Yao et al. 2025
+    mis     −Π r detached · A ℓ, dropped by rollout      masked importance sampling of sequences, Liu, Li et al. 2025
     icepop  −r detached · A ℓ, dropped out of a window   arXiv 2510.18855
     dppo    −r A, dropped by probability difference      arXiv 2602.04879, binary total variation
 
@@ -282,6 +285,10 @@ def policy_loss(
         kl_N = p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
         keep_N = (_mean_by_rollout(kl_N, rollout_N) <= settings.flash).float()
         term_N = -keep_N * ratio_N.detach() * advantage_N * logprob_N
+    elif settings.ratio == "mis":
+        whole_N = _mean_by_rollout(log_ratio_N.detach(), rollout_N) * torch.bincount(rollout_N)[rollout_N]
+        keep_N = (whole_N <= math.log(settings.mis)).float()
+        term_N = -keep_N * whole_N.clamp(-MOST, MOST).exp() * advantage_N * logprob_N
     elif settings.ratio == "dppo":
         moved_N = (logprob_N.exp() - sampled_N.exp()).detach() * advantage_N.sign()
         keep_N = (moved_N <= settings.dppo).float()

@@ -21,6 +21,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
+from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
@@ -211,6 +212,8 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     if last_stage == "numerics" and settings.rl.gate and (reason := refusal(run)):
         raise ValueError(reason)
     if settings.services.on and is_rl_due and run.finished("rl") is None:
+        if not (run.path / CAPSULE).is_file():
+            write_json(run.path / CAPSULE, capsule(run.path, settings.env))
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)

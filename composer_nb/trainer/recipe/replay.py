@@ -23,24 +23,29 @@ from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.recipe.launch import absolute, fork
 from composer_nb.trainer.records.batches import batch_file, load_batch
+from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.orchestrator import Orchestrator
-from composer_nb.trainer.services.services import hinter_of
+from composer_nb.trainer.services.services import hinter_of, store_url
 from composer_nb.trainer.services.slots import Group
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, changed, from_dict, override
+from composer_nb.trainer.versions.manifest import entries_of
+from composer_nb.trainer.versions.store import VersionStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One repeated step, with the hash of the published version (`was`) and of this one (`now`)."""
+    """One repeated step, with the hash of the published version (`was`) and of this one (`now`), and the first tensor that
+    differs, if any and if the store's ledger has its hash."""
 
     step: int
     version: int
     was: str
     now: str
+    first: str = ""
 
     @property
     def same(self) -> bool:
@@ -68,6 +73,7 @@ def replay(
     if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
     tasks = tasks_by_id(run.path)
+    ledger = {line.version: line.files for line in VersionStore(store_url(run.path, settings)).ledger()}
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
@@ -79,9 +85,23 @@ def replay(
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), tasks)
             metrics = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
-            version = metrics["version"]
-            yield Replayed(step=train.step + 1, version=version, was=hashes.get(version) or "", now=metrics["hash"])
+            version, now = metrics["version"], metrics["hash"]
+            was, first = hashes.get(version) or "", ""
+            if was != now:
+                known, tensors = ledger.get(version, {}), entries_of(trainer.tensors()[1])
+                first = next(
+                    (name for name, tensor in tensors.items() if known.get(name, tensor.hash) != tensor.hash), ""
+                )
+            yield Replayed(step=train.step + 1, version=version, was=was, now=now, first=first)
         then(trainer)
+
+
+def other_origins(run: RunDir, settings: Settings) -> list[str]:
+    """Return what of the capsule with which a run's RL began (code, data, image, tools) is not the same here and now; nothing for
+    a run without a capsule."""
+    file = run.path / CAPSULE
+    stored = json_of(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return [name for name, digest in capsule(run.path, settings.env).items() if stored.get(name, digest) != digest]
 
 
 # Branches

@@ -223,6 +223,7 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         **means["midtrained"],
         "ci95": bootstrap(gains["midtrained"]["pass_at_1"], 0),
         "over_stronger": {figure: min(gain[figure] for gain in means.values()) for figure in means["midtrained"]},
+        "over_stronger_ci95": bootstrap(min((gain["pass_at_1"] for gain in gains.values()), key=np.mean), 0),
         "within_12": {kind: gain for kind in ("heldout", "structures") if (gain := within_12(run, scores, kind))},
     }
 

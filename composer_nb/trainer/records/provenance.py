@@ -1,11 +1,16 @@
-"""The code that a result came from: a digest of this package, and its commit."""
+"""What a result came from: a digest of this package, its commit, and the capsule of a run."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from pathlib import Path
 
+from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.sandbox.toolchain import Interpreter, made_programs
+
+CAPSULE = "capsule.json"
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,6 +20,18 @@ def package_digest() -> str:
     for file in sorted(path for path in ROOT.rglob("*.*") if "__pycache__" not in path.parts):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def capsule(run: Path, env: EnvSettings) -> dict[str, str]:
+    """Return digests of what a run's RL works with: the code (this package), the data (files of `data/`), the image (backend,
+    interpreter and programs of sandboxes; images that tasks name are in the data), and the tools (as a model sees them)."""
+    data, image = hashlib.sha256(), hashlib.sha256(env.backend.encode())
+    for file in sorted(path for path in (run / "data").rglob("*") if path.is_file()):
+        data.update(f"{file.relative_to(run)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    image.update(Path(Interpreter.find().path).read_bytes() + b"".join(made_programs().values()))
+    tools = hashlib.sha256(json.dumps(env.toolset.schemas, sort_keys=True).encode())
+    digests = {"data": data.hexdigest(), "image": image.hexdigest(), "tools": tools.hexdigest()}
+    return {"code": package_digest()} | digests
 
 
 def commit() -> str | None:

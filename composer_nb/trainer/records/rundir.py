@@ -2,6 +2,7 @@
 
 runs/<name>-<time>/   runs/<name> links to the newest
   settings.json, provenance.json      settings, code and machine
+  capsule.json                        digests of code, data, image and tools, as RL began (`provenance.capsule`)
   run.db                              stages, steps, ledger, cursor; changed in one transaction with the checkpoint pointer
   metrics.jsonl                       one line per step, rebuilt from run.db on resume
   data/ weights/ checkpoints/ rollouts/ figures/ report.json

@@ -247,7 +247,7 @@ class Publisher:
                 return manifest
             self._hashes[version] = manifest.hash
             self.last, self._form = max(self.last, version), manifest.tensors
-            hashes = {name: file.hash for name, file in manifest.files.items()}
+            hashes = {name: entry.hash for name, entry in (manifest.files | manifest.tensors).items()}
             content: dict[str, Any] = {"hash": manifest.hash, "bytes": manifest.size, "files": hashes}
             self._record(Published(version=version, base=base, owner=self._owner, acknowledged=[], **content))
             if self._begun == self._chain:  # otherwise it was refused meanwhile

@@ -33,6 +33,9 @@ class VersionRule:
         return newest if newest > self.after else int(min(newest, self.most))
 
 
+NO_STATES: Mapping[int, WeightState] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A way to a version: folders with their manifests, and the available version from which they start, if any."""
@@ -100,6 +103,26 @@ class Fetched:
         return self.state.tensors
 
 
+def read_version(store: VersionStore, version: int, states: Mapping[int, WeightState] = NO_STATES) -> Fetched:
+    """Read a version and its bases, back to one of `states` or to a full version, and check all of them. Nothing is written.
+    Raises WeightFault or StoreError."""
+
+    def read(way: Route) -> Fetched:
+        base = None if way.base is None else states[way.base]
+        links = [read_link(store, where, manifest) for where, manifest in way.steps]
+        last = links[-1].manifest
+        state, files = last.state(dict(Decoded(base, links))), side_files_of(links)
+        return Fetched(manifest=last, state=state, base=base, files=files, read_bytes=way.size)
+
+    ways = routes(store, version, lambda v, hash: v in states and states[v].hash == hash)
+    for way in ways[:-1]:
+        try:
+            return read(way)
+        except WeightFault:
+            continue
+    return read(ways[-1])
+
+
 class Receiver:
     """Follows a store. Call `fetch` in any thread while an engine runs, and `install` once the engine has loaded the version."""
 
@@ -118,15 +141,8 @@ class Receiver:
     def fetch(self, version: int) -> Fetched:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
         weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""
-        states = self._states
         try:
-            ways = routes(self._store, version, lambda v, hash: v in states and states[v].hash == hash)
-            for way in ways[:-1]:
-                try:
-                    return self._fetch(way)
-                except WeightFault:
-                    continue
-            return self._fetch(ways[-1])
+            return read_version(self._store, version, self._states)
         except WeightFault as fault:
             self._refused |= {version} if fault.at is None else {version, fault.at}
             note = Note(receiver=self._name, version=version, fault=type(fault).__name__, detail=str(fault))
@@ -135,13 +151,6 @@ class Receiver:
             except StoreError as error:
                 fault.add_note(f"and no full version could be asked for: {error}")
             raise
-
-    def _fetch(self, way: Route) -> Fetched:
-        base = None if way.base is None else self._states[way.base]
-        links = [read_link(self._store, where, manifest) for where, manifest in way.steps]
-        last = links[-1].manifest
-        state, files = last.state(dict(Decoded(base, links))), side_files_of(links)
-        return Fetched(manifest=last, state=state, base=base, files=files, read_bytes=way.size)
 
     def install(self, fetched: Fetched) -> str:
         """Record that the engine now runs `fetched`. Return the hash to acknowledge. Raises MisplacedVersion for a version older

@@ -68,7 +68,7 @@ class Published(SealedRecord):
     Attributes:
         bytes: Size of the delta, or of a full version.
         anchor_bytes: Size of the same weights in full beside the delta; 0 if there are none.
-        files: Hash of each file.
+        files: Hash of each file, and of each tensor.
         acknowledged: Receivers that ran it, in the order of their reports.
     """
 

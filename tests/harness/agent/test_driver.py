@@ -115,42 +115,6 @@ def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
     driver.drop(0)
 
 
-def test_agents_that_are_dropped_together_wait_for_one_step() -> None:
-    class Slow(Echo):
-        steps = 0
-
-        def step(self) -> list[Completion]:
-            self.steps += 1
-            threading.Event().wait(0.5)
-            return []
-
-        def release(self, rollout: int) -> Trace:
-            self.noted.append(("released in", self.steps))
-            return Trace()
-
-    policy = Slow()
-    driver: Driver[None] = Driver(policy, Nothing(), lockstep=False)
-
-    def job(number: int) -> Callable[[Seat[Any]], None]:
-        def work(seat: Seat[Any]) -> None:
-            try:
-                ask(seat, number)
-            finally:
-                seat.release(number)
-
-        return work
-
-    for position in range(4):
-        driver.add(position, job(position))
-    while len(policy.noted) < 4:
-        driver.wait(0.01)
-    driver.drop(0, 1, 2, 3)
-    assert not driver.alive
-    steps = [step for what, step in policy.noted if what == "released in"]
-    assert len(steps) == 4 and len(set(steps)) <= 2, "one after another they wait for four"
-    driver.close()
-
-
 def test_a_policy_that_fails_wakes_all_others_of_a_turn_that_was_cancelled() -> None:
     cancelled = threading.Event()
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +101,62 @@ def test_an_interrupted_request_ends_the_sandbox(box: Sandbox, monkeypatch: pyte
             box.exec(["echo", "first"])
     with pytest.raises(SandboxFailure, match="middle of a request"):
         box.exec(["echo", "second"])
+
+
+# Commands side by side. A command ends here only when something else has happened meanwhile.
+
+MEET = 'touch "at-$0"; until [ -e at-0 -a -e at-1 -a -e at-2 -a -e go ]; do sleep 0.01; done; echo "$0"; exec cat'
+
+
+def wait_for(box: Sandbox, *names: str) -> None:
+    deadline = time.monotonic() + patience(20)
+    while not {*names} <= {entry.name for entry in box.entries()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_commands_of_several_threads_meet_and_files_are_answered_meanwhile(box: Sandbox) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        data = [os.urandom(300_000 + number) for number in range(3)]
+        ends = [pool.submit(box.exec, ["bash", "-c", MEET, str(n)], stdin=data[n]) for n in range(3)]
+        wait_for(box, "at-0", "at-1", "at-2")
+        assert box.stats().processes >= 3 and not any(end.done() for end in ends)
+        box.write("go", b"")
+        assert [end.result().stdout for end in ends] == [b"%d\n" % n + data[n] for n in range(3)]
+
+
+def test_a_command_that_ends_badly_leaves_those_beside_it_alone(box: Sandbox) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        beside = pool.submit(box.exec, ["bash", "-c", "touch at-0; until [ -e go ]; do sleep 0.01; done; echo on"])
+        stopped = pool.submit(box.exec, ["bash", "-c", "touch at-1; sleep 7000"], stop=stop)
+        wait_for(box, "at-0", "at-1")
+        late = pool.submit(box.exec, ["bash", "-c", "(setsid sleep 7000 &); yes"], timeout_s=0.5, output_bytes=1000)
+        dead, missing = box.exec(["bash", "-c", "kill -9 $$"]), box.exec(["no-such-program"])
+        assert (dead.exit_code, missing.exit_code, late.result().timed_out) == (137, 127, True)
+        with pytest.raises(OSError):
+            box.exec(["true"], cwd="nowhere")
+        assert not stopped.done() and not beside.done()
+        stop.set()
+        assert stopped.result().stopped and not beside.done() and len(late.result().stdout) < 1100
+        box.write("go", b"")
+        assert beside.result() == replace(beside.result(), exit_code=0, stdout=b"on\n", timed_out=False, stopped=False)
+    assert box.stats().processes == 0
+
+
+@pytest.mark.parametrize("end", ["destroy", "end_all"])
+def test_an_end_amid_commands_ends_all_of_them(backend: Backend, end: str) -> None:
+    with backend.create(SMALL) as box, ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(box.exec, ["bash", "-c", f"touch at-{n}; sleep 7000 & wait"]) for n in range(3)]
+        wait_for(box, "at-0", "at-1", "at-2")
+        getattr(box, end)()
+        if end == "end_all":
+            assert [result.result().exit_code for result in ends] == [137] * 3 and box.stats().processes == 0
+        else:
+            box.destroy()
+            for request in (*(result.result for result in ends), box.stats):
+                with pytest.raises(SandboxFailure, match="destroyed"):
+                    request()
 
 
 # The end of commands
@@ -302,16 +360,6 @@ def test_a_closed_backend_makes_nothing_and_leaves_nothing(backend: Backend, req
     for box in boxes:
         with pytest.raises(SandboxFailure):
             box.read("x")
-
-
-def test_destroy_ends_what_runs(backend: Backend) -> None:
-    box = backend.create(SMALL)
-    threading.Timer(0.2, box.destroy).start()
-    with pytest.raises(SandboxFailure, match="destroyed"):
-        box.exec(["sleep", "60"])
-    box.destroy()
-    with pytest.raises(SandboxFailure, match="destroyed"):
-        box.read("a")
 
 
 def test_a_fault_of_this_machine_is_not_the_workspaces(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

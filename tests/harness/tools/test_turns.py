@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
+import time
 
 import pytest
 
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.harness.tools.session import Session
-from composer_nb.harness.tools.tool_call import Reply, ToolCall, call, invalid
+from composer_nb.harness.tools import toolset
+from composer_nb.harness.tools.arguments import tool
+from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
+from composer_nb.harness.tools.tool_call import Reply, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import FixedSearch
 
-
-def test_replies_come_in_order_and_failures_stay_alone(box: Sandbox, tools: ToolSet, session: Session) -> None:
-    box.write("n", b"0\n")
-    calls, read = list[ToolCall](), call("read_file", target_file="n")
-    for number in range(8):
-        edit = call("search_replace", file_path="n", old_string=f"{number}", new_string=f"{number + 1}")
-        calls += [read, call("nope"), edit, read]
-    replies = tools.run(session, calls)
-    assert [reply.call for reply in replies] == calls
-    assert [reply.text for reply in replies[::4]] == [f"1|{n}" for n in range(8)]
-    assert [reply.text for reply in replies[3::4]] == [f"1|{n + 1}" for n in range(8)]
-    assert {reply.error for reply in replies[1::4]} == {"InvalidArguments"}
-    assert all(reply.error is None for reply in (*replies[::4], *replies[2::4], *replies[3::4]))
+# Notes its start, and waits for the reads that began in the same state of the file `edits`.
+LOOK = """
+state=$(cat edits); touch "at-$1-$state"
+until [ $(ls | grep -c "^at-.*-$state$") = "$2" ]; do sleep 0.01; done
+[ $1 != slow ] || sleep 0.3
+echo "$state"; head -c "$3" /dev/zero | tr '\\\\0' x
+"""
 
 
-def test_readers_meet_and_a_writer_is_alone(box: Sandbox) -> None:
-    meeting, under_way, most = threading.Barrier(4), [0], []
+@tool()
+def look(session: Session, name: str, count: int = 1, size: int = 0) -> Observation:
+    """Wait for other reads."""
+    return Observation(text=clean(session.program(["bash", "-c", LOOK, "bash", name, str(count), str(size)]).stdout))
 
-    def search(query: str) -> list[object]:
-        under_way[0] += 1
-        most.append(under_way[0])
-        if query == "meet":
-            meeting.wait(timeout=patience(20))  # broken unless four are here at a time
-        under_way[0] -= 1
-        return []
 
-    tools = ToolSet.cursor(search=lambda session: FixedSearch(search))
+def test_reads_of_a_turn_meet_in_the_sandbox_and_edits_keep_their_place(box: Sandbox) -> None:
+    tools = ToolSet(tools={"look": look} | ToolSet.cursor(offer=["search_replace", "read_file"]).tools)
     session = tools.open(box)
-    ask, alone = (call("codebase_search", query=query, target_directories=[]) for query in ("meet", "x"))
-    write = call("write", file_path="a", contents="")
-    replies = tools.run(session, [ask] * 4 + [write, alone, write])
-    assert [reply.error for reply in replies] == [None] * 7 and most[-1] == 1
+    box.write("edits", b"0")
+    edit = call("search_replace", file_path="edits", old_string="0", new_string="1")
+    reads = [call("look", name=name, count=3) for name in "abcdef"]
+    replies = tools.run(session, [*reads[:3], edit, *reads[3:], call("nope"), call("read_file", target_file="edits")])
+    assert [reply.text for reply in replies[:3] + replies[4:7]] == ["0\n"] * 3 + ["1\n"] * 3
+    assert [reply.error for reply in replies] == [None] * 7 + ["InvalidArguments", None] and replies[8].text == "1|1"
+
+
+def test_files_of_long_answers_are_numbered_in_the_order_of_the_calls(box: Sandbox) -> None:
+    tools = ToolSet(tools={"look": look})
+    box.write("edits", b"0")
+    slow, quick = (call("look", name=name, count=2, size=SHOWN) for name in ("slow", "quick"))
+    replies = tools.run(tools.open(box), [slow, quick])
+    assert ["outputs/1-look.txt" in replies[0].text, "outputs/2-look.txt" in replies[1].text] == [True, True]
+    assert len(replies) == 2 and {"1-look.txt", "2-look.txt"} == {e.name for e in box.entries(f"{FOLDER}/outputs")}
+
+
+@pytest.mark.parametrize("end", ["abort", "interrupt", "destroy"])
+def test_an_end_amid_reads_leaves_nothing_of_them(box: Sandbox, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolset, "TOOLS", (look,))  # a turn waits for the end of ours
+    tools = ToolSet(tools={"look": look})
+    session = tools.open(box)
+    box.write("edits", b"0")
+    main = threading.get_ident()
+
+    def finish() -> None:
+        while sum(entry.name.startswith("at-") for entry in box.entries()) < 3:
+            time.sleep(0.01)
+        {"abort": session.abort, "destroy": box.destroy}.get(end, lambda: signal.pthread_kill(main, signal.SIGINT))()
+
+    ends = threading.Thread(target=finish)
+    ends.start()
+    reads = [call("look", name=name, count=4) for name in "abc"]
+    expected = {"interrupt": KeyboardInterrupt, "destroy": SandboxFailure}
+    with pytest.raises(expected[end]) if end in expected else contextlib.nullcontext():
+        assert [reply.error for reply in tools.run(session, reads)] == ["UserAborted"] * 3
+    ends.join()
+    if end != "destroy":
+        assert box.stats().processes == 0 and not session.stop.is_set()
+        assert tools.run(session, [call("look", name="z", count=4)])[0].text == "0\n"
 
 
 def test_an_abort_stops_what_runs_and_what_waits(tools: ToolSet, session: Session, box: Sandbox) -> None:
@@ -69,12 +99,6 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
     down, bug = tools.run(tools.open(box), asked)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
     assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
-
-
-def test_the_sandboxs_own_end(tools: ToolSet, session: Session, box: Sandbox) -> None:
-    box.destroy()
-    with pytest.raises(SandboxFailure):
-        tools.run(session, [call("list_dir", target_directory=".")])
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

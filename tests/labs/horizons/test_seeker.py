@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
-from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.labs.horizons.seeker import seek, summarise, tried
 
 ASKED = "<|bos|><|user|>fix the tests<|end|><|call|>"
@@ -15,29 +12,6 @@ FOUND = "grep<|to|>def pick<|end|><|out|>calc.py:1def pick(a):<|end|><|call|>"
 SHOWN = "undo<|call|>read calc.py<|end|><|out|>same<|end|><|out|>1def pick(a):\n2    return a + 0<|end|><|call|>"
 TRIED = "undo<|call|>sub calc.py<|to|> a + 0<|to|> a - 0<|call|>test<|end|><|out|>same<|end|><|out|>ok<|end|><|out|>"
 AGAIN = "fail 1/2: pick([3]) = 0 want 3<|end|><|call|>"
-SUMMED = "<|bos|><|user|>fix the tests\nfail 1/2: pick([3]) = 0 want 3\ncalc.py:1def pick(a):\n"
-
-
-def names(context: str) -> list[str]:
-    calls = [written.call for written in seek(context).calls]
-    assert all(isinstance(call, ToolCall) for call in calls)
-    return [call.name for call in calls if isinstance(call, ToolCall)]
-
-
-@pytest.mark.parametrize(
-    ("context", "wanted"),
-    [
-        (ASKED, ["run_tests"]),
-        (ASKED + FAILED, ["grep"]),
-        (ASKED + FAILED + FOUND, ["undo", "read_file"]),
-        (ASKED + FAILED + FOUND + SHOWN, ["undo", "substitute", "run_tests"]),
-        (ASKED + FAILED + FOUND + SHOWN + TRIED + "pass 2<|end|><|call|>", ["finish"]),
-        (SUMMED + "left: try another change<|end|><|call|>", ["undo", "read_file"]),
-        (SUMMED + "left: finish<|end|><|call|>", ["finish"]),
-    ],
-)
-def test_it_does_what_its_context_leaves_to_do(context: str, wanted: list[str]) -> None:
-    assert names(context) == wanted
 
 
 def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:

@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.labs.planning import (
-    Durations,
-    Fleet,
-    RunSpeed,
-    SimulatedLoad,
-    simulate,
-)
+from composer_nb.labs.planning import Durations, Fleet, RunSpeed, SimulatedLoad, simulate
 from composer_nb.trainer.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[3] / "data"

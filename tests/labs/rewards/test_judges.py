@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from composer_nb.harness.agent.endpoint import Answer, Endpoint
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, evidence, wilson
+from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, wilson
 from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TASK = Task.model_construct(
@@ -135,16 +134,6 @@ def test_a_judge_sees_the_parts_of_its_aspect_and_never_the_tests(tmp_path: Path
     assert set(work) == set(COMMUNICATION.shows) and set(CHECKED.shows) == {"calls"}
     assert "SECRET" not in json.dumps(model.asked) and len(work["message"]) < 13_000
     assert "-    return 1\n+    return 2" in work["changes"]
-
-
-def test_changes_of_a_long_file_are_shown_and_not_the_file() -> None:
-    lines = [f"x{n} = {n}" for n in range(4000)]
-    changed = [*lines[:100], "a = 1", *lines[101:300], *lines[310:]]
-    task = TASK.model_copy(update={"files": {"f.py": "\n".join(lines)}, "solution": {"f.py": "\n".join(lines[1:])}})
-    shown = evidence(replace(done("", "\n".join(changed)), task=task), ("changes", "reference"))
-    removed = [line for line in shown["changes"].split("\n") if line.startswith("-x")]
-    assert removed == ["-x100 = 100", *(f"-x{n} = {n}" for n in range(300, 310))] and "+a = 1" in shown["changes"]
-    assert shown["reference"].split("\n") == ["--- f.py", "@@ -1 +1 @@", "-x0 = 0"]
 
 
 def fair_to_changes(question: dict[str, Any]) -> str:

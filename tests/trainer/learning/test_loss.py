@@ -26,7 +26,7 @@ from composer_nb.trainer.learning.loss import (
     policy_loss,
 )
 
-RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash")
+RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash", "mis")
 
 
 def binary_kl(p: float, q: float) -> float:
@@ -65,6 +65,10 @@ def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tup
         elif s.ratio == "flash":
             kept = mean_kl(case, mine) <= s.flash
             term = -r.detach() * a * logprob if kept else 0 * logprob
+        elif s.ratio == "mis":
+            whole = math.exp(sum((case["logprob"][j] - case["sampled"][j]).item() for j in members))
+            kept = whole <= s.mis
+            term = -whole * a * logprob if kept else 0 * logprob
         else:
             moved = (torch.exp(logprob) - torch.exp(sampled)).item()
             kept = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
@@ -102,7 +106,9 @@ def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
     means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
     borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
+    sums = torch.stack([ratio[case["rollout"] == mine].sum() for mine in case["rollout"]])
     gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
+    gaps.append((sums - math.log(s.mis)).abs().min())
     gaps += [torch.tensor(abs(mean_kl(case, mine) - s.flash)) for mine in set(case["rollout"].tolist())]
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 

@@ -18,7 +18,7 @@ from composer_nb.trainer.recipe.reader import read_status, solved_by_task, telli
 from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
-from composer_nb.views.report import table, write_report
+from composer_nb.views.report import table, verdict, write_report
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,8 @@ def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], R
     for part, stage in present.items():
         assert (part in found) == (stage in order[:reached]), part
     Console(file=(run.path / "shown").open("w"), width=130).print(table(found))
-    assert "still to come" in (run.path / "shown").read_text()
+    shown = (run.path / "shown").read_text()
+    assert "still to come" in shown and ("What RL gains is not known yet" in shown) == ("gain" not in found)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,35 @@ def test_a_run_that_ends_before_rl_is_complete(tmp_path: Path, changes: dict[str
     assert build_report(run)["complete"] and read_status(run.path).state == "complete"
     Console(file=(run.path / "shown").open("w"), width=130).print(table(build_report(run) | {"eval": {}}))
     assert "still to come" not in (run.path / "shown").read_text()
+
+
+BOTH = {"recovery": 0.5, "runs_tests": 1.0, "calls_per_turn": None}
+
+
+@pytest.mark.parametrize(
+    ("gain", "ci95", "words"),
+    [
+        (
+            0.055,
+            [0.021, 0.08],
+            ("5.5 points more of 9 held-out tasks", "(95 % over tasks: +2.1 to +8.0): beyond chance."),
+        ),
+        (-0.03, [-0.06, -0.01], ("3.0 points fewer of 9 held-out tasks", "-6.0 to -1.0): beyond chance.")),
+        (
+            0.01,
+            [-0.02, 0.04],
+            ("+4.0): within chance.", "On 9 tasks of new structures: +1.0 (-2.0 to +4.0), within chance."),
+        ),
+    ],
+)
+def test_a_verdict_says_what_rl_gained_and_what_became_worse(gain: float, ci95: list[float], words: tuple[str, ...]):
+    within = {"over": "start", "gain": gain, "ci95": ci95, "n_tasks": 9}
+    scores = {"start": BOTH | {"best_of_k": 0.8, "invalid_call_rate": 0.1}}
+    scores["final"] = BOTH | {"best_of_k": 0.7, "invalid_call_rate": 0.2}
+    report = {"complete": True, "eval": scores, "gain": {"within_12": {"heldout": within, "structures": within}}}
+    told = verdict(report)
+    assert "in 12 calls than “start”, the stronger policy before it" in told and all(each in told for each in words)
+    assert told.endswith("Worse than before RL, without intervals: best of k 0.80 → 0.70, invalid calls 0.10 → 0.20.")
 
 
 def made_up_run(path: Path) -> RunDir:
@@ -146,7 +176,18 @@ def test_the_page_needs_nothing_but_itself(tiny_run, copy_of: Callable[[RunDir],
     assert json.loads((run.path / "report.json").read_text()) == found
     assert "://" not in page.replace("http-equiv", "") and "href" not in page and "<script" not in page
     assert page.count("src=") == page.count("src='data:image/png;base64,") == 1
-    assert "a &lt;dot&gt;" in page and f"{found['eval']['final']['pass_at_1']:.3f}" in page
+    final = f"{found['eval']['final']['pass_at_1']:.3f}"
+    parts = [
+        verdict(found),
+        "a &lt;dot&gt;",
+        "<h2>Held-out tasks",
+        final,
+        "<h2>The run",
+        "<h2>A rollout to read",
+        "Provenance",
+    ]
+    places = [page.find(part) for part in parts]
+    assert -1 < min(places) and places == sorted(places), "the verdict, a figure, numbers, a rollout, and the rest"
     assert (run.path / "figures" / "dot.png").read_bytes() == b"\x89PNG\r\n"
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,17 @@ from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
-from composer_nb.trainer.recipe.replay import branch, replay
+from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.records.finished import FinishedRollouts
+from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
-from composer_nb.trainer.services.orchestrator import Dispatch, Finished, Orchestrator
+from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.store import VersionStore, folder
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 from tests.trainer.services.threads import ThreadRemote, Threads
 
@@ -178,6 +181,18 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     with pytest.raises(ValueError, match="--step 9 is not there yet"):
         list(replay(run, settings, 9))
+    write_json(run.path / CAPSULE, capsule(run.path, settings.env))
+    assert other_origins(run, settings) == []
+    (run.path / "data" / "more.txt").write_text("x")
+    assert other_origins(run, override(settings, {"env.tools": "cursor"})) == ["data", "tools"]
+    store = VersionStore(store_url(run.path, settings))
+    line = next(line for line in store.ledger() if line.version == 4)
+    tensor = sorted(name for name in line.files if name.startswith("model."))[3]
+    other = line.model_copy(update={"files": line.files | {tensor: "0"}})
+    store.write(f"ledger/{folder(4)}.json", other.dump())
+    with closing(run.connect()) as db, db:
+        db.execute("UPDATE version SET hash = 'other' WHERE version = 4")
+    assert [(step.same, step.first) for step in replay(run, settings, 2)] == [(True, ""), (False, tensor)]
 
 
 class Flaky(Threads):
@@ -385,19 +400,6 @@ def test_two_runs_may_share_a_store(begun, tmp_path: Path):
     go(second, settings)
     go(first, settings)
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
-
-
-def test_what_comes_late_for_a_worker_or_from_it_is_ignored(tmp_path: Path):
-    """A dispatch to one that has just died, and a rollout of a dispatch that was given up, whose file is gone."""
-    (tmp_path / "rollouts").mkdir()
-    coordinator = Coordinator.__new__(Coordinator)
-    coordinator.settings = override(Settings(), {"rl.refill": 1.0, "rl.steps": 2})
-    coordinator.pairs, coordinator.rollout_seconds, coordinator.tasks = {}, {}, [None]  # type: ignore[assignment]
-    coordinator.orchestrator = Orchestrator(coordinator.settings.schedule())
-    coordinator.finished = FinishedRollouts(tmp_path)
-    coordinator._carry_out(Dispatch(worker="dead", slot=0, attempt=1, places=(0,)))
-    late = Finished(slot=0, attempt=1, place=0, oldest_version=0, sampled=1)
-    assert coordinator._on_work([late]) == [late]
 
 
 def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):

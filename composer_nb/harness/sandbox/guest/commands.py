@@ -17,12 +17,11 @@ import typing
 
 from composer_nb.harness.sandbox.guest.files import Header, WorkspaceFiles, open_beneath
 from composer_nb.harness.sandbox.guest.warm import Become, Words, suits
-from composer_nb.harness.sandbox.system.linux import ended_children, processes, read_exactly
+from composer_nb.harness.sandbox.system.linux import ended_children, processes
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
 KILL_S = 2.0  # how long a tree may take to end
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-HOST = 0  # the descriptor on which the host asks
 
 
 class Unstartable(OSError):
@@ -55,6 +54,53 @@ class StreamEnds:
         return self.total > self.first + self.last
 
 
+class Foreground:
+    """A command whose end the host awaits.
+
+    `outputs`: what came from its streams, by descriptor. `open`: those that have not ended, and that of its input. `cut`: why it
+    has to end, if so.
+    """
+
+    def __init__(
+        self, request: Header, since: int, streams: tuple[int, int], feed: int | None, stdin: memoryview
+    ) -> None:
+        self.number, self.since, self.began = request["number"], since, time.monotonic()
+        self.deadline = self.began + request["timeout_s"]
+        self.outputs = {fd: StreamEnds(request["output_bytes"]) for fd in streams}
+        self.open = {*streams} if feed is None else {*streams, feed}
+        self.stdin, self.cut = stdin, ""
+        self.pid, self.code = 0, -signal.SIGKILL  # until it is known to have ended otherwise
+
+    def move(self, fd: int, event: int) -> bool:
+        """Move some data of a stream, and return whether it has ended. Raises BlockingIOError if it was not ready."""
+        if fd in self.outputs:
+            chunk = os.read(fd, 1 << 16)
+            self.outputs[fd].add(chunk)
+            return not chunk
+        try:
+            self.stdin = self.stdin[os.write(fd, self.stdin[: 1 << 16]) :]
+        except BrokenPipeError:
+            return True
+        return not self.stdin or bool(event & (select.POLLERR | select.POLLHUP))
+
+    def close(self, *fds: int) -> None:
+        self.open -= {*fds}
+        for fd in fds:
+            os.close(fd)
+
+    def report(self) -> tuple[Header, bytes]:
+        texts = [stream.text() for stream in self.outputs.values()]
+        facts = {
+            "exit_code": self.code if self.code >= 0 else 128 - self.code,
+            "stdout_bytes": len(texts[0]),
+            "truncated": any(stream.truncated for stream in self.outputs.values()),
+            "timed_out": self.cut == "timed_out",
+            "stopped": self.cut == "stopped",
+            "duration_s": time.monotonic() - self.began,
+        }
+        return facts, b"".join(texts)
+
+
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
@@ -63,18 +109,18 @@ class Commands:
         self.files, self.wake, self.nice, self.copies = files, wake, settings["nice"], settings["copies"]
         usual = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         self.environment = {**usual, **settings["environment"], "HOME": files.root}
-        self.running: set[int] = set()
-        self.awaited, self.code = 0, 0  # the command in the foreground, and its exit code once it has ended
+        self.running: dict[int, Foreground | None] = {}  # by pid
+        self.foreground: dict[int, Foreground] = {}  # by the number of the request
+        self.poller = select.poll()
         self.ticks = os.sysconf("SC_CLK_TCK")
 
     def reap(self) -> None:
         """Take note of everything that has ended."""
         for pid, status in ended_children(self.wake):
-            self.running.discard(pid)
-            if pid == self.awaited:
-                self.code = os.waitstatus_to_exitcode(status)
+            if (command := self.running.pop(pid, None)) is not None:
+                command.code = os.waitstatus_to_exitcode(status)
 
-    def start(self, request: Header, streams: typing.Sequence[int]) -> int:
+    def start(self, request: Header, streams: typing.Sequence[int], foreground: Foreground | None = None) -> int:
         """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
         command, environment = request["command"], {**self.environment, **request["env"]}
         copied = self.copies and request.get("warm") and request["cwd"] == "."
@@ -101,7 +147,7 @@ class Commands:
         finally:
             os.fchdir(self.files.fd)
             os.close(folder)
-        self.running.add(pid)
+        self.running[pid] = foreground
         return pid
 
     def spawn(self, command: Words, environment: typing.Mapping[str, str], streams: typing.Sequence[int]) -> int:
@@ -134,97 +180,67 @@ class Commands:
         started.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
         return started.pid
 
-    def run(self, request: Header, stdin: memoryview) -> tuple[Header, bytes]:
-        """Run a command to its end or its limit."""
-        begin, since = time.monotonic(), self.now()
-        out, err = os.pipe(), os.pipe()
+    def begin(self, request: Header, stdin: memoryview) -> Foreground:
+        """Begin a command. It is answered once it is `over`."""
+        since, out, err = self.now(), os.pipe(), os.pipe()
         feed = os.pipe() if len(stdin) else (os.open("/dev/null", os.O_RDONLY), None)
-        outputs = {fd: StreamEnds(request["output_bytes"]) for fd in (out[0], err[0])}
-        cut, pid = "", 0
+        command = Foreground(request, since, (out[0], err[0]), feed[1], stdin)
         try:
-            pid = self.awaited = self.start(request, (feed[0], out[1], err[1]))
+            command.pid = self.start(request, (feed[0], out[1], err[1]), command)
         except BaseException as error:
-            for fd in (out[0], err[0], feed[1]):
-                if fd is not None:
-                    os.close(fd)
+            command.close(*command.open)
             if not isinstance(error, Unstartable):
                 raise
-            self.code = 127 if error.errno == errno.ENOENT else 126
-            outputs[err[0]].add(((error.strerror or "") + "\n").encode("utf-8", "replace"))
+            command.code = 127 if error.errno == errno.ENOENT else 126
+            command.outputs[err[0]].add(((error.strerror or "") + "\n").encode("utf-8", "replace"))
         finally:
             for fd in (feed[0], out[1], err[1]):
                 os.close(fd)
-        if pid:
-            self.code = -signal.SIGKILL  # until it is known to have ended otherwise
-            cut = self._follow(pid, outputs, feed[1], stdin, begin + request["timeout_s"])
-            if cut:
-                self.end(pid, since)
-        texts = [stream.text() for stream in outputs.values()]
-        facts = {
-            "exit_code": self.code if self.code >= 0 else 128 - self.code,
-            "stdout_bytes": len(texts[0]),
-            "truncated": any(stream.truncated for stream in outputs.values()),
-            "timed_out": cut == "timed_out",
-            "stopped": cut == "stopped",
-            "duration_s": time.monotonic() - begin,
-        }
-        return facts, b"".join(texts)
+        self.foreground[request["number"]] = command
+        for fd in command.open:
+            os.set_blocking(fd, False)
+            self.poller.register(fd, select.POLLOUT if fd == feed[1] else select.POLLIN)
+        return command
 
-    def _follow(
-        self, pid: int, outputs: dict[int, StreamEnds], feed: int | None, data: memoryview, deadline: float
-    ) -> str:
-        """Move a command's streams until it ends: "", or before that when its time was up ("timed_out") or when the host
-        request for it ("stopped")."""
-        poller = select.poll()
-        left = set(outputs)
-        for fd in (*left, self.wake, HOST):
-            os.set_blocking(fd, fd == HOST)
-            poller.register(fd, select.POLLIN)
-        if feed is not None:
-            os.set_blocking(feed, False)
-            poller.register(feed, select.POLLOUT)
-        cut = ""
-        while (pid in self.running or left) and not cut:
-            if (rest := deadline - time.monotonic()) <= 0:
-                cut = "timed_out" if pid in self.running else ""
-                break
-            for fd, what in poller.poll(1 + 1000 * rest):
-                with contextlib.suppress(BlockingIOError):  # who writes to a pipe may read from it, and be faster
-                    if fd == self.wake:
-                        self.reap()
-                    elif fd == HOST:
-                        cut = self._told_to_stop()
-                    elif fd == feed:
-                        try:
-                            data = data[os.write(fd, data[: 1 << 16]) :]
-                        except BrokenPipeError:
-                            data = data[:0]
-                        if not data or what & (select.POLLERR | select.POLLHUP):
-                            poller.unregister(fd)
-                            os.close(fd)
-                            feed = None
-                    elif fd in left:
-                        chunk = os.read(fd, 1 << 16)
-                        outputs[fd].add(chunk)
-                        if not chunk:
-                            poller.unregister(fd)
-                            left.discard(fd)
-            if pid not in self.running and left:
-                deadline = min(deadline, time.monotonic() + DRAIN_S)
-        for fd in (*outputs, *(() if feed is None else (feed,))):
-            os.close(fd)
-        return cut
+    def rest_ms(self) -> float | None:
+        """Return the time until the next command reaches its limit."""
+        deadlines = [command.deadline for command in self.foreground.values()]
+        return 1 + 1000 * max(min(deadlines) - time.monotonic(), 0) if deadlines else None
 
-    def _told_to_stop(self) -> str:
-        """Take a frame that came while a command runs: the host sends no other then. Without a host all ends."""
-        try:
-            read_exactly(HOST, int.from_bytes(read_exactly(HOST, 4), "big"))
-        except EOFError:
-            try:
-                self.end_all()
-            finally:
-                os._exit(0)
-        return "stopped"
+    def move(self, fd: int, event: int) -> None:
+        """Move data of a command's stream that is ready."""
+        [command] = [command for command in self.foreground.values() if fd in command.open]
+        with contextlib.suppress(BlockingIOError):  # who writes to a pipe may read from it, and be faster
+            if command.move(fd, event):
+                self.poller.unregister(fd)
+                command.close(fd)
+
+    def over(self) -> list[Foreground]:
+        """Return the commands that have ended or reached their limits, or that the host wants to end."""
+        return [command for command in self.foreground.values() if self.ended(command)]
+
+    def ended(self, command: Foreground) -> bool:
+        if command.cut:
+            return True
+        if command.pid in self.running:
+            if command.deadline > time.monotonic():
+                return False
+            self.reap()  # the end of another one may have taken long
+            command.cut = "timed_out" if command.pid in self.running else ""
+        elif command.outputs.keys() & command.open:
+            command.deadline = min(command.deadline, time.monotonic() + DRAIN_S)
+            return command.deadline <= time.monotonic()
+        return True
+
+    def finish(self, command: Foreground) -> tuple[Header, bytes]:
+        """Return the answer to a command that is over. What was cut short ends with all that it started."""
+        del self.foreground[command.number]
+        for fd in command.open:
+            self.poller.unregister(fd)
+        command.close(*command.open)
+        if command.cut:
+            self.end(command.pid, command.since)
+        return command.report()
 
     def now(self) -> int:
         """Return the clock tick since boot; processes note in which they began."""

@@ -9,9 +9,10 @@ run it:
 * *zygote*: waits for (settings, two descriptors), makes new namespaces with a root of their own, and runs a resident there.
   It never runs what an agent wrote. A sandbox costs a fork then, where a new interpreter would cost twenty times as much.
 
-Frames in both directions: 4 bytes of length (big-endian), a JSON header in one line, a newline, a payload. One request is
-answered at a time, in order; only a request to stop a command comes while it runs, and has no answer of its own. The header of
-an answer is {"answer": facts}, or {"error": [errno, text]} where the request failed.
+Frames in both directions: 4 bytes of length (big-endian), a JSON header in one line, a newline, a payload. A request has a
+number, which its answer repeats. Commands run side by side, and each is answered when it ends; other requests are answered at
+once, in order. A request to stop a command has that one's number, and no answer. The header of an answer is {"number": n,
+"answer": facts}, or {"number": n, "error": [errno, text]} where the request failed.
 
 Commands run as the same user, without capabilities or new privileges, under a system call filter. They are ended as a tree:
 the descendants of a command and all orphans that began after it.
@@ -26,6 +27,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -39,7 +41,7 @@ import struct
 import typing
 
 from composer_nb.harness.sandbox.guest.calls import Caller
-from composer_nb.harness.sandbox.guest.commands import Commands
+from composer_nb.harness.sandbox.guest.commands import Commands, Foreground
 from composer_nb.harness.sandbox.guest.files import Header, WorkspaceFiles, held, open_beneath
 from composer_nb.harness.sandbox.guest.warm import COMMON, Become, load, run
 from composer_nb.harness.sandbox.system.linux import (
@@ -68,6 +70,7 @@ SHARES = {
     "user/max_inotify_instances": "8",
     "user/max_inotify_watches": "4096",
 }  # the kernel counts them per user of all sandboxes
+HOST = 0  # the descriptor on which the host asks
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 
@@ -80,9 +83,9 @@ class Resident:
         files = self.files = WorkspaceFiles(settings["workspace"], settings["disk_bytes"])
         commands = self.commands = Commands(files, self.wake, settings)
         self.warm = bool(settings["warm"])
-        # Requests with their data, and what answers: the facts of an answer, or a pair of facts and data.
+        # Requests with their data, and what answers: the facts of an answer, a pair of facts and data, or a command to wait for.
         self.requests: dict[str, typing.Callable[[Header, memoryview], typing.Any]] = {
-            "exec": commands.run,
+            "exec": commands.begin,
             "background": lambda request, _: self.start(request),
             "end_all": lambda *_: commands.end_all(),
             "read": lambda request, _: files.read(request["path"], request["offset"], request["max_bytes"]),
@@ -96,29 +99,45 @@ class Resident:
 
     def serve(self) -> None:
         send_frame(1, {"ready": True, "warm": self.warm})
-        poller = select.poll()
-        poller.register(0, select.POLLIN)
-        poller.register(self.wake, select.POLLIN)
+        commands = self.commands
+        commands.poller.register(HOST, select.POLLIN)
+        commands.poller.register(self.wake, select.POLLIN)
         while True:
-            events = dict(poller.poll())
-            if self.wake in events:
-                self.commands.reap()
-            if 0 in events:
-                try:
-                    size = int.from_bytes(read_exactly(0, 4), "big")
-                    body = memoryview(read_exactly(0, size))
-                except EOFError:
-                    self.commands.end_all()
+            for fd, event in commands.poller.poll(commands.rest_ms()):
+                if fd == self.wake:
+                    commands.reap()
+                elif fd != HOST:
+                    commands.move(fd, event)
+                elif (frame := self.receive()) is None:
+                    commands.end_all()
                     return
-                cut = bytes(body).index(b"\n")
-                request = json.loads(bytes(body[:cut]))
-                if request["do"] != "stop":  # of a command that has ended meanwhile: it was answered
-                    self.answer(request, body[cut + 1 :])
+                else:
+                    self.take(*frame)
+            for command in commands.over():
+                self.answer(command.number, functools.partial(commands.finish, command))
 
-    def answer(self, request: Header, payload: memoryview) -> None:
+    def receive(self) -> tuple[Header, memoryview] | None:
+        """Return the next request with its data; None at the end of the input."""
+        try:
+            body = memoryview(read_exactly(HOST, int.from_bytes(read_exactly(HOST, 4), "big")))
+        except EOFError:
+            return None
+        cut = bytes(body).index(b"\n")
+        return json.loads(bytes(body[:cut])), body[cut + 1 :]
+
+    def take(self, request: Header, payload: memoryview) -> None:
+        if request["do"] != "stop":
+            self.answer(request["number"], lambda: self.requests[request["do"]](request, payload))
+        elif command := self.commands.foreground.get(request["number"]):
+            command.cut = "stopped"  # else it has ended meanwhile, and was answered
+
+    def answer(self, number: int, work: typing.Callable[[], typing.Any]) -> None:
+        """Answer a request with what `work` returns."""
         data = b""
         try:
-            answer = self.requests[request["do"]](request, payload)
+            answer = work()
+            if isinstance(answer, Foreground):
+                return
             if isinstance(answer, tuple):
                 answer, data = answer
             facts = {"answer": answer}
@@ -126,7 +145,7 @@ class Resident:
             facts = {"error": [error.errno or errno.EIO, error.strerror or str(error)]}
         except Exception as error:  # process boundary: what runs here must not be able to end this program
             facts = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}
-        send_frame(1, facts, data)
+        send_frame(1, {"number": number, **facts}, data)
 
     def start(self, request: Header) -> int:
         """Start a command in the background and return its pid."""
