@@ -403,19 +403,28 @@ def replay(args: argparse.Namespace) -> int:
     arg("path FOLDER", "folder of the head", Path("runs/head"), nargs="?"),
     arg("--lease S", "seconds until an unused head ends", 3600.0),
     arg("--down", "end the head, even if it is in use"),
+    arg("--host ADDRESS", "this machine's address for other machines; else none can join", ""),
+    arg("--join HOST:PORT", "join the head at this address as a node; wants --host, and the head's token", ""),
+    arg("--roles NAMES", "services that run on nodes of that role alone: trainer, engine, environment, evaluation", ""),
     JSON,
 )
 def up(args: argparse.Namespace) -> int:
     """Start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it."""
     from composer_nb.trainer.services import head
+    from composer_nb.trainer.services.cluster import ClusterNode
 
     if args.down:
         ended = head.down(args.path)
         return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
-    lease = head.up(args.path, args.lease)
+    roles = tuple(filter(None, args.roles.split(",")))
+    lease = head.up(args.path, args.lease, ClusterNode(host=args.host, join=args.join, roles=roles))
     line = (
-        f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
-        f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
+        f"node of {lease.address}, process {lease.pid}, until its head ends"
+        if args.join
+        else (
+            f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
+            f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
+        )
     )
     return emit(args, asdict(lease), lambda: line)
 

@@ -65,7 +65,8 @@ class ServicesSettings(SamplingLimits):
     """Loopback port that serves the policy to users while it trains, as `composer-nb serve` does. Their requests take priority
     over rollouts. 0: none."""
     store: str = ""
-    """URL (fsspec) of the store of weight versions. Each run has its own folder there. Empty: the run directory."""
+    """URL (fsspec) of the store of weight versions and finished rollouts, from which nodes that do not see the run directory take
+    its inputs. Each run has its own folder there. Empty: the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

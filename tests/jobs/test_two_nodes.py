@@ -17,8 +17,8 @@ from test_jobs_fire import DETACHED, LEASED, Bench
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.actors import NotSeen
 from composer_nb.trainer.services.environments import EnvironmentService
+from composer_nb.trainer.services.inputs import NotSeen
 from composer_nb.trainer.services.services import EngineService, EvaluationService
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, override
@@ -102,8 +102,12 @@ def test_a_node_that_does_not_see_the_runs_says_so(tiny_run: RunDir, bench: Benc
     assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
     assert not bench.attempt("a").with_name("log.txt").exists()
     said = said_by(process)
-    assert process.returncode == 1 and said.splitlines()[-1].endswith(
-        f"does not see {run.path}: keep --runs on a file system that all nodes of services.address share, under the same path"
+    assert (
+        process.returncode == 1
+        and (
+            f"does not see {run.path}: keep --runs on a file system that all nodes of services.address share, under the same path"
+        )
+        in said.splitlines()[-1]
     )
     assert "made again" not in said and len(said.splitlines()) == 2
 
@@ -113,7 +117,7 @@ def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, k
     run, s = tmp_path / "gone", Settings()
     more = {
         EngineService: (run, s, 0, 0, "engine"),
-        EnvironmentService: (run, s.env, s.limits, None, 4, None, False),
+        EnvironmentService: (run, s.env, s.limits, 4, None, False),
         TrainerRank: (0, run, s),
     }
     with pytest.raises(NotSeen, match="does not see .*/gone: keep --runs on"):

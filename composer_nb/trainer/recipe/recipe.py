@@ -476,7 +476,9 @@ class InProcess:
 
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
-        self.learner, self.step, self.before = make_learner(s.run, s.settings)
+        self.learner, self.step, self.before = make_learner(
+            s.run.path / "weights" / "start", s.settings, s.run.sharpness, s.run.checkpoint("rl")
+        )
         self.hinter = hinter_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []

@@ -79,7 +79,7 @@ def replay(
         # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
         replay_settings = replace(settings, services=replace(settings.services, store=store))
         trainer = TrainerRank(0, run.path, replay_settings)
-        trainer.begin(from_start=True)  # before it there is nothing to close
+        trainer.begin(sharpness=run.sharpness)  # before it there is nothing to close
         stack.enter_context(closing(trainer))
         hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):

@@ -1,4 +1,5 @@
-"""Rollouts that are graded and not trained yet: `rollouts/finished/<slot>-<attempt>-<place>.safetensors`.
+"""Rollouts that are graded and not trained yet: `finished/<slot>-<attempt>-<place>.safetensors` below the run's `rollouts`, or
+below its folder in `services.store`.
 
 An environment worker packs a rollout and writes it before it reports its end, so a process that is killed loses none that was
 reported. A batch takes over the packed rollouts as they are (`batches.py`).
@@ -7,7 +8,10 @@ reported. A batch takes over the packed rollouts as they are (`batches.py`).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Attempt
@@ -21,28 +25,36 @@ RolloutName = tuple[int, int, int]
 class FinishedRollouts:
     """The finished rollouts of a run. Workers write them, the coordinator reads and removes them."""
 
-    def __init__(self, run: Path) -> None:
-        self._folder = run / "rollouts" / "finished"
-        self._folder.mkdir(exist_ok=True)
+    def __init__(self, run: Path, store: str = "") -> None:
+        url = f"{store.rstrip('/')}/{run.name}/finished" if store else str(run / "rollouts" / "finished")
+        self._fs, self._folder = url_to_fs(url, use_listings_cache=False)
+        self._fs.makedirs(self._folder, exist_ok=True)
 
-    def _file(self, name: RolloutName) -> Path:
-        return self._folder / f"{'-'.join(map(str, name))}.safetensors"
+    def _file(self, name: RolloutName) -> str:
+        return f"{self._folder}/{'-'.join(map(str, name))}.safetensors"
 
     def save(self, name: RolloutName, attempt: Attempt) -> None:
-        write_atomic(self._file(name), pack_attempt(attempt), sync=True)
+        if isinstance(self._fs, LocalFileSystem):
+            write_atomic(Path(self._file(name)), pack_attempt(attempt), sync=True)
+        else:
+            self._fs.pipe_file(self._file(name), pack_attempt(attempt))
 
     def packed(self, names: Iterable[RolloutName]) -> list[bytes]:
-        return [self._file(name).read_bytes() for name in names]
+        return [self._fs.cat_file(self._file(name)) for name in names]
 
     def load(self, name: RolloutName, task: Task) -> Attempt:
         """Return a rollout at `task`. Raises ValueError, which names the file, if it is damaged."""
         try:
-            return unpack_attempt(self._file(name).read_bytes(), task)
+            return unpack_attempt(self._fs.cat_file(self._file(name)), task)
         except ValueError as error:
             raise ValueError(f"{self._file(name)}: {error}; without this file a resumed run samples it again") from None
 
     def names(self) -> set[RolloutName]:
-        names = [file.stem.split("-") for file in self._folder.glob("*.safetensors")]
+        try:
+            files = [PurePosixPath(file) for file in self._fs.ls(self._folder, detail=False)]
+        except FileNotFoundError:  # an object store has no empty folders
+            files = []
+        names = [file.stem.split("-") for file in files if file.suffix == ".safetensors"]
         return {(int(slot), int(attempt), int(place)) for slot, attempt, place in names}
 
     def remove_others(self, slots: Container[int]) -> None:
@@ -50,4 +62,4 @@ class FinishedRollouts:
         or left over at the end."""
         for name in self.names():
             if name[0] not in slots:
-                self._file(name).unlink()
+                self._fs.rm_file(self._file(name))

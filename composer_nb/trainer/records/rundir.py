@@ -136,6 +136,11 @@ class RunDir:
         rows = self.query("SELECT seconds, info FROM stage WHERE name = ?", stage)
         return {"seconds": rows[0][0], **json_of(rows[0][1])} if rows else None
 
+    @property
+    def sharpness(self) -> float:
+        """The factor by which the start of RL was calibrated."""
+        return float((self.finished("sft") or {}).get("sharpness", 1.0))
+
     # Steps and checkpoints
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol
 
 from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
+from composer_nb.trainer.services.inputs import NotSeen
 
 # CPUs that a service occupies in Ray's accounting.
 RANK_CPU = 0.1
@@ -18,19 +17,6 @@ PLACE_S = 60.0
 
 class ActorDied(RuntimeError):
     """The process of a service is gone. Its last call may or may not have taken effect."""
-
-
-class NotSeen(ValueError):
-    """A machine of the cluster does not see the run directory."""
-
-
-def require_seen(run: Path) -> None:
-    """Raises NotSeen unless this machine sees the run directory. Services ask before they make files there."""
-    if not (run / "weights" / "start").is_dir():
-        raise NotSeen(
-            f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
-            "under the same path"
-        )
 
 
 class RemoteService(Protocol):
@@ -82,6 +68,14 @@ def _meaning(error: BaseException, name: str) -> BaseException:
     return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
 
 
+def _role(name: str) -> dict[str, float]:
+    """Return what the service `engine-1` asks of its node: the role `engine`, if nodes have it."""
+    import ray
+
+    role = name.partition("-")[0]
+    return {role: 1.0} if role in ray.cluster_resources() else {}
+
+
 class RayActors:
     """Actors on the Ray cluster at `address`, or on a new cluster of this process."""
 
@@ -104,7 +98,7 @@ class RayActors:
         calls run at a time; others wait."""
         import ray
 
-        needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "scheduling_strategy": where}
+        needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "resources": _role(name), "scheduling_strategy": where}
         actor = ray.remote(kind).options(max_concurrency=threads, max_restarts=0, **needs)
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)
@@ -125,7 +119,9 @@ class RayActors:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._release(name)
-        group = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
+        group = self._places[name] = placement_group(
+            [{"CPU": RANK_CPU, "GPU": gpus} | _role(name)] * count, strategy="PACK"
+        )
         if not group.wait(PLACE_S):
             self._release(name)
             needs = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"

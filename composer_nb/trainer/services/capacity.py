@@ -15,7 +15,7 @@ from composer_nb.kernels.linear import HALF_IS_SLOW
 from composer_nb.trainer.parallel.memory import RankLoad, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
-from composer_nb.trainer.services.actors import NotSeen, require_seen
+from composer_nb.trainer.services.inputs import NotSeen, local_run
 from composer_nb.trainer.services.machine import available_memory
 from composer_nb.trainer.settings import Settings
 
@@ -41,14 +41,14 @@ def this_machine() -> MachineCapacity:
     return MachineCapacity(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
 
 
-def machines_of_cluster(run: Path) -> list[MachineCapacity]:
+def machines_of_cluster(run: Path, store: str = "") -> list[MachineCapacity]:
     """Each node of the Ray cluster that this process is attached to, by its own account. Raises NotSeen for one that does not see
-    the run directory, and ValueError for one that does not answer, as nodes without this package do."""
+    the run directory or its inputs in `store`, and ValueError for one that does not answer, as nodes without this package do."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def machine_with(run: Path) -> MachineCapacity:
-        require_seen(run)
+        local_run(run, store)
         return this_machine()
 
     nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -1,12 +1,14 @@
 """A connection of this process to Ray: to a new cluster, which ends with the process, or to an existing one.
 
 The folder of a new cluster is in the journal, so that `reap` can remove it and its processes after a SIGKILL: Ray's agents would
-live for another half minute, and the folder would stay. A new cluster listens on the loopback only and requires a token.
+live for another half minute, and the folder would stay. A new cluster requires a token, and listens on the loopback alone unless
+it has an address for other machines (`ClusterNode`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import secrets
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,11 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 # A path of Ray's sockets, below the folder for temporary files.
 SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
+ROLES = ("trainer", "engine", "environment", "evaluation")
+# Environment variable with the folder of the node (`composer-nb up`) on which a process runs.
+NODE = "COMPOSER_NB_NODE"
+# Amount of a role that a node has, as a resource of Ray, of which each service takes 1.
+ROLE = 1000
 # Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs.
 PORTS = {
     "dashboard-agent-grpc-port": "metrics_agent_port",
@@ -47,22 +55,47 @@ ADDRESS = "ray_current_cluster"
 ANSWER_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """What a machine brings to a cluster.
+
+    Attributes:
+        host: Its address for the cluster's other machines; empty: there are none, and it listens on the loopback.
+        join: Address (host:port) of the cluster; empty: it is the first of a new one.
+        roles: Services (`ROLES`) that run here and on other nodes of that role alone.
+    """
+
+    host: str = ""
+    join: str = ""
+    roles: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.join and not self.host:
+            raise ValueError(f"--join {self.join}: also give --host, this machine's address for the other machines")
+        if unknown := {*self.roles} - {*ROLES}:
+            raise ValueError(f"--roles {','.join(unknown)}: the roles are {', '.join(ROLES)}")
+
+
 class Cluster:
     """This process's connection to Ray, one at a time."""
 
-    def __init__(self, address: str, namespace: str, journal: ResourceJournal) -> None:
-        """`address`: address of the cluster to attach to; empty: start a new one and record it in `journal`.
+    def __init__(
+        self, address: str, namespace: str, journal: ResourceJournal, machine: ClusterNode | None = None
+    ) -> None:
+        """`address`: address of the cluster to attach to; empty: start one with this `machine` and record it in `journal`.
 
         Raises ConnectionError if no cluster answers at `address`, or none can be started.
         """
+        self._machine = machine or ClusterNode()
         # Ray's processes, and thus the actors, inherit these.
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would let everything else go first
         # Ray's default of 60 is too short on a busy machine.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
-        # A lost control service does not return: its clients need not wait a minute for it.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+        if address.startswith(LOCAL) or not (address or self._machine.host):
+            # A lost control service does not return: its clients need not wait a minute for it. A network does return.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
         self._resources: list[Resource] = []
         self._node: subprocess.Popen[bytes] | None = None
@@ -70,7 +103,7 @@ class Cluster:
             if address:
                 attach(address, namespace)
             else:
-                attach(self._start(), namespace)
+                attach(self._start(), namespace, ours=True)
         except BaseException:
             self._remove()
             raise
@@ -84,10 +117,10 @@ class Cluster:
     def lost(self) -> str | None:
         """Name the part of the cluster that does not answer; None if all do, or after `close`."""
         host, _, port = self.address.rpartition(":")
-        for part, family, endpoint in (
-            ("control service", socket.AF_INET, (host, int(port))),
-            ("raylet", socket.AF_UNIX, self._raylet),
-        ):
+        parts = [("raylet", socket.AF_UNIX, self._raylet), ("control service", socket.AF_INET, (host, int(port)))]
+        for part, family, endpoint in parts[
+            : 1 if self._machine.join else 2
+        ]:  # a raylet knows how long to wait for its head
             with socket.socket(family) as connection:
                 connection.settimeout(ANSWER_S)
                 try:
@@ -116,7 +149,7 @@ class Cluster:
             self._resources.append(resource)
             os.environ[WRITER] = with_mark(resource.mark)
         try:
-            self._node = start(folder)
+            self._node = start(folder, self._machine)
         finally:
             os.environ[WRITER] = marks
         return (folder / ADDRESS).read_text()
@@ -127,40 +160,49 @@ class Cluster:
         self._resources = []
 
 
-def attach(address: str, namespace: str) -> None:
+def attach(address: str, namespace: str, ours: bool = False) -> None:
     """Connect this process to the Ray cluster at `address`, which is HOST:PORT or `auto`. Call it before anything imports Ray.
 
-    This machine's token is sent to a cluster on the loopback, which either is one of ours or ignores the token. Raises
-    ConnectionError, and nothing else, if no cluster answers.
+    This machine's token is sent to a cluster that is `ours`, and to one at an address of this machine, which either is ours or
+    ignores the token. Raises ConnectionError, and nothing else, if no cluster answers.
     """
-    if address == "auto" or address.startswith(LOCAL):
+    if ours or address == "auto" or _is_here(address):
         if "RAY_AUTH_TOKEN" in os.environ or _token().is_file():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-        if address != "auto":
+        if address.startswith(LOCAL):
             os.environ.update(LOOPBACK)
     import ray
 
     try:
         ray.init(address=address, namespace=namespace, **QUIET)
     except Exception as error:  # Ray raises many kinds, including Exception
-        raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}") from error
+        is_named = os.environ.get("RAY_AUTH_MODE") == "token"
+        hint = "" if is_named else f" (a cluster with a token wants RAY_AUTH_MODE=token, and its token in {_token()})"
+        raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}{hint}") from error
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a cluster of one node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails.
-    The path of `folder` must be short, because it becomes part of paths of sockets."""
+def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
+    """Start a node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails. The path of
+    `folder` must be short, because it becomes part of paths of sockets."""
+    if machine.join and "RAY_AUTH_TOKEN" not in os.environ and not _token().is_file():
+        raise ConnectionError(f"{_token()} is missing: copy it from the head's machine, readable by you alone")
     if "RAY_AUTH_TOKEN" not in os.environ:
         make_token(_token())
     with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
+        listeners = [stack.enter_context(socket.create_server((machine.host or "127.0.0.1", 0))) for _ in PORTS]
         ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
     options = {
-        "port": 0, "num-cpus": os.cpu_count(), "object-store-memory": 256 << 20,
-        "temp-dir": folder, "include-dashboard": "false", "include-log-monitor": "false", **ports,
+        "num-cpus": os.cpu_count(), "object-store-memory": 256 << 20, "temp-dir": folder, "include-log-monitor": "false",
+        "resources": json.dumps(dict.fromkeys(machine.roles, ROLE)), **ports,
     }  # fmt: skip
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ | LOOPBACK
+    options |= {"node-ip-address": machine.host} if machine.host else {}
+    options |= {"address": machine.join} if machine.join else {"port": 0, "include-dashboard": "false"}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--no-monitor"]
+    command += [*([] if machine.join else ["--head"]), *(f"--{name}={value}" for name, value in options.items())]
+    log, environment = (
+        folder / "start.log",
+        {"RAY_AUTH_MODE": "token"} | os.environ | ({} if machine.host else LOOPBACK),
+    )
     for _ in range(STARTS):
         with log.open("wb") as out:
             # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.
@@ -200,6 +242,15 @@ def _end_with_parent() -> None:
     """Let the kernel end this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _is_here(address: str) -> bool:
+    """Return whether host:port is of this machine."""
+    try:
+        socket.create_server((address.rpartition(":")[0], 0)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _token() -> Path:

@@ -57,7 +57,7 @@ from composer_nb.trainer.services.orchestrator import (
     TrainerLost,
 )
 from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, store_url
-from composer_nb.trainer.services.trainer_ranks import TrainerGroup
+from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
@@ -77,7 +77,7 @@ class Coordinator:
         self.run, self.actors, self.say = run, actors, say
         # Settings without live changes. The trainer uses them, so that it repeats a batch exactly.
         self.started_with = settings
-        self.journal, self.finished = Journal(run), FinishedRollouts(run.path)
+        self.journal, self.finished = Journal(run), FinishedRollouts(run.path, settings.services.store)
         self.settings = reduce(override, run.changed_live().values(), settings)
         self.journal.plan(settings.services.changes)
         self.tasks = prompt_order(run.path, Order.of(settings))
@@ -166,8 +166,8 @@ class Coordinator:
         s = self.settings
         engine_args = self.run.path, s, version, s.sampling_seed, name
         engine = self.actors.make(EngineService, *engine_args, name=name, threads=4, gpus=s.mesh.gpus)
-        run_args = self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group
-        policy_args = (engine, name, s.slots), s.services.lockstep
+        run_args = self.run.path, s.env, s.limits, s.rl.group
+        policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version)
         self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_join, pair))
@@ -335,9 +335,8 @@ class Coordinator:
         """Carry out a command of the orchestrator. Raises RunStopped for `Stop`."""
         match command:
             case Dispatch(worker=name, slot=slot):
-                _ = self.tasks[slot]  # its task is recorded before the worker looks for it
                 if name in self.pairs:  # else it has just died, and `Left` dispatches them again
-                    self.pairs[name].start.append(command)
+                    self.pairs[name].start.append((command, self.tasks[slot]))
             case Cancel(worker=name, slot=slot, attempt=number):
                 if name in self.pairs:
                     self.pairs[name].cancel.append((slot, number))
@@ -453,7 +452,8 @@ class Coordinator:
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step
         version_by_name = {"before_final": min(version, self.live * self.per_step), "final": version}
-        self.trainer.call("finish", version_by_name).result()
+        weights = self.trainer.call("finish").result()
+        save_versions(self.run.path, self.settings, version_by_name, weights)
         books = self.orchestrator.report()
         unused_tokens = Counter({reason: count for reason, count in books["ledger"].items() if reason != "trained"})
         unused_tokens["unused_at_the_end"] += books["held_tokens"]

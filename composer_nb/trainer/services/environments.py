@@ -25,10 +25,11 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.reap import FOLDER
+from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.models.tokenizer import load_tokenizer
-from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
-from composer_nb.trainer.services.actors import RemoteService, require_seen
+from composer_nb.trainer.services.actors import RemoteService
+from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
 
 # What a worker reports; the coordinator, which has the clock, stamps it.
@@ -53,7 +54,7 @@ class EnginePair:
     work: Future[Any] | None = None
     since: float = 0.0
     update: Future[Any] | None = None
-    start: list[Dispatch] = field(default_factory=list)
+    start: list[tuple[Dispatch, Task]] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
     _counted: float = field(default_factory=time.perf_counter)
     _reported: float = field(default_factory=time.perf_counter)
@@ -103,26 +104,26 @@ class EnvironmentService:
         run: Path,
         env: EnvSettings,
         limits: Limits,
-        order: Order,
         group: int,
         policy: tuple[RemoteService, str, int],
         lockstep: bool,
+        store: str = "",
     ) -> None:
-        """`policy`: see `RemotePolicy`. `lockstep`: `work` grades and reports each ended rollout at once, so that the number of
-        ended ones does not depend on a clock, and one seed gives one result."""
-        require_seen(run)
+        """`policy`: see `RemotePolicy`. `store`: `services.store`. `lockstep`: `work` grades and reports each ended
+        rollout at once, so that the number of ended ones does not depend on a clock, and one seed gives one result."""
+        run = local_run(run, store)
         self._reward = env.reward_function(limits.seconds)
         sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         # Their own, because those that call functions serve one batch at a time.
         self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, sandboxes)
-        self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
+        self._group, self._lockstep = group, lockstep
         self._driver: Driver[Attempt] = Driver(
             RemotePolicy(*policy), sandboxes.functions if agent.backend is None else sandboxes, lockstep
         )
-        self._finished, self._graders = FinishedRollouts(run), ThreadPoolExecutor(policy[2], "grader")
+        self._finished, self._graders = FinishedRollouts(run, store), ThreadPoolExecutor(policy[2], "grader")
         # Rollouts that wait for a seat, are in conversation since a time, and are graded, with their sampled tokens.
-        self._waiting: list[tuple[int, RolloutName]] = []
+        self._waiting: list[tuple[int, RolloutName, Task]] = []
         self._conversations: dict[int, tuple[RolloutName, float]] = {}
         self._grading: dict[RolloutName, Future[Finished | Faulted]] = {}
         self._sampled: dict[RolloutName, int] = {}
@@ -130,15 +131,17 @@ class EnvironmentService:
         self._in_vain: list[Future[Finished | Faulted]] = []
         self._most = env.sandboxes if env.boxed else math.inf
 
-    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
-        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
-        and the dispatches that made progress, or wait for room or a grader. Return at once without work. Raises
-        TooManyBlocked."""
+    def work(
+        self, start: Sequence[tuple[Dispatch, Task]], cancel: Sequence[tuple[int, int]], seconds: float
+    ) -> list[Report]:
+        """Start dispatches at their tasks, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the
+        rollouts that ended, and the dispatches that made progress, or wait for room or a grader. Return at once without work.
+        Raises TooManyBlocked."""
         deadline = time.monotonic() + seconds
-        for dispatch in start:
+        for dispatch, task in start:
             slot, attempt = dispatch.slot, dispatch.attempt
             first = (attempt - 1) * ATTEMPT_STRIDE + slot * self._group  # as in the plain loop at the first attempt
-            self._waiting += [(first + place, (slot, attempt, place)) for place in dispatch.places]
+            self._waiting += [(first + place, (slot, attempt, place), task) for place in dispatch.places]
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
@@ -147,9 +150,9 @@ class EnvironmentService:
             if time_is_up or (self._lockstep and reports):
                 break
             while self._waiting and self._has_room():
-                rollout, name = self._waiting.pop(0)
+                rollout, name, task = self._waiting.pop(0)
                 self._conversations[rollout] = name, time.monotonic()
-                self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
+                self._driver.add(rollout, self._agent.attempt(task, rollout, graded=False))
             only_grades = not self._conversations or (self._lockstep and self._grading)  # for grades alone
             for rollout, ended in () if only_grades else self._driver.wait(max(0.0, deadline - time.monotonic())):
                 name, start_s = self._conversations.pop(rollout)
@@ -169,13 +172,13 @@ class EnvironmentService:
                 left = max(0.0, deadline - time.monotonic())
                 graders = list(self._grading.values()) or self._in_vain
                 wait(graders, left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
-            done = [name for name, report in self._grading.items() if report.done()]
-            if not self._lockstep or len(done) == len(self._grading):
-                reports += [self._grading.pop(name).result() for name in done]
+            graded_names = [name for name, report in self._grading.items() if report.done()]
+            if not self._lockstep or len(graded_names) == len(self._grading):
+                reports += [self._grading.pop(name).result() for name in graded_names]
         self._sampled = {name: self._sampled[name] for name in self._grading}
         progressed, self._driver.moved = self._driver.moved, set()
         alive = {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in progressed}
-        alive |= {name[:2] for _, name in self._waiting}
+        alive |= {name[:2] for _, name, _ in self._waiting}
         alive |= {name[:2] for name, grade in self._grading.items() if not grade.running() and not grade.done()}
         reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
         for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
@@ -204,8 +207,8 @@ class EnvironmentService:
         """Drop the rollouts of cancelled dispatches (slot, attempt), and return their reports."""
         if not cancelled:
             return []
-        lost = {name: 0 for _, name in self._waiting if name[:2] in cancelled}
-        self._waiting = [(rollout, name) for rollout, name in self._waiting if name[:2] not in cancelled]
+        lost = {name: 0 for _, name, _ in self._waiting if name[:2] in cancelled}
+        self._waiting = [waiting for waiting in self._waiting if waiting[1][:2] not in cancelled]
         dropped = [rollout for rollout, (name, _) in self._conversations.items() if name[:2] in cancelled]
         self._driver.drop(*dropped)
         lost |= {self._conversations.pop(rollout)[0]: 0 for rollout in dropped}

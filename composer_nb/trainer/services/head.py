@@ -8,8 +8,9 @@
 A head ends when its lease has run out and no process holds it, on `down`, and when its Ray dies. The remains of a SIGKILL are in
 the folder's journal, for `reap`; the next `up` reaps too.
 
-A head serves one machine, because its holders must see its folder. If a head is lost while a run uses it, the run ends with an
-error, and resumes when the head is up again.
+Runs use a head on its machine, because its holders must see its folder. Other machines join it by an `up` of their own
+(`ClusterNode.join`); a node has no lease and lives as long as its head. If a head is lost while a run uses it, the run ends
+with an error, and resumes when the head is up again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.services.cluster import Cluster
+from composer_nb.trainer.services.cluster import NODE, Cluster, ClusterNode
 
 LEASE_S = 3600.0
 # Maximum seconds of a head's start; Ray takes a third of this on a busy machine.
@@ -52,7 +53,7 @@ class Head:
 
     Attributes:
         folder: Absolute path, the value of `services.address`.
-        address: host:port of its control service.
+        address: host:port of the cluster's control service.
         started: Time of its start, in seconds since the epoch.
         until: End of its lease, in seconds since the epoch.
     """
@@ -68,8 +69,8 @@ class HeadGone(ConnectionError, ValueError):
     """There is no live head where one was expected."""
 
 
-def up(folder: Path, lease_s: float = LEASE_S) -> Head:
-    """Start a head in `folder`, or extend the lease of the head that lives there to `lease_s` seconds from now.
+def up(folder: Path, lease_s: float = LEASE_S, machine: ClusterNode | None = None) -> Head:
+    """Start a head or node in `folder`, or extend the lease of the head that lives there to `lease_s` seconds from now.
 
     Raises ValueError with the last line of its log if it does not start.
     """
@@ -85,7 +86,12 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
             write_json(folder / "head.json", asdict(head))
         return head
     reap(folder)
-    command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
+    command = (
+        "composer_nb.trainer.services.head",
+        str(folder),
+        repr(lease_s),
+        json.dumps(asdict(machine or ClusterNode())),
+    )
     if reason := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {reason}")
     head = find(folder)
@@ -244,13 +250,14 @@ def holder(lock: Path) -> int | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Start Ray and keep it until its lease has run out unused, it is lost, or SIGTERM; `arguments` are the folder and the lease
-    in seconds."""
-    folder, lease_s = Path(arguments[0]), float(arguments[1])
+    """Start Ray and keep it until its lease has run out unused, it is lost, or SIGTERM; `arguments` are the folder, the lease in
+    seconds, and the node as JSON."""
+    folder, lease_s, machine = Path(arguments[0]), float(arguments[1]), ClusterNode(**json.loads(arguments[2]))
+    os.environ[NODE] = str(folder)
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well
     try:
-        cluster = Cluster("", "head", ResourceJournal(folder / FOLDER, folder.name))
+        cluster = Cluster("", "head", ResourceJournal(folder / FOLDER, folder.name), machine)
     except ConnectionError as error:
         sys.exit(str(error))
     stop = threading.Event()
@@ -266,7 +273,7 @@ def main(arguments: list[str]) -> None:
                 end_reason = "it was asked to"
             elif lost := cluster.lost():
                 end_reason = lost
-            elif time.time() >= json.loads(head_file.read_text())["until"]:
+            elif not machine.join and time.time() >= json.loads(head_file.read_text())["until"]:
                 with suppress(BlockingIOError), _locked(folder / "users.lock", fcntl.LOCK_EX):
                     end_reason = "its lease has run out, and nobody uses it"
                     head_file.unlink()  # before a new user can come

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hints_of
@@ -34,13 +35,14 @@ from composer_nb.trainer.models.checkpoint import (
     from_hugging_face,
     load_pretrained,
 )
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.models.variants import ENGINES, variant
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter, tuning_scores
-from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.inference import Inference, Updates, fetch
+from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.receiver import Receiver
 
@@ -49,12 +51,12 @@ class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
-        require_seen(run)
+        run = local_run(run, settings.services.store)
         set_up_process(settings.seed, settings.matmul)
         updates = Updates(
             store_url(run, settings),
             name,
-            load_pretrained(run / "weights" / "start").config,
+            read_config(run / "weights" / "start" / "config.json").model,
             kernels=settings.kernels,
             numerics=settings.engine.numerics,
             device=settings.mesh.device,
@@ -86,20 +88,23 @@ class EngineService(Inference):
         super().stop()
 
 
-def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:
-    """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
-    model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
+def make_learner(
+    start: Path, s: Settings, sharpness: float = 1.0, checkpoint: tuple[int, dict[str, Tensor], float] | None = None
+) -> tuple[Learner, int, float]:
+    """Return a learner, the number of its steps and their seconds, from a checkpoint or from the weights in `start`, which were
+    calibrated by `sharpness`."""
+    model = load_pretrained(start).to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     if s.rl.uncalibrated:
         with torch.no_grad():
-            model.final_norm.div_((run.finished("sft") or {}).get("sharpness", 1.0))
+            model.final_norm.div_(sharpness)
     if s.rl.frozen_layers:
         for frozen in (model.embed, *(p for layer in model.layers[: s.rl.frozen_layers] for p in layer.parameters())):
             frozen.requires_grad_(False)
     reference = copy.deepcopy(model) if s.loss.beta or s.loss.feedback else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
-    learner, checkpoint = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
-    if from_start or checkpoint is None:
+    learner = Learner(model, optimizer, s.loss, reference, s.replay)
+    if checkpoint is None:
         return learner, 0, 0.0
     step, state, seconds = checkpoint
     optimizer.load(state)
@@ -154,16 +159,14 @@ class EvaluationService:
     """Scores a published version on the run's tuning tasks, with its own engine and sandboxes."""
 
     def __init__(self, run: Path, settings: Settings) -> None:
-        require_seen(run)
+        self._run, self._settings = local_run(run, settings.services.store), settings
         set_up_process(settings.seed, settings.matmul)
-        self._run, self._settings = run, settings
 
     def look(self, version: int) -> dict[str, float]:
         """Return the scores on the tuning tasks, `eval.samples` attempts at each."""
         s = self._settings
         receiver = Receiver(store_url(self._run, s), name="evaluation")
-        config = load_pretrained(self._run / "weights" / "start").config
-        model = empty_model(config)
+        model = empty_model(read_config(self._run / "weights" / "start" / "config.json").model)
         model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # a CPU cannot take Triton
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())

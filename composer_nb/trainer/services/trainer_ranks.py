@@ -21,17 +21,20 @@ from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published, save_pretrained, side_files
+from composer_nb.trainer.models.companions import read_companions
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import load_sharded, published_share, restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.actors import ActorDied, RayActors, require_seen
+from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.inference import RunningVersion
+from composer_nb.trainer.services.inputs import local_run
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
@@ -45,8 +48,9 @@ class TrainerRank:
     uninitialized until `begin` is called."""
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
-        require_seen(run)
-        self._rank, self._run, self._settings = rank, RunDir(run), settings
+        # Ranks that share a model write its checkpoints into the run directory.
+        run = local_run(run, "" if settings.meshed else settings.services.store, weights=True)
+        self._rank, self._run, self._settings = rank, run, settings
         self._meeting: dist.Store | None = None
         self._team: Team | None = None
         self._saving: Future[Any] | None = None
@@ -61,8 +65,9 @@ class TrainerRank:
         self._meeting = store = meeting_place(host)
         return f"{host}:{store.port}"
 
-    def begin(self, address: str = "", from_start: bool = False) -> None:
-        """Load the newest checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet."""
+    def begin(self, address: str = "", sharpness: float = 1.0, checkpoint: Any = None) -> None:
+        """Load the checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet; they load
+        the newest checkpoint. The others: see `make_learner`."""
         s = self._settings
         set_up_process(s.seed, s.matmul)
         group: dist.ProcessGroup | None = None
@@ -70,13 +75,13 @@ class TrainerRank:
             group = self._join(address)
         else:
             self._ranks = Ranks()
-            self._learner, self.step, _ = make_learner(self._run, s, from_start)
+            self._learner, self.step, _ = make_learner(self._run / "weights" / "start", s, sharpness, checkpoint)
         self._files = side_files(self._learner.model)
         self.version = self.step * s.rl.minibatches
         self._newest = self._weights()
         # The version before the last batch with a signal, and its weights.
         self._before = (self.version, self._newest)
-        url, full_every = store_url(self._run.path, s), s.services.full_every
+        url, full_every = store_url(self._run, s), s.services.full_every
         self._publisher = Publisher(url, owner="trainer", full_every=full_every, group=group)
         self._background = BackgroundPublisher(self._publisher)
         self._publisher.publish(self.version, self._newest, self._files)
@@ -98,14 +103,14 @@ class TrainerRank:
         self._learner = Learner(model, self._sharded, s.loss, reference, s.replay)
         self._aside = dist.new_group(backend="gloo")
         self.step, self._saved_step = 0, -1
-        if (checkpoint := self._run.pointer("rl")) is not None:
+        if (checkpoint := RunDir(self._run).pointer("rl")) is not None:
             self.step, folder, _ = checkpoint
             restore(self._sharded, folder, self._aside)
             self._saved_step = self.step
         return dist.new_group(backend="gloo")
 
     def _load(self, team: Team) -> Model:
-        model = load_sharded(self._run.path / "weights" / "start", team, self._settings.mesh)
+        model = load_sharded(self._run / "weights" / "start", team, self._settings.mesh)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         return model
 
@@ -164,7 +169,7 @@ class TrainerRank:
         name = f"rl-{self.step:06d}.ranks"
         if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it
             self._saved_step = self.step
-            self._saving = save(self._sharded, self._run.path / "checkpoints" / name, self._aside)
+            self._saving = save(self._sharded, self._run / "checkpoints" / name, self._aside)
         return self.step, name
 
     def saved(self) -> None:
@@ -176,19 +181,23 @@ class TrainerRank:
         """Stop publishing once all versions are published."""
         self._background.close()
 
-    def finish(self, versions: Mapping[str, int]) -> None:
-        """Stop publishing, and save each of these versions under its name."""
+    def finish(self) -> dict[int, Weights]:
+        """Stop publishing once all versions are published. Return the weights of the newest version and of that before the last
+        batch with a signal, as far as this process made them; none if it has only a part."""
         self.close()
-        s, run = self._settings, self._run.path
-        weights = {} if self._team else dict([self._before, (self.version, self._newest)])
-        for name, version in versions.items() if self._ranks.first else ():
-            model, path = empty_model(self._learner.model.config), run / "weights" / name
-            # A rank has only its part, and another process may have made the version.
-            tensors = weights.get(version) or Receiver(store_url(run, s), name="trainer").fetch(version).tensors
-            from_hugging_face(model, tensors)
-            model.companions = self._learner.model.companions
-            save_pretrained(model, path, dtype=torch.bfloat16)
-            carry(path, s.env, s.limits)
+        return {} if self._team else dict([self._before, (self.version, self._newest)])
+
+
+def save_versions(run: Path, s: Settings, versions: Mapping[str, int], weights: Mapping[int, Weights]) -> None:
+    """Save each of these versions under its name in the run directory, from `weights` or the store. Raises WeightFault for one
+    that is damaged there."""
+    start, receiver = run / "weights" / "start", Receiver(store_url(run, s), name="trainer")
+    for name, version in versions.items():
+        model, path = empty_model(read_config(start / "config.json").model), run / "weights" / name
+        from_hugging_face(model, weights.get(version) or receiver.fetch(version).tensors)
+        model.companions = read_companions(start)
+        save_pretrained(model, path, dtype=torch.bfloat16)
+        carry(path, s.env, s.limits)
 
 
 class TrainerGroup:
@@ -198,8 +207,9 @@ class TrainerGroup:
         # With a mesh, `saved` runs beside other calls.
         args: dict[str, Any] = {"threads": 3 if settings.meshed else 1, "gpus": settings.mesh.gpus}
         self._members = actors.make_ranks(TrainerRank, settings.trainers, run, settings, name="trainer", **args)
+        self._run, self._meshed = RunDir(run), settings.meshed
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._work, args=(settings.meshed,), name="trainer", daemon=True).start()
+        threading.Thread(target=self._work, name="trainer", daemon=True).start()
 
     def call(self, method: str, *values: Any) -> Future[Any]:
         """Return the first rank's result once all ranks have returned. Raises ActorDied if a rank is gone. `state` returns once
@@ -214,12 +224,15 @@ class TrainerGroup:
             member.kill()
         self._calls.put(None)
 
-    def _work(self, meshed: bool) -> None:
+    def _work(self) -> None:
         """Execute the calls on all ranks, one after another, until `kill`. If the ranks cannot start, every call raises that
         error."""
         start_error: Exception | None = None
         try:
-            self._everywhere("begin", self._members[0].call("meet").result() if meshed else "")
+            if self._meshed:
+                self._everywhere("begin", self._members[0].call("meet").result())
+            else:
+                self._everywhere("begin", "", self._run.sharpness, self._run.checkpoint("rl"))
         except Exception as error:  # all calls raise it
             start_error = error
         while (call := self._calls.get()) is not None:
@@ -231,7 +244,7 @@ class TrainerGroup:
             except Exception as error:
                 reply.set_exception(error)
                 continue
-            if method == "state" and meshed:  # the next batch is learned meanwhile
+            if method == "state" and self._meshed:  # the next batch is learned meanwhile
                 threading.Thread(target=self._save, args=(first, reply), daemon=True).start()
             elif method == "tensors":
                 version, tensors = first

@@ -16,7 +16,6 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.sandbox.errors import SandboxSlow
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.prompts import Order
 from composer_nb.trainer.services import environments
 from composer_nb.trainer.services.environments import EnvironmentService, Report
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
@@ -93,20 +92,20 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Envir
     monkeypatch.setattr(environments, "Driver", AtOnce)
     monkeypatch.setattr(environments, "make_agent", lambda *_: agent)
     monkeypatch.setattr(environments, "load_tokenizer", lambda *_, **__: None)
-    monkeypatch.setattr(environments, "prompt_order", lambda *_: [None] * 9)
     monkeypatch.setattr(environments, "Sandboxes", Sandboxes)
     monkeypatch.setattr(environments.FinishedRollouts, "save", lambda *_: None)
     (tmp_path / "weights" / "start").mkdir(parents=True)
+    (tmp_path / "weights" / "start" / "config.json").touch()
     (tmp_path / "rollouts").mkdir()
 
     def make(env: EnvSettings, slots: int) -> EnvironmentService:
-        return EnvironmentService(tmp_path, env, Limits(), Order(seed="0 0"), 8, (None, "engine", slots), False)  # type: ignore[arg-type]
+        return EnvironmentService(tmp_path, env, Limits(), 8, (None, "engine", slots), False)  # type: ignore[arg-type]
 
     return make
 
 
-def dispatch(slot: int, *places: int) -> Dispatch:
-    return Dispatch(worker="w", slot=slot, attempt=1, places=places)
+def dispatch(slot: int, *places: int) -> tuple[Dispatch, Any]:
+    return Dispatch(worker="w", slot=slot, attempt=1, places=places), None
 
 
 def until(worker: EnvironmentService, done: Callable[[list[Report]], bool]) -> list[Report]:

@@ -23,12 +23,12 @@ def test_frozen_layers_keep_their_bits_and_the_others_their_gradients(optimizer:
 
     def learnt(frozen_layers: int) -> Model:
         settings = override(Settings(), {"rl.frozen_layers": frozen_layers, "optimizer.name": optimizer})
-        learner, _, _ = make_learner(run, settings, from_start=True)
+        learner, _, _ = make_learner(run.path / "weights" / "start", settings)
         options = {"minibatches": 1, "denominator": 8.0, "lr": 0.1, "clip": 1e9, "microbatch_tokens": 4096}
         learner.learn(streams, Ranks(), Random(0), **options)
         return learner.model
 
-    start = dict(make_learner(run, Settings(), from_start=True)[0].model.named_parameters())
+    start = dict(make_learner(run.path / "weights" / "start", Settings())[0].model.named_parameters())
     whole, frozen = dict(learnt(0).named_parameters()), dict(learnt(2).named_parameters())
     for name, parameter in frozen.items():
         if name == "embed" or name.startswith(("_layers.0.", "_layers.1.")):
@@ -43,7 +43,11 @@ def test_rl_may_start_from_the_policy_before_its_sharpness_was_set(tiny_run, cop
     info = run.finished("sft")
     run.finish("sft", info.pop("seconds"), {**info, "sharpness": 1.4})
     start, less = (
-        make_learner(run, override(Settings(), {"rl.uncalibrated": value, "loss.beta": 0.1}), from_start=True)[0]
+        make_learner(
+            run.path / "weights" / "start",
+            override(Settings(), {"rl.uncalibrated": value, "loss.beta": 0.1}),
+            run.sharpness,
+        )[0]
         for value in (False, True)
     )
     for before, after in ((start.model, less.model), (start.reference, less.reference)):

@@ -28,8 +28,8 @@ from composer_nb.trainer.services import head
 
 class Cluster:
     address = "127.0.0.1:4711"
-    def __init__(self, address, namespace, journal):
-        self.folder = Path(tempfile.mkdtemp(prefix="head-", dir=sys.argv[3]))
+    def __init__(self, address, namespace, journal, machine):
+        self.folder = Path(tempfile.mkdtemp(prefix="head-", dir=sys.argv[4]))
         self.process = subprocess.Popen(["sleep", "600"])
         self.noted = [journal.made("directory", self.folder), journal.made("process", self.process.pid)]
         self.journal = journal
@@ -45,10 +45,10 @@ class Cluster:
         for resource in self.noted:
             self.journal.gone(resource)
 
-if sys.argv[3] == "refused":
+if sys.argv[4] == "refused":
     sys.exit("no room for a head")
 head.Cluster = Cluster
-head.main(sys.argv[1:3])
+head.main(sys.argv[1:4])
 """
 
 

@@ -17,7 +17,7 @@ def test_a_socket_fits_below_a_long_tmpdir(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 120)))
     folders: list[Path] = []
 
-    def start(folder: Path) -> None:
+    def start(folder: Path, machine: cluster.ClusterNode) -> None:
         folders.append(folder)
         raise ConnectionError("far enough")
 

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from network import Network, missing
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """A switch for the hosts of a module."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Network() as made:
+        yield made
