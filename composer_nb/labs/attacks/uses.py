@@ -312,10 +312,10 @@ def memory(cell: Cell) -> AttackVerdict:
     details, blocked = [], True
     for attack in (["python3", "-c", fill], ["bash", "-c", files]):
         # Memory of processes ends with them. What others use is not counted: the rest of the machine may be busy.
-        held = psutil.virtual_memory().shared
+        file_memory = psutil.virtual_memory().shared
         ended, left, times = _neighbour(cell, attack, timeout_s=15)
         deadline = time.monotonic() + 20
-        while (leak := psutil.virtual_memory().shared >= held + (256 << 20)) and time.monotonic() < deadline:
+        while (leak := psutil.virtual_memory().shared >= file_memory + (256 << 20)) and time.monotonic() < deadline:
             time.sleep(0.1)
         blocked &= ended and left == 0 and not leak
         details.append(f"{times}, {left} processes left{', files in memory left' if leak else ''}")
