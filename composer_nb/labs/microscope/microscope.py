@@ -178,8 +178,8 @@ def examine(
     *,
     tolerance: float = TOLERANCE,
 ) -> Examination:
-    """Examine the gap between `trainer` and `engine`. A model is a trainer in float32, on the tokens on record. Recorded routes are
-    replayed; without `engine` only they are known of it.
+    """Examine the gap between `trainer` and `engine`. A model is a trainer in float32, on the tokens on record. Recorded routes
+    are replayed; without `engine` only they are known of it.
 
     `tolerance` is what counts as rounding, in nats. Raises ValueError for rows that are too long and for routes that do not fit
     the model.
