@@ -82,6 +82,8 @@ REMEDIES: dict[str, LossSettings] = {
 # Outcome of a token: it trains; trains with a weight that was cut (or raised) to a bound; has no gradient because it became too
 # likely, or too unlikely; has no advantage, so that no loss would train on it.
 REASONS = ("trains", "capped", "above", "below", "no advantage")
+# Sampler's probability of the tokens of `weight_curve`.
+CURVE_P = 0.15
 # Advantages up to this size are not trained on (`rl.trains`).
 NO_SIGNAL = 1e-6
 
@@ -381,10 +383,10 @@ def _row(loss_name: str, slopes: Sequence[Slope], norm: float, variance: float) 
     )
 
 
-def weight_curve(loss: LossSettings, ratio_S: Tensor, advantage: float, sampled: float = 0.15) -> Tensor:
-    """Return the weight [S] of A ∇ℓ at each ratio, for rollouts of one token with the probability `sampled` under the sampler,
+def weight_curve(loss: LossSettings, ratio_S: Tensor, advantage: float) -> Tensor:
+    """Return the weight [S] of A ∇ℓ at each ratio, for rollouts of one token with the probability CURVE_P under the sampler,
     which is the reference of a KL too. Losses that look at the whole rollout see its one ratio."""
-    sampled_S = torch.full_like(ratio_S, math.log(sampled))
+    sampled_S = torch.full_like(ratio_S, math.log(CURVE_P))
     tokens = SampledTokens(
         logprob_S=sampled_S + ratio_S.log(),
         sampled_S=sampled_S,

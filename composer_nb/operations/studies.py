@@ -16,6 +16,7 @@ from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
     arg("--engine NAME", "recorded, or an engine that reads the tokens again: bf16, …", "recorded"),
     STEP,
     arg("--rollouts N", "rollouts of that step", 16),
+    arg("--texts", "let the trainer read texts, tokenised again"),
     JSON,
 )
 def microscope(args: argparse.Namespace) -> int:
@@ -27,7 +28,8 @@ def microscope(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views.page import text_table
 
-    report = examine_run(ReadOnly(args.path), args.engine, step=args.step, rollouts=args.rollouts)
+    choices = {"step": args.step, "rollouts": args.rollouts, "texts": args.texts}
+    report = examine_run(ReadOnly(args.path), args.engine, **choices)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))
     rows = text_table(list(view.rows(report)), view.HEAD)
     return emit(args, report.to_dict(), lambda: Group(view.headline(report), rows, causes))

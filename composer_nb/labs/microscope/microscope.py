@@ -18,9 +18,10 @@ P places of the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from composer_nb.labs.microscope.numerics import (
     change,
     differing,
     engines,
+    from_text,
     observe,
     path,
     record,
@@ -46,6 +48,7 @@ from composer_nb.labs.microscope.numerics import (
 )
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
 from composer_nb.trainer.models.checkpoint import hugging_face_views
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe.mismatch import gap_figures
 from composer_nb.trainer.records.rundir import RunDir
@@ -95,6 +98,7 @@ class Figures:
         k1, k3: Estimates of KL(engine ‖ trainer) from the sampled tokens: −mean Δ, and mean(e^Δ − 1 − Δ).
         kl: KL(engine ‖ trainer) over the whole vocabulary, mean over the places that predict these tokens. The engine's
             distributions are recomputed from its choices.
+        missing: Share of the written tokens that are not in the program's rows; the other figures leave them out.
     """
 
     p50: float
@@ -103,6 +107,7 @@ class Figures:
     k1: float
     k3: float
     kl: float
+    missing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,24 +172,27 @@ class Examination:
 
 
 def examine(
-    trainer: Model,
+    trainer: Model | ProgramChoices,
     attempts: Sequence[Attempt] | FrozenBatch,
     engine: ProgramChoices | None = None,
     *,
     tolerance: float = TOLERANCE,
 ) -> Examination:
-    """Examine the gap between `trainer` (float32) and `engine`. Recorded routes are replayed; without `engine` only they are
-    known of it.
+    """Examine the gap between `trainer` and `engine`. A model is a trainer in float32, on the tokens on record. Recorded routes
+    are replayed; without `engine` only they are known of it.
 
     `tolerance` is what counts as rounding, in nats. Raises ValueError for rows that are too long and for routes that do not fit
     the model.
     """
     batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
-    config, plain, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    plain = trainer if isinstance(trainer, ProgramChoices) else ProgramChoices(model=trainer)
+    config, variants = plain.model.config, dict[Any, Model]()
     _require_fit(batch, config)
-    engine = replace(engine or plain, replay="weights") if batch.routed else engine or plain
-    values = {program: observe(program, batch, keep_streams=True, variants=variants) for program in (engine, plain)}
-    engine_values, trainer_values = values[engine], values[plain]
+    engine = engine or ProgramChoices(model=plain.model)
+    engine = replace(engine, replay="weights") if batch.routed else engine
+    aligned = replace(plain, spelling=engine.spelling, template=engine.template)  # streams of other tokens say nothing
+    values = {program: observe(program, batch, keep_streams=True, variants=variants) for program in (engine, aligned)}
+    engine_values, trainer_values = values[engine], values[aligned]
     recorded_S = batch.of_written("logprob").astype(np.float64)
 
     @cache
@@ -203,6 +211,8 @@ def examine(
         steps.append(CauseStep(cause=cause.name, change=choices, figures=figures(*gap_and_kl(program)), alone=moved))
         if moved > tolerance:
             text = f"{choices}: moves log-probabilities by up to {moved:.1e}"
+            if cause.name == "tokens" and math.isinf(moved):
+                text = f"{choices}: {figures(*gap_and_kl(plain)).missing:.1%} of the written tokens are lost"
             if cause.name == "weights":
                 tensors = other_weights(plain.model, engine.model)
                 text = f"{len(tensors)} tensors differ, first {tensors[0]}" if tensors else "other weights"
@@ -229,6 +239,16 @@ def examine(
     )
 
 
+def toggled(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch, causes: Collection[str]) -> Figures:
+    """Return the figures of the trainer with the engine's choices for these causes, beside the record. Routes have levels: a
+    higher one contains the lower ones."""
+    chosen = (cause for cause in CAUSES if cause.name in causes)
+    program = reduce(lambda choices, cause: with_cause(choices, engine, cause), chosen, trainer)
+    values, of_engine = observe(program, batch), observe(engine, batch)
+    gap_S = values.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
+    return figures(gap_S, kl_divergence(of_engine.logprob_SV, values.logprob_SV).numpy())
+
+
 def _require_fit(batch: FrozenBatch, config: ModelConfig) -> None:
     """Raise ValueError for routes that do not fit the model."""
     for number, row in enumerate(batch.rows if batch.routed else ()):
@@ -240,10 +260,13 @@ def _require_fit(batch: FrozenBatch, config: ModelConfig) -> None:
             )
 
 
-def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Examination:
+def examine_run(
+    run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16, texts: bool = False
+) -> Examination:
     """Examine the first rollouts of an RL step (from 1; −1 is the last) under the weights that the step began with.
 
-    The engine is the one that recorded them (`recorded`), or one of `engines` that reads the same tokens. Raises ValueError for
+    The engine is the one that recorded them (`recorded`), or one of `engines` that reads the same tokens. `texts`:
+    the trainer reads the rollouts' texts, tokenised again. Raises ValueError for
     an unknown engine and for a step whose rollouts or weights are not kept.
     """
     if rollouts < 1:
@@ -253,10 +276,13 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     choices = engines(model)
     if engine not in ("recorded", *choices):
         raise ValueError(f"engine {engine!r}: must be one of recorded, {', '.join(choices)}")
-    frozen = FrozenBatch.of(batch.attempts[:rollouts])
+    frozen, trainer = FrozenBatch.of(batch.attempts[:rollouts]), ProgramChoices(model=model)
+    if texts:
+        again = from_text(load_tokenizer(run.path / "data"))
+        trainer = replace(trainer, spelling=again, template=again)
     if engine == "recorded":
-        return examine(model, frozen)
-    return examine(model, record(choices[engine], frozen), choices[engine])
+        return examine(trainer, frozen)
+    return examine(trainer, record(choices[engine], frozen), choices[engine])
 
 
 def kl_divergence(engine_SV: Tensor, trainer_SV: Tensor) -> Tensor:
@@ -272,8 +298,11 @@ def kl_divergence(engine_SV: Tensor, trainer_SV: Tensor) -> Tensor:
 
 def figures(gap_S: Floats, kl_S: Floats) -> Figures:
     """Summarise gaps and divergences."""
+    missing_S = np.isnan(gap_S)
+    gap_S, kl_S = gap_S[~missing_S], kl_S[~missing_S]
     tail = gap_figures(gap_S)
     return Figures(
+        missing=float(missing_S.mean()),
         p50=tail["logprob_gap_p50"],
         p99=tail["logprob_gap_p99"],
         most=float(np.abs(gap_S).max()),
@@ -300,7 +329,8 @@ def _moved_alone(
     bases = {program: logprobs(program) for program in ((trainer, free) if causes else ())}
 
     def moved(program: ProgramChoices, other: ProgramChoices, cause: Cause) -> float:
-        apart = (logprobs(with_cause(program, other, cause)) - bases[program]).abs()
+        new_S, old_S = logprobs(with_cause(program, other, cause)), bases[program]
+        apart = torch.where(new_S.isnan() != old_S.isnan(), torch.inf, (new_S - old_S).abs().nan_to_num(0.0))
         return float(apart.max()) if len(apart) else 0.0
 
     return {cause.name: min(moved(trainer, engine, cause), moved(free, trainer, cause)) for cause in causes}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from composer_nb.harness.grading.grade import Attempt
@@ -37,6 +38,8 @@ from composer_nb.trainer.models.variants import Numerics, variant
 BUDGET = 4096
 # Attention. rows: the trainer's, padded SDPA over whole rows. cache: the engine's compiled attention on a key-value cache.
 Layout = Literal["rows", "cache"]
+# Tokens that a program reads in place of recorded ones, of a stretch that the policy wrote, or read.
+Spelling = Callable[[NDArray[np.int32]], NDArray[np.int32]]
 # (layer, what was added last), as in `Model.watch`.
 Place = tuple[int, str]
 
@@ -105,12 +108,23 @@ class ProgramChoices:
 
     Attributes:
         model: Weights in float32.
+        spelling, template: Tokens for what the policy wrote, and for what it read; None: those on record. `from_text` spells as
+            a trainer that gets texts.
+        jump: Added to the positions of a row from its first written token on.
+        shift: Log-probabilities are read so many places too late.
+        temperature, top_p: Of the reported distributions; the token itself counts as inside the nucleus.
         head: Dtype of the output layer's product.
         replay: Level at which recorded routes are replayed.
         numerics: Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream.
     """
 
     model: Model
+    spelling: Spelling | None = None
+    template: Spelling | None = None
+    jump: int = 0
+    shift: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
     head: torch.dtype = torch.float32
     replay: ReplayLevel = "none"
     layout: Layout = "rows"
@@ -127,7 +141,7 @@ class ProgramValues:
         gates_NLK: Gates used; float32.
         own_NLK: Experts that the routers choose, given the same inputs.
         live_NLK: Gates that the routers give the experts used.
-        logprob_S: float64.
+        logprob_S: float64; NaN for written tokens that the program's rows lack.
         logprob_SV: float32 distributions.
         streams: The residual stream [N, D] at each place; empty unless asked for.
     """
@@ -166,8 +180,12 @@ def observe(
 
 def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, keep_streams: bool) -> ProgramValues:
     """Forward a batch at once with `variant_model`, the program's model in its numerics; see `observe`."""
-    ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
-    packed = PackedRows.of_lengths(batch.lengths, variant_model.config)
+    rows = [_respelled(row, program) for row in batch.rows]
+    lengths = [len(ids_T) - 1 for ids_T, _ in rows]
+    ids_N = torch.from_numpy(np.concatenate([ids_T[:-1] for ids_T, _ in rows])).long()
+    packed = PackedRows.of_lengths(lengths, variant_model.config)
+    first_R = torch.tensor([int(at_W[at_W > 0].min(initial=len(ids_T))) for ids_T, at_W in rows])
+    position_N = packed.position_N + program.jump * (packed.position_N >= first_R[packed.row_N])
 
     def attend(layer: int, q_NQC: Tensor, k_NKC: Tensor, v_NKC: Tensor, scale: float) -> Tensor:
         query_NQC, key_NKC, value_NKC = (heads.to(program.attention) for heads in (q_NQC, k_NKC, v_NKC))
@@ -183,14 +201,18 @@ def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, 
     if keep_streams:
         variant_model.watch = lambda layer, added, residual_ND: streams.update({(layer, added): residual_ND.float()})
     try:
-        hidden_ND, routings = variant_model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
+        hidden_ND, routings = variant_model.trunk(ids_N, position_N, attend, _replay(program, batch))
     finally:
         variant_model.watch = None
-    row_starts = np.cumsum([0, *batch.lengths])[:-1]
-    predicts_S = np.concatenate([start + at_W - 1 for start, at_W in zip(row_starts, batch.written, strict=True)])
+    places = zip(np.cumsum([0, *lengths])[:-1], lengths, rows, strict=True)
+    predicts_S = np.concatenate(
+        [start + np.clip(at_W - 1 + program.shift, 0, length - 1) for start, length, (_, at_W) in places]
+    )
+    lacks_S = torch.from_numpy(np.concatenate([at_W < 0 for _, at_W in rows]))
     token_S = torch.from_numpy(batch.of_written("token_ids")).long()
     hidden_SD, output_weight = hidden_ND[torch.from_numpy(predicts_S)], variant_model.output_weight
-    logprob_SV = F.linear(hidden_SD.to(program.head), output_weight.to(program.head)).float().log_softmax(-1)
+    logits_SV = F.linear(hidden_SD.to(program.head), output_weight.to(program.head)).float()
+    logprob_SV = reported(logits_SV, token_S, program.temperature, program.top_p)
 
     def stacked(field_of: Callable[[Routing], Tensor]) -> Tensor:
         return torch.stack([field_of(routing) for routing in routings], 1)
@@ -201,14 +223,63 @@ def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, 
         own_NLK=stacked(lambda routing: routing.own_NK),
         live_NLK=stacked(lambda routing: _live(routing, variant_model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
-        logprob_S=logprob_SV.gather(1, token_S[:, None])[:, 0].double(),
+        logprob_S=logprob_SV.gather(1, token_S[:, None])[:, 0].double().masked_fill(lacks_S, torch.nan),
         logprob_SV=logprob_SV,
         streams=streams,
     )
 
 
+def from_text(tokenizer: Tokenizer) -> Spelling:
+    """Return the tokens of the text that tokens stand for."""
+
+    def tokenised_again(ids_T: NDArray[np.int32]) -> NDArray[np.int32]:
+        text = tokenizer.decode(ids_T.tolist(), skip_special_tokens=False)
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    return tokenised_again
+
+
+def _respelled(row: Segment, program: ProgramChoices) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the tokens that a program reads for a row, and where in them the written tokens are: −1 for those between the
+    longest common beginning and end of a stretch and its spelling."""
+    written_T = row.acted & (np.arange(len(row.acted)) > 0)
+    ids, places, length = [], [], 0
+    for stretch_T in np.split(np.arange(len(written_T)), np.flatnonzero(np.diff(written_T)) + 1):
+        is_written, old_T = bool(written_T[stretch_T[0]]), row.token_ids[stretch_T]
+        spelling = program.spelling if is_written else program.template
+        new_T = old_T if spelling is None else spelling(old_T)
+        if is_written:
+            short = min(len(old_T), len(new_T))
+            head = int(np.append(old_T[:short] != new_T[:short], True).argmax())
+            tail = int(np.append(old_T[::-1][: short - head] != new_T[::-1][: short - head], True).argmax())
+            ends = [
+                np.arange(head),
+                np.full(len(old_T) - head - tail, -length - 1),
+                len(new_T) - tail + np.arange(tail),
+            ]
+            places.append(length + np.concatenate(ends))
+        ids.append(new_T)
+        length += len(new_T)
+    return np.concatenate(ids), np.concatenate([*places, np.zeros(0, np.int64)]).astype(np.int64)
+
+
+def reported(logits_SV: Tensor, token_S: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Return log-probabilities at a temperature, within a nucleus that contains the token."""
+    logprob_SV = (logits_SV / temperature).log_softmax(-1)
+    if top_p >= 1:
+        return logprob_SV
+    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
+    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
+    inside_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
+    inside_SV.scatter_(1, token_S[:, None], True)
+    return logprob_SV.masked_fill(~inside_SV, -torch.inf).log_softmax(-1)
+
+
 def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
-    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
+    """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records. Raises
+    ValueError for an engine that does not read the tokens on record."""
+    if program.spelling or program.template:
+        raise ValueError("an engine records the tokens that it read and wrote: only a trainer can spell them otherwise")
     values = observe(program, batch)
     routed = (tensor.split(batch.lengths) for tensor in (values.experts_NLK, values.gates_NLK, values.margin_NL))
     logprobs = batch.spread(values.logprob_S.float().numpy())
@@ -230,6 +301,10 @@ def _replay(program: ProgramChoices, batch: FrozenBatch) -> Replay | None:
     """Return the recorded routes to replay."""
     if program.replay == "none":
         return None
+    if program.spelling or program.template:
+        raise ValueError(
+            f"replay of {program.replay!r} needs the tokens on record, and the program spells them otherwise"
+        )
     if not batch.routed:
         raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
     routes, gates, valid = (
@@ -258,6 +333,10 @@ class Cause(NamedTuple):
 
 # Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them.
 CAUSES = (
+    Cause("tokens", ("spelling",)),
+    Cause("template", ("template",)),
+    Cause("position and shift", ("jump", "shift")),
+    Cause("log-prob mode", ("temperature", "top_p")),
     Cause("head dtype", ("head",)),
     Cause("route ids", ("replay",), "ids"),
     Cause("order", ("replay",), "ids+order"),
@@ -322,6 +401,8 @@ def text_of(value: object) -> str:
         )
     if isinstance(value, Model):
         return "its own"
+    if value is None or callable(value):
+        return "as recorded" if value is None else getattr(value, "__name__", "other").replace("_", " ")
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).removeprefix("torch.")

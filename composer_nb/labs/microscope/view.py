@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from composer_nb.labs.microscope.microscope import UNEXPLAINED, Examination, Where
+from composer_nb.labs.microscope.microscope import UNEXPLAINED, Examination, Where, toggled
+from composer_nb.labs.microscope.numerics import CAUSES, FrozenBatch, ProgramChoices, change
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 # Ends of the logarithmic axes: less is rounding in float32.
 FLOORS = {"p99": 1e-7, "k3": 1e-12}
@@ -28,9 +33,9 @@ def headline(report: Examination) -> str:
 def rows(report: Examination) -> Iterator[tuple[str, ...]]:
     """Yield the table of `HEAD`: each cause, the engine's choice, and what is left with it and all those before."""
     steps = [("trainer", "", report.start), *((step.cause, step.change, step.figures) for step in report.steps)]
-    for name, change, f in steps:
+    for name, choices, f in steps:
         values = (f"{value:.1e}" for value in (f.p50, f.p99, f.most, f.k1, f.k3, f.kl))
-        yield "●" if name in report.named else "", name, change, *values
+        yield "●" if name in report.named else "", name, choices, *values
 
 
 def findings(report: Examination) -> Iterator[tuple[str, str, str]]:
@@ -60,6 +65,24 @@ def waterfall(report: Examination) -> Picture:
     picture.axes[0].set_yticks(range(len(names)), names)
     picture.axes[0].invert_yaxis()
     return picture
+
+
+def toggles(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch) -> ipywidgets.VBox:
+    """Return a switch for each cause in which trainer and engine differ, and the figures with those that are on. `waterfall` is
+    the same on paper, `toggled` for one choice."""
+    import ipywidgets
+
+    names = [cause.name for cause in CAUSES if change(trainer, engine, cause)]
+    boxes, text = [ipywidgets.Checkbox(description=name, indent=False) for name in names], ipywidgets.HTML()
+
+    def show(*_: object) -> None:
+        f = toggled(trainer, engine, batch, [box.description for box in boxes if box.value])
+        text.value = f"p99 {f.p99:.1e}, max {f.most:.1e}, k3 {f.k3:.1e}, KL {f.kl:.1e} nats; {f.missing:.1%} missing"
+
+    for box in boxes:
+        box.observe(show, "value")
+    show()
+    return ipywidgets.VBox([*boxes, text])
 
 
 def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:

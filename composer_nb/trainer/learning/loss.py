@@ -281,20 +281,15 @@ def policy_loss(
         keep_N = (ratio_N * advantage_N <= clipped_N * advantage_N).float()
         term_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
     elif settings.ratio == "flash":
-        p_N, q_N = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (sampled_N, logprob_N))
-        kl_N = p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
+        kl_N = _binary_kl(sampled_N, logprob_N.detach())
         keep_N = (_mean_by_rollout(kl_N, rollout_N) <= settings.flash).float()
         term_N = -keep_N * ratio_N.detach() * advantage_N * logprob_N
-    elif settings.ratio == "mis":
-        whole_N = _mean_by_rollout(log_ratio_N.detach(), rollout_N) * torch.bincount(rollout_N)[rollout_N]
-        keep_N = (whole_N <= math.log(settings.mis)).float()
-        term_N = -keep_N * whole_N.clamp(-MOST, MOST).exp() * advantage_N * logprob_N
     elif settings.ratio == "dppo":
         moved_N = (logprob_N.exp() - sampled_N.exp()).detach() * advantage_N.sign()
         keep_N = (moved_N <= settings.dppo).float()
         term_N = -keep_N * ratio_N * advantage_N
     else:
-        weight_N = detached_weight(ratio_N.detach(), settings)
+        weight_N = _weight(log_ratio_N.detach(), rollout_N, settings)
         keep_N = (weight_N > 0).float()
         term_N = -weight_N * advantage_N * logprob_N
     if settings.length_norm:
@@ -319,6 +314,20 @@ def detached_weight(ratio: Tensor, settings: LossSettings) -> Tensor:
     if settings.ratio == "tis":
         return ratio.clamp(max=settings.tis_cap)
     return torch.where((ratio >= settings.icepop_low) & (ratio <= settings.icepop), ratio, 0.0)
+
+
+def _binary_kl(logprob_N: Tensor, other_N: Tensor) -> Tensor:
+    """Return KL(Bernoulli(p) ‖ Bernoulli(q)) of tokens' probabilities."""
+    p_N, q_N = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (logprob_N, other_N))
+    return p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
+
+
+def _weight(log_ratio_N: Tensor, rollout_N: Tensor, settings: LossSettings) -> Tensor:
+    """Return `detached_weight`, or for mis the product of each rollout's ratios, for each of its tokens; 0 above the cap."""
+    if settings.ratio != "mis":
+        return detached_weight(log_ratio_N.exp(), settings)
+    log_weight_N = _mean_by_rollout(log_ratio_N, rollout_N) * torch.bincount(rollout_N)[rollout_N]
+    return torch.where(log_weight_N <= math.log(settings.mis), log_weight_N.clamp(-MOST, MOST).exp(), 0.0)
 
 
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:

@@ -88,9 +88,10 @@ def replay(
             version, now = metrics["version"], metrics["hash"]
             was, first = hashes.get(version) or "", ""
             if was != now:
-                known, tensors = ledger.get(version, {}), entries_of(trainer.tensors()[1])
+                stored_hashes, tensors = ledger.get(version, {}), entries_of(trainer.tensors()[1])
                 first = next(
-                    (name for name, tensor in tensors.items() if known.get(name, tensor.hash) != tensor.hash), ""
+                    (name for name, tensor in tensors.items() if stored_hashes.get(name, tensor.hash) != tensor.hash),
+                    "",
                 )
             yield Replayed(step=train.step + 1, version=version, was=was, now=now, first=first)
         then(trainer)
