@@ -118,9 +118,9 @@ class Cluster:
         """Name the part of the cluster that does not answer; None if all do, or after `close`."""
         host, _, port = self.address.rpartition(":")
         parts = [("raylet", socket.AF_UNIX, self._raylet), ("control service", socket.AF_INET, (host, int(port)))]
-        for part, family, endpoint in parts[
-            : 1 if self._machine.join else 2
-        ]:  # a raylet knows how long to wait for its head
+        if self._machine.join:  # the raylet knows how long to wait for its head
+            del parts[1:]
+        for part, family, endpoint in parts:
             with socket.socket(family) as connection:
                 connection.settimeout(ANSWER_S)
                 try:
@@ -199,10 +199,8 @@ def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
     options |= {"address": machine.join} if machine.join else {"port": 0, "include-dashboard": "false"}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--no-monitor"]
     command += [*([] if machine.join else ["--head"]), *(f"--{name}={value}" for name, value in options.items())]
-    log, environment = (
-        folder / "start.log",
-        {"RAY_AUTH_MODE": "token"} | os.environ | ({} if machine.host else LOOPBACK),
-    )
+    log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ
+    environment |= {} if machine.host else LOOPBACK
     for _ in range(STARTS):
         with log.open("wb") as out:
             # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.
