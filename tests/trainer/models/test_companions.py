@@ -35,6 +35,8 @@ TINY: list[Any] = [
     Said(calls=(EDIT, written("call_1", "run_tests"))),
     CallResult(id="call_0", text="edited"),
     CallResult(id="call_1", text="1 passed"),
+    Said(text="Shall an item equal to 3 stay?"),
+    User(text="It shall."),
 ]
 
 
