@@ -10,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox.requests import CallRequest, value_text
-from composer_nb.harness.tasks.functions import (
-    literal,
-    parse_tests,
-    render_tests,
-)
+from composer_nb.harness.tasks.functions import literal, parse_tests, render_tests
 
 SCALARS = (
     st.none()
