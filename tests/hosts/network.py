@@ -18,13 +18,13 @@ import fcntl
 import heapq
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -261,6 +261,5 @@ def missing() -> str:
     """Return why hosts cannot be had here; empty if they can."""
     if not sys.platform == "linux" or os.getuid() != 0:
         return "hosts are namespaces of Linux, which root alone may make"
-    programs: Sequence[str] = ("unshare", "nsenter", "ip", "tc")
-    lost = [name for name in programs if subprocess.run(["which", name], capture_output=True).returncode]
+    lost = [name for name in ("unshare", "nsenter", "ip", "tc") if not shutil.which(name)]
     return f"no {', '.join(lost)} here (packages util-linux and iproute2)" if lost else ""

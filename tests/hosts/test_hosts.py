@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from network import HOME, Host, Link, Network, ObjectStore
+from network import HOME, Host, Link, Network
 
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -98,15 +98,6 @@ def test_hosts_share_no_folder_and_no_process(network: Network, server: Host, tm
     ) == ("other 2\n")
     other.send(tmp_path, f"{HOME}/copy")
     assert other.run("ls", f"{HOME}/copy") == "file\n"
-
-
-def test_an_object_store_serves_other_hosts(network: Network, server: Host) -> None:
-    pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
-    store = ObjectStore(network.host("store", Link(rate=100)), "runs")
-    code = "import fsspec, sys; fs = fsspec.filesystem('s3'); "
-    server.python(code + "fs.pipe('runs/a', b'text')", env=store.environment)
-    other = network.host("reader")
-    assert other.python(code + "print(fs.cat('runs/a'))", env=store.environment) == "b'text'\n"
 
 
 def test_nothing_outlives_a_killed_test() -> None:

@@ -33,13 +33,8 @@ def test_densities_and_chain_of_a_store_are_those_of_what_was_published(tmp_path
     shares = version_densities(store)
     assert shares == {1: 0.01, 2: 0.0, 3: 0.25, 4: 0.003}
     assert not (store / "refused").exists(), "looking asks for nothing"
-    links, sizes, changed = chain(log(store), shares).axes
-    assert [line.get_marker() for line in links.lines] == ["s", "o", "o", "o", "o"] and len(links.texts) == 4
-    heights = [bar.get_height() for bars in sizes.containers for bar in bars]
-    assert (
-        heights == [row[size] for row in log(store) for size in ("anchor_bytes", "bytes")] and max(heights[2:]) > 2000
-    )
-    assert [*changed.lines[0].get_ydata()] == [*shares.values()]
+    links, _, changed = chain(log(store), shares).axes
+    assert len(links.texts) == 4 and [*changed.lines[0].get_ydata()] == [*shares.values()]
     (store / folder(3) / "delta.safetensors").unlink()
     with pytest.raises(ValueError, match="v000003"):
         version_densities(store)

@@ -41,11 +41,7 @@ def scripted() -> Iterator[ScriptServer]:
 
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
-    [
-        ("one two three", ["three", "two"], "one"),
-        ("one two three", ["four"], "one two three"),
-        ("grün und blau", "ün", "gr"),
-    ],
+    [("one two three", ["three", "two"], "one"), ("one two", ["four"], "one two"), ("grün und blau", "ün", "gr")],
 )
 def test_stop_text_is_not_shown(text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text=text))
@@ -76,16 +72,8 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
         assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
 
 
-STRICT = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "strict": True,
-        "parameters": {"type": "object", "properties": {"at": {"type": "string", "pattern": "a"}}},
-    },
-}
-
-
+LIMITED = {"type": "object", "properties": {"at": {"type": "string", "pattern": "a"}}}
+STRICT = {"type": "function", "function": {"name": "look", "strict": True, "parameters": LIMITED}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "auto", "tools": [STRICT]}, "tools"),
@@ -238,27 +226,20 @@ BODY = json.dumps({"messages": ASKED}).encode()
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n"
 
 
 @pytest.mark.parametrize(
     ("request_", "refused"),
     [
         (POST + LENGTH + b"Content-Length: %d\r\n\r\n" % (len(BODY) + len(HIDDEN)) + BODY + HIDDEN, 400),
-        (
-            POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + HIDDEN,
-            400,
-        ),
+        (POST + LENGTH + CHUNKED % len(BODY) + BODY + b"\r\n0\r\n\r\n" + HIDDEN, 400),
         (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
         (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
         (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
-        (
-            POST
-            + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % (serve.MAX_BODY_BYTES + 1)
-            + b" " * (serve.MAX_BODY_BYTES + 1),
-            413,
-        ),
+        (POST + CHUNKED % (serve.MAX_BODY_BYTES + 1) + b" " * (serve.MAX_BODY_BYTES + 1), 413),
     ],
 )
 def test_one_refusal_and_the_connection_ends(request_: bytes, refused: int, scripted: ScriptServer) -> None:

@@ -125,10 +125,8 @@ def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.02)
-    found = [
-        gradient(model, streams, settings=LossSettings(**changes), microbatch_tokens=budget)[0]
-        for budget in (1, 10_000)
-    ]
+    loss = LossSettings(**changes)
+    found = [gradient(model, streams, settings=loss, microbatch_tokens=budget)[0] for budget in (1, 10_000)]
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
 
 

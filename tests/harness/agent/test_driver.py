@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.driver import Driver, Seat, drive
+from composer_nb.harness.agent.driver import Driver, Seat
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, Request, Trace
 from composer_nb.harness.sandbox.requests import CallRequest
@@ -133,14 +133,6 @@ def test_a_policy_that_fails_wakes_all_others_of_a_turn_that_was_cancelled() -> 
         cancelled.set()
         with pytest.raises(KeyError, match="broken"):
             waiting.result(60)
-
-
-def test_an_error_of_an_agent_is_raised_where_it_is_driven() -> None:
-    def job(seat: Seat[Any]) -> None:
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError, match="broken"):
-        list(drive([job], Echo(), Nothing()))
 
 
 def test_without_lockstep_neither_calls_nor_work_hold_up_another() -> None:

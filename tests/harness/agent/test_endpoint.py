@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent import endpoint as module
 from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint, EndpointTurnPolicy, _pause
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
@@ -55,11 +52,8 @@ def endpoint(server: Server, **change: Any) -> Endpoint:
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-    }
+    tool_call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [tool_call]}
 
 
 def ask(server: Server, **change: Any) -> dict[str, Any]:
@@ -220,15 +214,3 @@ def test_an_answer_in_time_is_one_and_the_connection_is_used_again() -> None:
             assert done.message["content"] == text and server.open == 1
         time.sleep(0.3)
         assert server.open == 1
-
-
-def test_first_requests_of_many_threads_share_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow_loop(new: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop) -> asyncio.AbstractEventLoop:
-        time.sleep(0.05)
-        return new()
-
-    monkeypatch.setattr(asyncio, "new_event_loop", slow_loop)
-    module._started_loop.cache_clear()
-    with ThreadPoolExecutor(8) as pool:
-        loops = [pool.submit(module._loop) for _ in range(8)]
-        assert len({future.result() for future in loops}) == 1

@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer, Said, User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings
@@ -137,21 +136,6 @@ def chat_renderer(kind: type[ChatRenderer], compact: Tokenizer) -> ChatRenderer:
     tokenizer = Tokenizer.from_str(compact.to_str())
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in kind.tokens])
     return kind(tokenizer, ToolSet.cursor().schemas)
-
-
-@pytest.mark.parametrize("kind", [QwenRenderer, KimiRenderer])
-def test_thinking_before_a_summary_is_told_from_it(kind: type[ChatRenderer], renderer: CompactRenderer) -> None:
-    chat = chat_renderer(kind, renderer.tokenizer)
-    for text, thought, summary in (
-        (f"I think.\n{OPENS}\nall is well", "I think.\n<summary>", "all is well"),
-        ("no mark", "", "no mark"),
-    ):
-        ids = [*chat.encode(text), chat.end]
-        told, kinds = chat.summary(ids)
-        own = kinds.count(Kind.THINKING)
-        assert told == summary and kinds == [Kind.THINKING] * own + [Kind.SUMMARY] * (len(ids) - own)
-        assert chat.tokenizer.decode(ids[:own]).strip() == thought
-    assert chat.summary([]) == ("", [])
 
 
 def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(

@@ -113,12 +113,6 @@ def test_a_user_who_does_not_answer_is_no_answer(open_task: Task, monkeypatch: p
         user(QUESTION.text, time.monotonic() + 1)
 
 
-def test_names_of_users_are_checked() -> None:
-    for name in ("me", "openai:", "scripted:x"):
-        with pytest.raises(ValueError, match="is no user"):
-            open_user(name)
-
-
 class Reciter(WithoutModel):
     """Says its turns in order, whatever it reads, and nothing but a summary where it is asked for one."""
 
@@ -170,27 +164,6 @@ def test_the_tokens_are_those_of_the_conversation_and_the_users_are_never_traine
     [start] = [n for n in range(len(token_ids)) if token_ids[n : n + len(answer)] == answer]
     assert set(segment.kind[start : start + len(answer)]) == {Kind.OBSERVATION}
     assert not segment.acted[start : start + len(answer)].any()
-
-
-def test_the_template_of_the_compact_format_has_the_users_answers(tmp_path: Path) -> None:
-    """Those of the other formats end with one in `test_companions`."""
-    from transformers import AutoTokenizer
-
-    from composer_nb.trainer.models.companions import for_format
-
-    tokenizer = train_tokenizer([ANSWER, QUESTION.text], 420)
-    renderer = FORMATS["compact"](tokenizer, TOOLS.schemas)
-    for name, data in for_format({}, tokenizer, "compact").items():
-        (tmp_path / name).write_bytes(data)
-    messages = [
-        {"role": "user", "content": "fix it"},
-        {"role": "assistant", "content": QUESTION.text},
-        {"role": "user", "content": ANSWER},
-    ]
-    ids = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        messages, tools=TOOLS.schemas, add_generation_prompt=True, return_dict=False
-    )
-    assert ids == renderer.render([User(text="fix it"), QUESTION, User(text=ANSWER)])
 
 
 def test_a_summary_is_asked_for_after_the_answer(open_task: Task, sandboxes: Any) -> None:

@@ -47,15 +47,6 @@ def test_what_is_dropped(reason: str) -> None:
         assert found.flags == (() if reason == "cache" else (reason,))
 
 
-def test_a_folder_in_place_of_a_file_outside_the_scope_is_dropped() -> None:
-    wide = TASK.model_copy(update={"source_scope": ("setup.py/**", "src", "src/**")})
-    files = PRISTINE | {"setup.py/x.py": b"", "src": b"a file"}
-    del files["setup.py"]
-    found = changes(wide, files)
-    assert found.files == PRISTINE
-    assert found.dropped == {"setup.py": "outside_scope", "setup.py/x.py": "conflict", "src": "conflict"}
-
-
 @pytest.mark.parametrize("path", ["tests", "tests/test_f.py/x.py"])
 def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
     """Or else the box could not be filled, which would look like a fault of the box."""

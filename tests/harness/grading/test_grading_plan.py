@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.grading.box import JobResult, TestResult
-from composer_nb.harness.grading.plan import GradePlan, Twin, digest, draw, plan_of, with_plan
+from composer_nb.harness.grading.plan import GradePlan, Twin, draw
 from composer_nb.harness.grading.pytest_grader import judge
-from composer_nb.labs.attacks.patch_target import TARGET
 
 KEYS = [f"test_a.py::test_{n}#0" for n in range(6)]
 
@@ -41,16 +40,6 @@ def test_plans_of_older_versions_lose_twins_that_contradict_nothing(other: dict[
     strong = {"path": "test_a.py", "start": 1, "end": 2, "text": "x", "kind": "value", "keys": [KEYS[0]]}
     plan = GradePlan.from_json(json.dumps({"digest": "d", "tests": {}, "twins": [strong, strong | other]}))
     assert plan.twins == (twin(KEYS[0]),)
-
-
-def test_a_plan_travels_with_its_task() -> None:
-    plan = GradePlan(digest=digest(TARGET), tests={"k": "id"})
-    task = with_plan(TARGET, plan)
-    assert plan_of(task) == plan and "pytest.plan" not in TARGET.metadata
-    with pytest.raises(ValueError, match="not validated yet"):
-        plan_of(TARGET)
-    with pytest.raises(ValueError, match="made for other hidden tests"):
-        plan_of(task.model_copy(update={"files": {**TARGET.files, "conftest.py": ""}}))
 
 
 @given(TWINS, st.integers(), st.integers(2, 5))

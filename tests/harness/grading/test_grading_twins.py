@@ -95,40 +95,6 @@ def test_all_expectations_of_a_test_are_changed() -> None:
     assert len(candidates(text)) == EXPECTATIONS
 
 
-TABLE = """\
-import pytest
-CASES = [("a", 1), pytest.param("b", 2, id="two"), ("c", 1 + 1)]
-@pytest.mark.parametrize("x, want", CASES)
-def test_a(x, want):
-    assert f(x) == want
-@pytest.mark.parametrize("x", [1, 2])
-def test_b(x):
-    assert f(x)
-@pytest.mark.parametrize("x, want", [(3, 4)])
-def test_c(x, want):
-    assert f(x) == want and want
-@pytest.mark.parametrize("x", [1])
-@pytest.mark.parametrize("want", [1])
-def test_d(x, want):
-    assert f(x) == want
-SHARED = [(1, 2), (3, 4)]
-@pytest.mark.parametrize("x, want", SHARED)
-def test_e(x, want):
-    assert f(x) == want
-@pytest.mark.parametrize("want, x", SHARED)
-def test_f(want, x):
-    assert g(x) == want
-"""
-
-
-def test_rows_of_a_table() -> None:
-    """Not of one that is crossed with another, or for two tests, nor of a value that is an input too."""
-    changes = candidates(TABLE)
-    rows = [(change.base, change.row, TABLE[change.start : change.end]) for change in changes]
-    assert list(dict.fromkeys(rows)) == [("test_a.py::test_a", row, text) for row, text in enumerate("121")]
-    assert changes[0].changes("test_a.py::test_a#0") and not changes[0].changes("test_a.py::test_a#1")
-
-
 def test_tests_that_others_inherit_or_call_have_no_twin() -> None:
     texts = {
         "a/test_a.py": "class TestA:\n    def test_x(self):\n        assert f(1) == 2\n"
@@ -139,41 +105,11 @@ def test_tests_that_others_inherit_or_call_have_no_twin() -> None:
     assert {change.base for change in all_candidates(texts)} == {"a/test_a.py::test_b", "a/test_b.py::test_d"}
 
 
-def test_only_what_pytest_collects_is_changed() -> None:
-    text = """\
-def helper():
-    assert f(1) == 2
-class Helper:
-    def test_a(self):
-        assert f(1) == 2
-class TestA:
-    def check(self):
-        assert f(1) == 2
-    def test_in_a(self):
-        assert f(1) == 2
-class Cases(unittest.TestCase):
-    def test_b(self):
-        self.assertEqual(f(1), 2)
-async def test_c():
-    assert f(1) == 2
-"""
-    bases = [change.base.removeprefix("test_a.py::") for change in candidates(text)]
-    assert list(dict.fromkeys(bases)) == ["TestA::test_in_a", "Cases::test_b", "test_c"]
-
-
 def test_places_are_right_beside_letters_of_several_bytes() -> None:
     text = 'é = "ü😀"\n\ndef test_ä():\n    "ß"\n    assert f("ö😀", ñ) == "€5"; assert g() == 1\n'
     for candidate in candidates(text):
         assert text[candidate.start : candidate.end] in ('"€5"', "1")
         assert ast.dump(ast.parse(apply(text, candidate))) != ast.dump(ast.parse(text))
-
-
-@pytest.mark.parametrize("ends", ["\r\n", "\r"])
-def test_other_line_ends(ends: str) -> None:
-    text = 'X = "a"\n\ndef test_a():\n    assert f(1) == 2\n'
-    found, plain = candidates(text.replace("\n", ends)), candidates(text)
-    assert {each.start for each in found} == {each.start for each in plain} == {text.index("2")}
-    assert candidates("\f" + text) == []
 
 
 @given(LITERALS, st.integers())

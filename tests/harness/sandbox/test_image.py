@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-import subprocess
-import sys
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import pytest
 from composer_nb.harness.sandbox import image
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.image import ImageFiles, build_image, host_files, host_image, write_archive
-from composer_nb.harness.sandbox.toolchain import TESTING, made_programs
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +92,6 @@ def test_what_the_host_image_holds() -> None:
 
 
 @pytest.mark.docker
-def test_the_host_image_is_made_once(docker_client: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(files: ImageFiles, target: object) -> None:
-        raise AssertionError("made again")
-
-    monkeypatch.setattr(image, "write_archive", never)
-    assert host_image(docker_client) == host
-    facts = docker_client.images.get(host).attrs
-    assert facts["Size"] < 150e6 and facts["Config"]["Labels"] == {"composer_nb.image": "host"}
-
-
-@pytest.mark.docker
 def test_an_image_from_a_dockerfile(docker_client: Any, host: str, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="has no Dockerfile"):
         build_image(docker_client, tmp_path)
@@ -126,27 +111,3 @@ def test_an_image_from_a_dockerfile(docker_client: Any, host: str, tmp_path: Pat
     dockerfile.write_text("FROM composer-nb-none/such:1\n")
     with pytest.raises(SandboxUnavailable, match="no registry can be reached, bring .* with `docker load`"):
         build_image(docker_client, tmp_path)
-
-
-#
-
-WRONG = b"raise SystemExit('this was read')"
-
-
-@pytest.mark.parametrize(("spoiled", "passes"), [(".py", True), (".pyc", True), ("", False)])
-def test_pytest_runs_from_modules_that_are_compiled_and_else_from_their_sources(
-    spoiled: str, passes: bool, tmp_path: Path
-) -> None:
-    """Sources are not read; what another version compiled is passed over."""
-    with (
-        zipfile.ZipFile(io.BytesIO(made_programs()[TESTING])) as given,
-        zipfile.ZipFile(tmp_path / "p.zip", "w") as made,
-    ):
-        for name in given.namelist():
-            wrong = Path(name).suffix in (".py", ".pyc") and name.endswith(spoiled)
-            made.writestr(name, WRONG if wrong else given.read(name))
-    (tmp_path / "test_one.py").write_text("def test_one():\n    assert True\n")
-    command = [sys.executable, "-sSm", "pytest", "-q", "-p", "no:cacheprovider", "test_one.py"]
-    environment = {"PYTHONPATH": str(tmp_path / "p.zip"), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == passes == ("1 passed" in done.stdout), done.stdout + done.stderr

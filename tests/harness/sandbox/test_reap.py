@@ -192,24 +192,6 @@ def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_pat
     assert not place.exists() and not started(inside)
 
 
-def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> None:
-    journal = ResourceJournal(tmp_path / "journal", "run-1")
-    assert not journal.file.exists()
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    first, second = journal.made("directory", folder), journal.made("process", os.getpid())
-    assert first is not None and second is not None and first.name == str(folder)
-    assert journal.made("process", 2**22 + 1) is None
-    journal.gone(None)
-    journal.gone(first)
-    assert [json.loads(line)["event"] for line in journal.file.read_text().splitlines()] == ["made", "made", "gone"]
-    assert reap(tmp_path) == Reaped(kept=1)
-    journal.gone(second)
-    assert not journal.file.exists() and reap(tmp_path) == Reaped()
-    journal.made("directory", folder)
-    assert len(journal.file.read_text().splitlines()) == 1
-
-
 def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owner: Callable[..., Owner], tmp_path):
     """Orphans of a killed parent, as Ray's workers are while they start."""
     left = owner("directory")

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.requests import CallRequest, value_text
-from composer_nb.harness.tasks.functions import (
-    literal,
-    parse_test_files,
-    parse_tests,
-    passes,
-    render_tests,
-    request_tests,
-)
+from composer_nb.harness.tasks.functions import literal, parse_tests, render_tests
 
 SCALARS = (
     st.none()
@@ -100,24 +92,3 @@ def body(text: str) -> str:
 def test_anything_else_is_refused(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_tests("t.py", source)
-
-
-def test_tests_of_several_functions_are_called_in_one_request(sandboxes: SandboxExecutor) -> None:
-    tests = parse_test_files(
-        {
-            f"test_{name}.py": f"from {module} import {name}\n\n\ndef test_0():\n    assert {call}\n"
-            for name, module, call in (
-                ("f", "f", "f(2) == 4"),
-                ("g", "a.g", "g(1, 'x') == ['x']"),
-                ("h", "h", "h() == 1"),
-            )
-        }
-    )
-    files = {
-        "f.py": "def f(x):\n    return 2 * x\n",
-        "a/g.py": "def g(n, s):\n    return [s] * n\n",
-        "h.py": "def h(:\n",
-    }
-    [outcomes] = sandboxes.run([request_tests(files, tests)])
-    assert [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)] == [True, True, False]
-    assert outcomes[2].text == "SyntaxError"  # a module that cannot be imported leaves the others alone

@@ -57,9 +57,8 @@ def test_our_table_may_go_into_an_inline_one(tmp_path: Path) -> None:
     task = Task.from_harbor(path)
     assert contents(task.to_harbor(tmp_path / "same")) == contents(path)
     other = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
-    assert (
-        Task.from_harbor(other).id == "other" and tomllib.loads((other / "task.toml").read_text())["metadata"]["a"] == 1
-    )
+    assert Task.from_harbor(other).id == "other"
+    assert tomllib.loads((other / "task.toml").read_text())["metadata"]["a"] == 1
 
 
 KEY = st.text(max_size=6)
@@ -119,7 +118,5 @@ def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_f
         assert task.Task.is_valid_dir(path), name
         theirs, ours = task.Task(path).config, Task.from_harbor(path).settings
         assert theirs.verifier.timeout_sec == ours.verifier.timeout_sec
-        assert (theirs.environment.memory_mb, theirs.environment.cpus) == (
-            ours.environment.memory_mb,
-            ours.environment.cpus,
-        )
+        assert theirs.environment.memory_mb == ours.environment.memory_mb
+        assert theirs.environment.cpus == ours.environment.cpus

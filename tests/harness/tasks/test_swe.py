@@ -65,14 +65,12 @@ def test_such_tasks_are_valid(task: Task) -> None:
 def test_a_row_alone_is_a_script_in_its_image(make: Any, tmp_path: Path) -> None:
     task = make(SMITH)
     assert task.grader == "script" and task.image and task.files == {}
-    assert Task.from_harbor(task.to_harbor(tmp_path / task.id)).model_copy(update={"kept": None}) == task.model_copy(
-        update={"kept": None}
-    )
+    again = Task.from_harbor(task.to_harbor(tmp_path / task.id))
+    assert again.model_copy(update={"kept": None}) == task.model_copy(update={"kept": None})
     dockerfile = (tmp_path / task.id / "environment/Dockerfile").read_text()
     smith = make == Task.from_swesmith
-    assert dockerfile.startswith(
-        "FROM images/org__lib:1\n" if smith else "FROM swebench/sweb.eval.x86_64.org_1776_lib-1:latest\n"
-    )
+    image = "images/org__lib:1" if smith else "swebench/sweb.eval.x86_64.org_1776_lib-1:latest"
+    assert dockerfile.startswith(f"FROM {image}\n")
     assert "rm -rf .git" in dockerfile and ("git apply /tmp/bug.patch" in dockerfile) == smith
     assert ("-R" in task.solution["solve.sh"]) == smith
     assert task.tests["ids.txt"] == "tests/test_sums.py::test_two\ntests/test_sums.py::test_zero\n"
@@ -87,10 +85,7 @@ def test_a_row_alone_is_a_script_in_its_image(make: Any, tmp_path: Path) -> None
         ({"FAIL_TO_PASS": ["test_x (tests.Case)"]}, "FAIL_TO_PASS: 'test_x .* is no node id of pytest"),
         ({"PASS_TO_PASS": ["-pevil.py"]}, "PASS_TO_PASS: '-pevil.py' is no node id"),
         ({"PASS_TO_PASS": ["../x.py::t"]}, r"tests name '\.\./x\.py'"),
-        (
-            {"patch": FIX.replace("a - b", "a * b")},
-            "patch: the patch cannot be applied: error: patch failed: lib/sums.py",
-        ),
+        ({"patch": FIX.replace("a - b", "a * b")}, "the patch cannot be applied: error: patch failed: lib/sums.py"),
         (
             {"patch": "diff --git a/lib/__init__.py b/lib/__init__.py\ndeleted file mode 100644\n" + FIX},
             "its solution deletes 'lib/__init__.py'",

@@ -26,19 +26,7 @@ MINIMAL: dict[str, Any] = {
     "solution": {"f.py": "def f(x):\n    return x + 1\n"},
     "source_scope": ("f.py",),
 }
-ODD_TEXTS = [
-    "",
-    "\n\n",
-    "a\r\nb\rc",
-    "\u2028\u2029\x85\x1c",
-    "\x7f\x00\x1b",
-    '"\\\b',
-    "😀",
-    "é\u0301",
-    "]]>",
-    "'''",
-    "\ufeff",
-]
+ODD_TEXTS = ["", "\n\n", "a\r\nb\rc", "\u2028\u2029\x85\x1c", "\x7f\x00\x1b", '"\\\b', "😀", "é\u0301", "'''", "\ufeff"]
 TEXT = st.text(max_size=20) | st.sampled_from(ODD_TEXTS)
 NAME = st.text(st.characters(exclude_characters="/\0\\", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda name: name not in (".", "..") and not name.startswith("test_")

@@ -15,7 +15,7 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Observation
-from composer_nb.harness.tools.tool_call import ToolError, call, invalid
+from composer_nb.harness.tools.tool_call import ToolError, call
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Workspace
 
@@ -80,21 +80,6 @@ def test_only_a_file_of_the_workspace_has_a_name(path: str) -> None:
 
 def space_of(task: Task, **files: str) -> Workspace:
     return Workspace(files=dict(task.files) | files, visible_tests=task.visible_tests, sandboxes=NONE)
-
-
-def test_calls_that_cannot_be_read_are_answered_in_their_order() -> None:
-    replies = TINY.run(
-        workspace(PROGRAM), [invalid("bad"), call("no"), call("read_file", path="f.py"), invalid("worse")]
-    )
-    assert [reply.error for reply in replies] == ["InvalidArguments"] * 2 + [None, "InvalidArguments"]
-    assert (replies[0].text, replies[3].text) == ("bad", "worse")
-
-
-def test_tests_say_what_fails_first(task: Task, sandboxes: SandboxExecutor) -> None:
-    seen = use(space_of(task), sandboxes, "run_tests")
-    assert seen == Observation(text="fail 1/2: f([1,5,3],2) = [1] want [5,3]", tests_passed=1, tests_run=2)
-    seen = use(space_of(task, **task.solution), sandboxes, "run_tests")
-    assert seen == Observation(text="pass 2", tests_passed=2, tests_run=2)
 
 
 def test_what_the_agent_does_to_visible_tests_changes_nothing(task: Task, sandboxes: SandboxExecutor) -> None:

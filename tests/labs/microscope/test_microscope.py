@@ -58,9 +58,9 @@ def with_trace(batch: FrozenBatch, row: int, **streams: Any) -> FrozenBatch:
     return replace(batch, rows=(*batch.rows[:row], changed, *batch.rows[row + 1 :]))
 
 
-def taken_up(model: Model, batch: FrozenBatch) -> FrozenBatch:
+def taken_up(engine: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
     """The record of an engine that really computed with the routes and gates on record: they stay, log-probabilities follow."""
-    made = record(engine_of(model, replay="weights"), batch)
+    made = record(engine, batch)
     rows = tuple(replace(new, trace=old.trace) for new, old in zip(made.rows, batch.rows, strict=True))
     return replace(made, rows=rows)
 
@@ -91,7 +91,7 @@ def swapped_order(model: Model, batch: FrozenBatch, row: int, token: int, layer:
     routes, gates = batch.rows[row].trace.routes.copy(), batch.rows[row].trace.gates.copy()
     for x in (routes, gates):
         x[token, layer] = np.roll(x[token, layer], 1)
-    return taken_up(model, with_trace(batch, row, routes=routes, gates=gates))
+    return taken_up(engine_of(model, replay="weights"), with_trace(batch, row, routes=routes, gates=gates))
 
 
 def dropped_route(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
@@ -165,12 +165,8 @@ def test_a_trainer_that_spells_otherwise_is_named_and_what_it_lacks_is_counted(m
         assert [*report.named] == names and report.left.most <= report.tolerance and report.start.most > 0.1
     lost = 0
     for row in made.rows:
-        starts = np.flatnonzero(np.diff(row.acted.astype(int)) == 1) + 1
-        lost += sum(
-            bool(row.acted[at + 1 : at + 2].all()) and row.token_ids[at + 1] not in (3, 4)
-            for at in starts
-            if at + 1 < len(row.acted)
-        )
+        second = np.flatnonzero(np.diff(row.acted[:-1].astype(int)) == 1) + 2
+        lost += int((row.acted[second] & ~np.isin(row.token_ids[second], (3, 4))).sum())
     report = examine(engine_of(model, **other), made)
     assert report.start.missing == pytest.approx(lost / len(made.of_written("logprob")))
     assert report.left.missing == 0 and f"{report.start.missing:.1%}" in report.findings[0].text
@@ -191,11 +187,7 @@ def test_everything_at_once_is_named_and_explained(model, batch):
         used = set(routes[4, 0].tolist())
         routes[4, 0, -1] = min(set(range(6)) - used)
         made = with_trace(made, row, routes=routes, gates=gates)
-    taken = record(engine, made)
-    made = replace(
-        made, rows=tuple(replace(new, trace=old.trace) for new, old in zip(taken.rows, made.rows, strict=True))
-    )
-    report = examine(model, made, engine)
+    report = examine(model, taken_up(engine, made), engine)
     assert report.named == tuple(cause.name for cause in CAUSES[4:])
     assert report.left.most == 0 and report.start.most > 0.1
 

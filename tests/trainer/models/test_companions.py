@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.companions import for_format, read_companions
 from composer_nb.trainer.models.convert import convert
@@ -36,11 +36,13 @@ TINY: list[Any] = [
     CallResult(id="call_0", text="edited"),
     CallResult(id="call_1", text="1 passed"),
 ]
+ASKING = [*TINY, Said(text="Shall an item equal to 3 stay?"), User(text="It shall.")]
+"""Of an agent whose turns may be plain text, as it has no tool to finish."""
 
 
-def talk_of(format: str) -> list[Any]:
+def talk_of(format: str, kind: str) -> list[Any]:
     if format == "compact":
-        return TINY
+        return TINY if kind == "whole" else ASKING
     name = "functions.{}:{}" if format == "kimi" else "call_{1}"
     todos = [{"id": "1", "content": "añ", "status": "pending"}]
     calls = (
@@ -70,7 +72,7 @@ def as_openai(talk: list[Any]) -> list[dict[str, Any]]:
 
 def tools_of(format: str, kind: str) -> ToolSet:
     if format == "compact":
-        return ToolSet.tiny()
+        return ToolSet.tiny() if kind == "whole" else ToolSet.tiny({*TINY_NAMES} - {"finish"})
     return ToolSet.named("cursor" if kind == "whole" else "grep,write,todo_write")
 
 
@@ -91,7 +93,7 @@ def test_the_template_renders_the_tokens_of_the_renderer(format: str, kind: str,
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token == FORMATS[format].closing
     for offered in (tools, []) if format != "compact" else (tools,):
-        renderer, talk = FORMATS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
+        renderer, talk = FORMATS[format](tokenizer, offered), talk_of(format, kind) if offered else [User(text="hi")]
         for end in range(1, len(talk) + 1):
             if isinstance(talk[end - 1], CallResult) and end < len(talk) and isinstance(talk[end], CallResult):
                 continue  # a turn's results are rendered together

@@ -209,11 +209,6 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     assert load_pretrained(tmp_path / "m").config == made.config
 
 
-def test_what_cannot_be_upcycled() -> None:
-    with pytest.raises(ValueError, match="model.family=qwen2 has no counterpart with experts, only llama, qwen3 have"):
-        upcycle(dense("qwen2"), experts=4, chosen=2)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -> None:
     model = dense(tie_word_embeddings=tied)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,22 +184,6 @@ def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_n
     ends = [RunFailed("services ended with 1: rl.lr is too high (services.log)", 1)]
     with pytest.raises(RunFailed, match="rl.lr"):
         launch._run_services(run, said.append)
-
-
-def test_what_a_run_says_can_be_read_elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    assert follow(run.path, said.append) == "dead" and not said
-    here: list[str] = []
-
-    def ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
-        for n in range(30):
-            say(f"step {n}")
-        run.finish("numerics", 0.0, {})
-
-    monkeypatch.setattr(launch, "_run_ranks", ranks)
-    start_or_resume(run.path, say=here.append)
-    assert follow(run.path, said.append) == "complete"
-    assert said == here[-20:] and said[-1].startswith("the run is complete")
 
 
 def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:

@@ -212,10 +212,8 @@ def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Pa
     with s.sandboxes:
         make_tokenizer(s)
         make_data(s)
-    pieces = {
-        text: s.tokenizer().encode(text, add_special_tokens=False).tokens for text in ("grep", "undo", " <", "        ")
-    }
-    assert {text: len(found) for text, found in pieces.items()} == dict.fromkeys(pieces, 1)
+    for text in ("grep", "undo", " <", "        "):
+        assert len(s.tokenizer().encode(text, add_special_tokens=False).tokens) == 1
     turns = {kind: {task.metadata.get("max_turns") for task in s.tasks(kind)} for kind in ("heldout", "tune", "rl")}
     assert turns == {"heldout": {None}, "tune": {None}, "rl": {"7"}}
 
@@ -350,20 +348,13 @@ def test_a_faulty_environment_is_one_line_before_the_run_starts(
         new_run(tmp_path / "runs", "run", override(Settings(), faulty | {"env.tasks": "faulty_env:Good"}))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "of"),
-    [
-        ("reward.weights", {"solved": 2.0}, "Good"),
-        ("reward.effort.weight", 0.1, "Good"),
-        ("env.tools", "cursor", "Tools"),
-    ],
-)
-def test_a_setting_that_the_class_replaces_is_refused(
-    name: str, value: Any, of: str, faulty: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = override(Settings(), faulty | {"env.tasks": f"faulty_env:{of}"})
-    with pytest.raises(ValueError, match=f"^{name}: has no effect, because env.tasks='faulty_env:{of}' has"):
-        new_run(tmp_path / "runs", "run", override(settings, {name: value}))
-    if name != "env.tools":
-        with pytest.raises(ValueError, match=f"^{name}: has no effect"):
-            change_live(settings, name, value)
+def test_a_setting_that_the_class_replaces_is_refused(faulty: dict[str, Any], tmp_path: Path) -> None:
+    replaced = {"reward.weights": {"solved": 2.0}, "reward.effort.weight": 0.1, "env.tools": "cursor"}
+    for name, value in replaced.items():
+        environment = "faulty_env:Tools" if name == "env.tools" else "faulty_env:Good"
+        settings = override(Settings(), faulty | {"env.tasks": environment})
+        with pytest.raises(ValueError, match=f"^{name}: has no effect, because env.tasks='{environment}' has"):
+            new_run(tmp_path / "runs", "run", override(settings, {name: value}))
+        if name != "env.tools":
+            with pytest.raises(ValueError, match=f"^{name}: has no effect"):
+                change_live(settings, name, value)

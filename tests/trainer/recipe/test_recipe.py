@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +25,6 @@ from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.trainer import settings as config
 from composer_nb.trainer.models.companions import read_companions, template, token_ids
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
-from composer_nb.trainer.recipe.prepare import _drop_leaks
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir, create
@@ -169,15 +167,6 @@ def test_own_tasks_go_round_and_no_prompt_counts_twice(whole: RunDir, tmp_path: 
     assert fates is not None and fates.trained == tuple(range(8)) and not fates.twice and not fates.skipped
     assert (out / "report.html").is_file() and from_dict(run.settings()).env.renderer == "compact"
     assert cli.main(words) == 0 and out.resolve() == run.path, "the same command goes on with its run"
-
-
-def test_too_few_tasks_that_differ_is_one_clear_line(whole: RunDir, tmp_path: Path) -> None:
-    for name in ("heldout", "structures", "tune", "rl"):
-        shutil.copy(whole.path / "data" / f"{name}.jsonl", tmp_path / f"{name}-000.jsonl")
-    shutil.copy(whole.path / "data" / "rl.jsonl", tmp_path / "rl-001.jsonl")
-    stages: Any = SimpleNamespace(settings=override(Settings(), MICRO | {"rl.steps": 14, "data.rl_tasks": 28}))
-    with pytest.raises(ValueError, match=r"only \d+ are there; raise data\.rl_tasks or lower rl\.steps"):
-        _drop_leaks(stages, tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk that is small enough to fill")

@@ -56,20 +56,6 @@ def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):
         run.query("SELECT 1")
 
 
-def test_a_checkpoint_brings_everything_since_the_last_one(run: RunDir):
-    assert run.checkpoint("rl") is None and run.steps("rl") == [] and run.ledger() == {}
-    ledger = [(1, {"trained": 10}), (2, {"trained": 5, "zero": 1})]
-    run.commit("rl", 2, state(2), [(1, {"x": 0.5}), (2, {"x": 1.5})], ledger, 7.5)
-    run.commit("sft", 9, state(9), [(9, {"y": 1})])
-    run.commit("rl", 4, state(4), [(4, {"x": 3}), (3, {"x": 2})], [(3, {"trained": 2})], 9.0)
-    step, tensors, seconds = RunDir(run.path).checkpoint("rl")
-    assert (step, seconds) == (4, 9.0)
-    assert tensors.keys() == {"master", "step"} and all(torch.equal(tensors[name], state(4)[name]) for name in tensors)
-    assert run.steps("rl") == [{"step": n, "x": x} for n, x in ((1, 0.5), (2, 1.5), (3, 2), (4, 3))]
-    assert run.ledger() == {"trained": 17, "zero": 1}
-    assert files(run) == ["rl-000004.safetensors", "sft-000009.safetensors"], "the one before is gone"
-
-
 # Interruptions
 
 

@@ -202,9 +202,6 @@ class Driver:
     def slots(self) -> set[int]:
         return {slot for slot, _, _ in self.running}
 
-    def ignored(self, why: str) -> int:
-        return self.orchestrator.books.counts[f"ignored_{why}"]
-
 
 def schedule(**changes: Any) -> Schedule:
     base: dict[str, Any] = {"prompts": 2, "group": 2, "ahead": 1, "hang_s": 60.0, "retries": 2, "deaths": 3}
@@ -275,7 +272,7 @@ def test_too_many_faults_stop_the_run_and_say_so():
     assert isinstance(d.end, Stop)
     assert "slot 0, rollout 0: 3 infrastructure faults, the last one 'box lost'" in d.end.error
     assert "services.retries (2)" in d.end.error
-    assert d.send(Tick(at=1.0)) == [] and d.ignored("ended") == 1
+    assert d.send(Tick(at=1.0)) == [] and d.orchestrator.books.counts["ignored_ended"] == 1
     d.end = None
     d.crash(d.save(), life=1)  # who restarts has mended it: faults are counted anew
     d.join("again", 1000)

@@ -36,11 +36,9 @@ def test_the_defaults_fit_a_laptop_and_not_a_watch():
 
 def test_what_the_refusal_names_fits_and_can_be_set():
     wanted = settings(ranks=1, rl__microbatch_tokens=32768)
-    for memory, said in (
-        (1 << 30, r"^a rank needs .*; rl\.recompute=true .*would"),
-        (30 << 20, "no micro-batch is small enough"),
-    ):
-        with pytest.raises(ValueError, match=said) as refused:
+    refusals = {1 << 30: r"^a rank needs .*; rl\.recompute=true .*would", 30 << 20: "no micro-batch is small enough"}
+    for memory, why in refusals.items():
+        with pytest.raises(ValueError, match=why):
             require_room_for_rl(wanted, [MachineCapacity(name="small", memory=memory)])
     with pytest.raises(ValueError, match="would") as refused:
         require_room_for_rl(wanted, [MachineCapacity(name="small", memory=300 << 20)])

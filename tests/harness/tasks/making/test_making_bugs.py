@@ -116,12 +116,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Project
     return {"sums": Project(distribution="sums", packages=("spare==1.0",), bugs=rows)}
 
 
-def test_a_folder_that_cannot_be_written_is_named(recipe: dict[str, Project], tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("")
-    with pytest.raises(FileExistsError, match="out"):
-        make_bugs(tmp_path / "out", cast(Backend, None), recipe, lambda doing, counts: None)
-
-
 def test_a_reversed_fix_is_a_task_with_the_fix_as_its_solution(
     recipe: dict[str, Project], tmp_path: Path, backend: Backend
 ) -> None:

@@ -123,18 +123,6 @@ def test_a_failure_that_nothing_explains_or_reproduces_tells_nothing() -> None:
     assert heard("test_gone", "assert chunks") is None
 
 
-def test_long_values_are_cut_to_where_they_differ() -> None:
-    left, right = "'" + "a" * 300 + "b" * 300 + "'", "'" + "a" * 300 + "c" * 300 + "'"
-    report = symptom(
-        "t/test_a.py::test_a#0",
-        f"from a import clamp\n\ndef test_a():\n    assert clamp(1) == {right}\n",
-        TestResult(outcome="failed", why="AssertionError"),
-        Failure(line=4, message="", compared=("==", left, right)),
-    )
-    assert report is not None and report.actual.startswith("…aaa") and "bbb" in report.actual
-    assert "ccc" in report.expected and len(report.expected) <= 82
-
-
 @pytest.mark.parametrize(
     ("documented", "examples", "styles"),
     [

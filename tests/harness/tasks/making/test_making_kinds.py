@@ -185,12 +185,7 @@ def test_an_extracted_piece_is_gone_from_where_it_was(made: Tasks, backend: Back
         right, start, short = task.solution[path], task.files[path], new.rpartition(".")[2]
         assert f"`{short}`" in task.instruction and f"`{name}`" in task.instruction
         piece = right[right.index(f"def {short}(") - (4 if "." in new else 0) :].partition("\n\n\n")[0]
-        lazy = [
-            start,
-            f"{start}\n\ndef {short}():\n    pass\n",
-            f"{start}\n\n{piece}",
-            right.replace("return", "return 0 and"),
-        ]
+        lazy = [start, f"{start}\n\ndef {short}(): 0\n", f"{start}\n\n{piece}", right.replace("return", "return 0 and")]
         for text in (*lazy, right.replace(f"def {short}(", "def other(")):
             assert not passes(task, backend, {path: text}), text
         assert passes(task, backend, {path: right.replace(f"def {short}(", f"def {short}(  # of {name}\n        ")})
@@ -224,15 +219,11 @@ def test_a_history_is_mended_on_top_of_every_commit(made: Tasks, backend: Backen
     at, other = f"main~{4 - bad}", f"main~{int(bad == 4)}"
     [path] = {*forms[3].solution} - {GIT_REPORT}
     both, commit = f"sed -i '/^[<=>]\\{{7\\}}/d' {path}", "git commit -qam x"
+    one_side = [f"git checkout --{side} .; {commit}" for side in SIDES]
     right = {5: f"git revert --no-edit {at}", 3: f"{both} && {commit}"}
     wrong = {
         5: ("true", f"git revert -n {at}", f"git reset -q --hard {at}~1", f"git revert --no-edit {other}"),
-        3: (
-            commit,
-            both,
-            f"{both}; rm .git/MERGE_HEAD; {commit}",
-            *(f"git checkout --{side} .; {commit}" for side in SIDES),
-        ),
+        3: (commit, both, f"{both}; rm .git/MERGE_HEAD; {commit}", *one_side),
     }
     for count, task in forms.items():
         assert passes_after(task, backend, right[count])

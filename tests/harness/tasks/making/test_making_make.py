@@ -86,11 +86,7 @@ def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[
 @pytest.mark.parametrize(
     ("module", "tests", "message"),
     [
-        (
-            "a",
-            "f() == 1\ndef test_g(): __import__('os')._exit(0)",
-            r"something ends its suite early, after test_a\.py::test_",
-        ),
+        ("a", "f() == 1\ndef test_g(): __import__('os')._exit(0)", r"ends its suite early, after test_a\.py::test_"),
         ("a", "1 + 1 == 2", "no test calls a function in which a bug can be planted"),
         pytest.param("textwrap", "True", "a copy of it lies in the sandbox", marks=pytest.mark.slow),
     ],

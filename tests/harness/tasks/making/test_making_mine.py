@@ -17,9 +17,8 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.grading.pytest_grader import limit_of
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
+from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
 from composer_nb.harness.tasks.making.options import RunOptions
-from composer_nb.harness.tasks.making.repository import of_files
 from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
@@ -157,20 +156,6 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
     ]
-
-
-def test_a_request_names_new_modules_parameters_and_variables_too(tmp_path: Path) -> None:
-    old = "def run(job, first=0):\n    found = job\n    return found\n"
-    new = "LIMIT = 3\n\n\nclass Mode:\n    SAFE = 1\n\n\n" + old.replace("first=0", "first=0, found=1, until=LIMIT")
-    test = "from clocks import *\nfrom jobs import *\nfrom jobs import LIMIT, Mode, run\n\n\ndef test_run():\n"
-    test += "    plain = run(1, until=LIMIT, first=2, found=3)\n    assert plain == tick(Mode.SAFE)\n"
-    clock = {"clocks.py": "def tick(number):\n    plain = number\n    return plain\n"}
-    before, after = (
-        of_files("jobs", [(p, t.encode()) for p, t in {**files, "test_jobs.py": "import jobs\n"}.items()], tmp_path)
-        for files in ({"jobs.py": old}, {"jobs.py": new, **clock})
-    )
-    named = ["LIMIT", "Mode", "SAFE", "clocks", "tick", "until"]
-    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end") == named
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
