@@ -74,8 +74,9 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
 
 
 def test_settings_for_a_gpu_fit_the_model() -> None:
-    sizes = {"model.family": "llama", "model.intermediate_size": 96, "model.max_position_embeddings": 8192}
-    settings = override(Settings(), module.SETTINGS | module.GPU | sizes)
+    sizes = {"intermediate_size": 96, "max_position_embeddings": 8192, "num_hidden_layers": 30}
+    model = {"model.family": "llama"} | {f"model.{name}": size for name, size in sizes.items()}
+    settings = override(Settings(), module.SETTINGS | module.GPU | model)
     assert settings.mesh.device == "cuda" and settings.limits.tokens == 4096
 
 

@@ -59,7 +59,8 @@ def test_an_end_amid_reads_leaves_nothing_of_them(box: Sandbox, end: str, monkey
     tools = ToolSet(tools={"look": look})
     session = tools.open(box)
     box.write("edits", b"0")
-    main = threading.get_ident()
+    main, ctrl_c = threading.get_ident(), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have it ignored
 
     def finish() -> None:
         while sum(entry.name.startswith("at-") for entry in box.entries()) < 3:
@@ -73,6 +74,7 @@ def test_an_end_amid_reads_leaves_nothing_of_them(box: Sandbox, end: str, monkey
     with pytest.raises(expected[end]) if end in expected else contextlib.nullcontext():
         assert [reply.error for reply in tools.run(session, reads)] == ["UserAborted"] * 3
     ends.join()
+    signal.signal(signal.SIGINT, ctrl_c)
     if end != "destroy":
         assert box.stats().processes == 0 and not session.stop.is_set()
         assert tools.run(session, [call("look", name="z", count=4)])[0].text == "0\n"
