@@ -43,6 +43,8 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
     "pass@4": {"loss.baseline": "pass_at_k", "loss.pass_k": 4},
     "successes × 0.1": {"loss.positive_weight": 0.1},
     "failures alone": {"loss.positive_weight": 0.0},
+    # Balances the gradient of a policy that is nearly sure, which is mostly negative (docs/benchmarks.md#a-pretrained-model).
+    "successes × 5": {"loss.positive_weight": 5.0},
     "clip-cov": {"loss.clip_cov": 0.02},
     "KL to the start": {"loss.beta": 0.05},
     "FlashREINFORCE": {
