@@ -18,7 +18,7 @@ from composer_nb import cli
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.settings import Settings, to_flat
-from scripts.docs import make_docs, notebook_pages
+from scripts.docs import drawings, make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "history").glob("*.md"))]
@@ -265,3 +265,9 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
     assert "data:image/png" in (site / "notebooks" / "06_compare_runs.html").read_text(), (
         "a notebook that never ran here"
     )
+
+
+def test_drawings_are_those_of_the_script():
+    for drawing in drawings.DRAWINGS:
+        file = drawings.IMAGES / f"{drawing.__name__}.svg"
+        assert file.read_text(encoding="utf-8") == drawing().svg(), "run python -m scripts.docs.drawings"
