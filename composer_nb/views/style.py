@@ -140,7 +140,13 @@ def key(ax: Axes, near: bool = False) -> None:
         widest = (max(map(len, column)) for column in np.array_split(labels, columns))
         if sum(0.42 + 0.058 * letters for letters in widest) <= inches:
             break
-    look = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.2}
+    look: dict[str, Any] = {
+        "frameon": False,
+        "fontsize": 8.5,
+        "labelcolor": INK,
+        "handlelength": 1.4,
+        "columnspacing": 1.2,
+    }
     if not near:
         ax.figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
         return
