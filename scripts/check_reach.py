@@ -66,6 +66,7 @@ REGISTERED = {
         "njit",
         "tool",
         "term",
+        "mistake",
         "command",
         "overload",
         "remote",

@@ -18,9 +18,10 @@ from composer_nb import cli
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.settings import Settings, to_flat
-from scripts.docs import make_docs, notebook_pages
+from scripts.docs import drawings, make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "history").glob("*.md"))]
 FOR_CONTRIBUTORS = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))]
 WITH_OUTPUTS = sorted(notebook_pages.PAGES.glob("*.md"))
@@ -96,13 +97,15 @@ def anchors_of(text: str) -> set[str]:
 
 
 def scores_of(row: str) -> list[list[float]]:
-    """The numbers of a row of the README's table, seed by seed."""
-    [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", PAGES[0].read_text(encoding="utf-8"), re.M)
+    """The numbers of a row of the table of three seeds, seed by seed."""
+    [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", BENCHMARKS.read_text(encoding="utf-8"), re.M)
     return [[float(n) for n in re.findall(r"[+−]?\d*\.\d+", cell.replace("−", "-"))] for cell in cells.split(" | ")]
 
 
-def test_the_readme_says_what_its_table_and_the_examples_hold() -> None:
-    text = " ".join(PAGES[0].read_text(encoding="utf-8").replace("−", "-").split())
+def test_the_results_say_what_their_table_and_the_examples_hold() -> None:
+    text, readme = (
+        " ".join(page.read_text(encoding="utf-8").replace("−", "-").split()) for page in (BENCHMARKS, PAGES[0])
+    )
     start = scores_of("start of RL, sharpness calibrated")
     runs = [scores_of(row) for row in ("**after RL**", "after RL with another seed of RL")]
     gains = [
@@ -116,6 +119,7 @@ def test_the_readme_says_what_its_table_and_the_examples_hold() -> None:
     structures = [row[0] for row in new] + [row[1] for row in both]
     assert f"add {min(within):.1f} to {max(within):.1f} points in 12 calls" in text
     assert f"they add {min(structures):.1f} to {max(structures):.1f}." in text
+    assert all(f"**{min(points):+.1f} to {max(points):+.1f}**" in readme for points in (within, structures, gains[3]))
     assert f"pass@1 gains {min(gains[1]):.1f} to {max(gains[1]):.1f} points" in text
     assert f"greedy decoding {min(gains[2]):.1f} to {max(gains[2]):.1f}." in text
     assert f"Best of 4 changes by {min(gains[3]):.1f} to {max(gains[3]):+.1f}" in text
@@ -265,3 +269,9 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
     assert "data:image/png" in (site / "notebooks" / "06_compare_runs.html").read_text(), (
         "a notebook that never ran here"
     )
+
+
+def test_drawings_are_those_of_the_script():
+    for drawing in drawings.DRAWINGS:
+        file = drawings.IMAGES / f"{drawing.__name__}.svg"
+        assert file.read_text(encoding="utf-8") == drawing().svg(), "run python -m scripts.docs.drawings"

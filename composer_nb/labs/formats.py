@@ -18,6 +18,8 @@ from composer_nb.kernels.formats.microscaling import (
     E2M1_VALUES,
     MXTensor,
     NVFP4Tensor,
+    e2m1_to_float,
+    e8m0_to_float,
     mx_quantize_reference,
     nvfp4_quantize_reference,
     unpack_e2m1,
@@ -70,19 +72,30 @@ def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor) -> dict[str, list[int]
     }
 
 
+def decimal(name: str, number: int) -> float:
+    """Return the value of stored bits."""
+    if name == "bf16":
+        return float(torch.tensor(number, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
+    byte = torch.tensor(number, dtype=torch.uint8)
+    if name.startswith("e4m3"):
+        return float(byte.view(torch.float8_e4m3fn))
+    return float(e8m0_to_float(byte) if name == "E8M0" else e2m1_to_float(byte))
+
+
 def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
-    """Draw one box per bit, coloured by its meaning, one row per format and one group of boxes per number."""
+    """Draw one box per bit, coloured by its meaning, one row per format and one group of boxes per number, with its value."""
     picture, ax = style.one_panel(9.5, 0.5 * len(stored) + 0.6)
     for row, (name, numbers) in enumerate(stored.items()):
         widths = LAYOUT[name]
         kinds = [kind for kind, width in zip(FIELDS, widths, strict=True) for _ in range(width)]
         for index, number in enumerate(numbers):
             for position, kind in enumerate(kinds):
-                at = index * 18 + position
+                at = index * 22 + position
                 ax.add_patch(Rectangle((at, -row - 0.4), 0.92, 0.8, color=FIELDS[kind]))
                 bit = number >> (len(kinds) - 1 - position) & 1
                 ax.text(at + 0.46, -row, str(bit), ha="center", va="center", fontsize=7.5, color=style.DARK)
-    ax.set(xlim=(-0.5, 18 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
+            style.note(ax, index * 22 + len(kinds), -row, f" = {decimal(name, number):.3g}")
+    ax.set(xlim=(-0.5, 22 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
     ax.set_yticks([-row for row in range(len(stored))], list(stored))
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)
@@ -101,9 +114,9 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
         error = (FORMATS[name](x).dequantize()[:, 1] - sizes).abs() / sizes
         ax.plot(sizes, error, color=color, linewidth=0.9, label=name)
     ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.5))
-    key(ax)
     across = f"size (the largest of the block is {largest:g})"
     title(ax, "what rounding does to a number beside a larger one", across, "relative error")
+    key(ax)
     return picture
 
 

@@ -376,7 +376,7 @@ def sweep(
             ax.set_xscale("log")
             style.log_axis(ax.xaxis)
         style.from_zero(title(ax, heading, across))
-    key(picture.axes[0], loc="best")
+    key(picture.axes[0])
     return picture
 
 
@@ -432,5 +432,5 @@ def needs(estimates: Mapping[str, Need], limit: int) -> Picture:
     ax.invert_yaxis()
     ax.grid(axis="x", color=style.PALE)
     title(ax, "memory of a rank", "GiB")
-    key(ax, loc="best")
+    key(ax)
     return picture

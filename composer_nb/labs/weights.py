@@ -159,7 +159,7 @@ def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) 
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)
     title(ax, "bits per changed weight", "", "bits")
-    key(ax, loc="upper right")
+    key(ax)
     return picture
 
 

@@ -111,7 +111,7 @@ def arms(report: Mapping[str, Any]) -> Picture:
     title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
-    key(calls, loc="upper center", ncols=2)
+    key(calls)
     return picture
 
 
@@ -133,7 +133,7 @@ def plan_worth(report: Mapping[str, Any]) -> Picture:
         ax.set_xlim(0, 1.15 * max(row[cost] for row in rows.values()))
         ax.locator_params(axis="x", nbins=5)
         title(as_share(ax, 1.05), heading, costs[cost], "solved (pass@1, 95 % over tasks)")
-        key(ax, loc="upper left")
+        key(ax)
     return picture
 
 
@@ -159,7 +159,7 @@ def gate(judgement: Mapping[str, Any]) -> Picture:
     style.grouped(ax, list(names.values()), sides, ".2f")
     low, high = judgement["ci95"]
     title(as_share(ax, 1.2), f"change of pass@1 {judgement['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
-    key(ax, ncols=2)
+    key(ax)
     return picture
 
 
@@ -229,8 +229,7 @@ def pareto(reports: Mapping[str, Mapping[str, Any]]) -> Picture:
         else:
             ax.set_xlim(0, 1.1 * max(points)[0])
         title(as_share(ax, 1.05), "" if ax is not picture.axes[0] else "pass@1, 95 % over tasks", COSTS[name])
-    labels = ax.get_legend_handles_labels()
-    picture.legend(*labels, loc="outside lower center", frameon=False, fontsize=8.5, labelcolor=style.INK)
+    key(ax)
     return picture
 
 

@@ -56,7 +56,7 @@ def scores(comparison: Mapping[str, Any]) -> Picture:
     style.grouped(bars, list(shared), sides)
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in shared.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
-    key(bars, loc="upper left", ncols=2)
+    key(bars)
     for row, part in enumerate(shared.values()):
         gap = part["difference"]
         gaps.plot(gap["ci95"], [row, row], color=style.INK, linewidth=1.4)
@@ -92,7 +92,7 @@ def times(comparison: Mapping[str, Any]) -> Picture:
         for y, seconds in zip(positions, seconds_by_part, strict=True):
             style.note(ax, seconds, y, f" {seconds:.0f}")
     title(style.rows(ax, names), "seconds by part of the recipe", "seconds")
-    key(ax, loc="best")
+    key(ax)
     return picture
 
 

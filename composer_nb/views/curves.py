@@ -94,7 +94,7 @@ def scaled(ax: Axes, name: str) -> Axes:
     elif name != "reward":
         from_zero(ax)
     title(whole_steps(ax), heading, "RL step", unit)
-    key(ax)
+    key(ax, near=True)
     return ax
 
 
@@ -116,7 +116,7 @@ def reinforcement(status: Status) -> Picture:
             if points:
                 key_text = f"{kind} tasks, {label}"
                 panels[0].plot(*zip(*points, strict=True), f"{marker}:", label=key_text, markerfacecolor=fill, **look)
-    key(panels[0], loc="best")
+    key(panels[0], near=True)
     return picture
 
 
@@ -157,16 +157,16 @@ def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     parts = {"sample and grade": "sample_s", "wait for the other rank": "wait_s", "train": "train_s"}
     colors = [style.SKY, style.PALE, style.BLUE]
     if "sample_s" not in steps[0]["time"]:
-        parts, colors = {"the trainer waits": "idle_s", "train": "train_s"}, colors[1:]
+        parts, colors = {"train": "train_s", "the trainer waits": "idle_s"}, [style.BLUE, style.PALE]
         steps = [{"time": p["time"] | {"idle_s": p["time"]["wall_s"] - p["time"]["train_s"]}} for p in steps]
     times = np.array([[max(0.0, p["time"][name]) for p in steps] for name in parts.values()])
     total = times.sum(0)
     top = min(float(total.max()), 1.5 * float(np.quantile(total, 0.98)))  # a first step may take ten times as long
     ax.stackplot(at, times * np.minimum(1.0, top / total), labels=list(parts), colors=colors, step="mid")
     from_zero(whole_steps(ax)).set_xlim(at[0], max(at[-1], at[0] + 1))
-    ax.set_ylim(0, 1.6 * top)  # the key stands above the steps
+    ax.set_ylim(0, 1.05 * top)
     title(ax, "seconds of one RL step", "RL step", "seconds")
-    ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="upper left")
+    key(ax, near=True)
 
 
 def staleness(status: Status, train: Mapping[str, Any]) -> Picture:

@@ -171,8 +171,8 @@ def _work(ax: Axes, status: Status) -> None:
     ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
     title(ax, "rollouts in flight, by prompt", "", "")
     if status.slots:
-        ax.set_ylim(0, max(bottoms) * 1.6)
-        key(ax, loc="upper left")
+        ax.set_ylim(0, max(bottoms) * 1.05)
+        key(ax, near=True)
     else:
         style.absent(ax, "none")
 

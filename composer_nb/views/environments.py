@@ -56,7 +56,7 @@ def timeline(agent: Watched) -> Picture:
     calls.set(xlim=(0, start_ms * 1.12), yticks=range(1, len(agent.stats) + 1))
     calls.invert_yaxis()
     title(calls, "calls, one after another", "ms in the sandbox", "turn")
-    key(calls, loc="upper right")
+    key(calls)
     for ax, name, unit, values in (
         (memory, "memory", "MB after the turn", [(stats.memory_bytes or 0) / 1e6 for stats in agent.stats]),
         (cpu, "CPU", "ms used so far", [(stats.cpu_s or 0.0) * 1e3 for stats in agent.stats]),

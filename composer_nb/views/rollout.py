@@ -174,18 +174,6 @@ def _name(kind: Kind) -> str:
     return kind.name.lower().replace("_", " ")
 
 
-def doubts(pair: Sequence[StoredRollout]) -> Picture:
-    """Draw the probability of each written token in order, one panel per rollout."""
-    picture = Picture(9.5, 1.7 * len(pair) + 0.4)
-    for ax, stored in zip(picture.panels(len(pair), 1), pair, strict=True):
-        chance = np.exp(np.concatenate([s.logprob[s.acted] for s in stored.attempt.rollout.segments]))
-        ax.bar(range(len(chance)), chance, width=0.85, color=np.where(chance < 0.5, style.ORANGE, style.SKY))
-        ax.set_ylim(0, 1)
-        title(ax, stored.heading, "", "probability")
-    ax.set_xlabel("token written", fontsize=9, color=style.INK)
-    return picture
-
-
 def experts(run: RunDir, step: int = -1) -> Picture:
     """Draw the share of an RL step's tokens that each expert of each layer received; even use would be K / E."""
     steps = len(run.steps("rl"))

@@ -42,7 +42,7 @@ def policies(report: Mapping[str, Any]) -> Picture:
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
     fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
     title(ax, f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else ""), "", "share of tasks")
-    key(ax, ncols=len(scores), loc="upper left")
+    key(ax)
     return picture
 
 
@@ -70,7 +70,7 @@ def families(report: Mapping[str, Any]) -> Picture:
     ax.set_xlim(-0.03, 1.03)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     title(ax, "pass@1 by family of program", "share of attempts solved")
-    key(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    key(ax)
     return picture
 
 

@@ -46,18 +46,24 @@ def code_cells() -> list[nbformat.NotebookNode]:
     return [cell for cell in nbformat.read(NOTEBOOK, 4).cells if cell.cell_type == "code"]
 
 
+def solutions(cell: nbformat.NotebookNode) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", cell.source, re.S)
+
+
 def tags(cell: nbformat.NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
 @pytest.fixture
 def loop() -> Iterator[ModuleType]:
-    """The notebook's parameters, at tiny size, and its functions, as a module."""
+    """The notebook's parameters, at tiny size, and its functions, those of the solutions too, as a module."""
     module = ModuleType("minimal_loop")
     sys.modules[module.__name__] = module
-    for cell in code_cells():
-        if {"parameters", "loop"} & set(tags(cell)):
-            exec(compile(cell.source, f"{NOTEBOOK.name}:{cell.id}", "exec"), vars(module))
+    cells = nbformat.read(NOTEBOOK, 4).cells
+    for cell, below in zip(cells, cells[1:], strict=False):
+        if {"parameters", "loop", "exercise"} & set(tags(cell)):
+            source = solutions(below)[0] if "exercise" in tags(cell) else cell.source
+            exec(compile(source, f"{NOTEBOOK.name}:{cell.id}", "exec"), vars(module))
         if "parameters" in tags(cell):
             vars(module).update(TINY)
     yield module
@@ -224,8 +230,9 @@ def test_it_is_one_page_that_stands_alone():
                 imported.add(node.module or "")
             elif isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 20, node.name
-                assert "loop" in tags(cell), f"{node.name} is not tagged, so nothing holds it equal"
-    assert {name for name in imported if name.startswith("composer_nb")} == {"composer_nb.trainer.models.transformer"}
+                assert {"loop", "exercise"} & set(tags(cell)), f"{node.name} is not tagged, so nothing holds it equal"
+    ours = {name for name in imported if name.startswith("composer_nb")}
+    assert ours == {"composer_nb.trainer.models.transformer", "composer_nb.labs.exercises.check"}
     foreign = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
     assert foreign == {"composer_nb", "torch", "matplotlib"} and 150 < lines <= 300
 
@@ -239,12 +246,11 @@ def test_its_settings_are_the_package_s():
 def test_its_solutions_are_right(loop: ModuleType):
     """The solutions are text; here they run after the cells that they follow."""
     exercises = next(cell for cell in nbformat.read(NOTEBOOK, 4).cells if "<summary>Solutions" in cell.source)
-    solutions = re.findall(r"```python\n(.*?)```", exercises.source, re.S)
-    assert len(solutions) == 2
+    assert len(solutions(exercises)) == 2
     vars(loop).update(SMOKE)
     mean = partial(lambda part, window: sum(h["reward"] for h in part) / window, window=4)
     loop.window, loop.after = 4, mean(loop.run(loop.steps)[1][-4:])
-    for solution in solutions:
+    for solution in solutions(exercises):
         exec(compile(solution, "solution", "exec"), vars(loop))
 
 

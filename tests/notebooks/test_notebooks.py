@@ -3,9 +3,11 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+import torch
 from extremes import CHECKS
 
 from composer_nb.jobs.check import parameters_of
@@ -27,6 +29,12 @@ SHORTER = {
 """Parameters with which a notebook shows the same in less time. `make docs` runs it with its own."""
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
+CORE = (
+    "00_minimal_loop 02_mid_training 03_environments 04_reward_design 09_bench 10_router_replay 11_mismatch_and_losses "
+    "12_weight_sync 13_kernels"
+).split()
+"""Notebooks in which the learner writes functions of the package."""
+Capture = pytest.CaptureFixture[str]
 SEE = "*What you should see here:*"
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem not in ON_ONE_PAGE]
 
@@ -100,6 +108,26 @@ def test_it_checks_its_own_claims_and_a_name_means_one_thing(path: Path, book: n
                 assert homes.setdefault(node.id, number) == number, f"{node.id} is bound in two cells"
     assert 0 < asserts <= MOST_ASSERTS, "asserts that are no lesson stand between it and its reader"
     assert asserts + len(CHECKS.get(path.stem, ())) >= len(sections) // 2
+
+
+def test_a_learner_writes_functions_that_are_judged_at_once(path: Path, book: nbformat.NotebookNode, capsys: Capture):
+    """A stub runs and is not finished; the folded solution below it is right. Others than 14 have three exercises or more, each
+    with its difficulty and minutes."""
+    prose = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    titles = re.findall(r"^(?:\*\*Write it|\d+\. \*\*).*$", prose, re.M)
+    if path.stem != "14_cluster_plan":
+        assert len(titles) >= 3 and all(
+            re.search(r"\*\* · (easy|medium|hard) · \d+ minutes", title) for title in titles
+        )
+    names: dict[str, Any] = {"torch": torch, "Tensor": torch.Tensor}
+    for stub, below in zip(book.cells, book.cells[1:], strict=False):
+        if "exercise" in stub.metadata.get("tags", []):
+            exec(stub.source, names)
+            assert "not finished yet" in capsys.readouterr().out
+            [solution] = re.findall(r"```python\n(.*?)```", below.source, re.S)
+            exec(re.sub("^def ", "@check\ndef ", solution, flags=re.M), names)
+            assert "right: it agrees" in capsys.readouterr().out
+    assert ("exercise" in str([cell.metadata for cell in book.cells])) == (path.stem in CORE)
 
 
 @pytest.mark.whole

@@ -47,7 +47,7 @@ def chain(attempt: Attempt) -> Picture:
     parts = {name: [np.isin(s.kind, kinds).sum() for s in segments] for name, kinds in _KINDS.items()}
     _stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts)
     title(ax, f"task {attempt.task.id}: {'solved' if attempt.grade.passed else 'not solved'}", "tokens")
-    key(ax, loc="upper right")
+    key(ax)
     return picture
 
 
@@ -63,7 +63,7 @@ def sides(figures: Mapping[tuple[str, int], Mapping[str, float]], names: Sequenc
         form = ".2f" if name == "solved" else ".0f"
         style.grouped(ax, [f"trigger {trigger}" for trigger in triggers], bars, form, size=7)
         title(ax, name)
-    key(picture.axes[-1], loc="upper left")
+    key(picture.axes[-1])
     return picture
 
 
@@ -83,7 +83,7 @@ def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
     _stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts)
     ax.axvline(0, color=style.GREY, linewidth=0.8)
     title(ax, "weight in the gradient of each segment", "advantage × written tokens")
-    key(ax, loc="best")
+    key(ax)
     return picture
 
 
@@ -104,7 +104,7 @@ def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
         for fork in series:
             style.interval(ax, [fork.turn + 1, fork.turn + 1], fork.interval)
     whole_steps(as_share(title(ax, "futures that solve the task, 95 % intervals", "forked before turn", ""), 1.05))
-    key(ax, loc="best")
+    key(ax)
     return picture
 
 

@@ -75,7 +75,7 @@ def gaps(pairs: Mapping[str, Comparison]) -> Picture:
                 ax.plot(size, 1 - np.arange(len(size)) / len(size), dash, color=hue, linewidth=1.7, label=label)
         ax.set(xscale="log", yscale="log", xlim=(LEAST, MOST))
         title(ax, name, "|Δ log p|, nats", "share of tokens beyond it" if column == 0 else "")
-    key(panels[0], loc="lower left")
+    key(panels[0])
     return picture
 
 

@@ -90,7 +90,7 @@ def _advantages(ax: Axes, lab: Lab, rescored: RescoredBatch) -> None:
         ax.plot(old_R[chosen_R], new_R[chosen_R], marker, color=color, markersize=4.5, alpha=0.6, label=label)
     ax.set(xlim=(-edge, edge), ylim=(-edge, edge))
     title(ax, "advantage of each rollout", "as trained", "under this reward")
-    key(ax, loc="upper left")
+    key(ax)
 
 
 def _groups(ax: Axes, lab: Lab, rescored: RescoredBatch) -> None:
@@ -232,7 +232,7 @@ def effort_curves(batch: StoredBatch, effort: Effort) -> Picture:
             ax.plot(chosen, at, "|", color=color, markersize=7, alpha=0.7, transform=ax.get_xaxis_transform())
     from_zero(title(curve, f"cost C(x), k = {effort.k:g}", "effort x of a rollout", "C"))
     from_zero(title(price, "price of a little more effort, dC/dx", "effort x of a rollout", "slope"))
-    key(curve, loc="upper left")
+    key(curve)
     return picture
 
 
@@ -250,7 +250,7 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
             ax.annotate(f" {name} ", at, ha=side, fontsize=8.5, color=style.INK, bbox=box)
     ax.set_xlim(-1.05, 1.05)
     title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
-    key(ax, loc="center left")
+    key(ax)
     return picture
 
 
@@ -299,5 +299,8 @@ def against_weight(weights: Sequence[float], lines: Mapping[str, Sequence[float]
     for ax, (name, values) in zip(picture.panels(1, len(lines)), lines.items(), strict=True):
         ax.plot(weights, values, color=style.BLUE, linewidth=2, marker="o", markersize=3.5)
         ax.set_xscale("log")
+        ax.ticklabel_format(axis="y", useOffset=False)
+        if name.startswith("agreement"):  # a share: its whole range, so that a constant is seen as one
+            ax.set_ylim(0, 1.05)
         title(ax, name, "weight")
     return picture

@@ -1,0 +1,91 @@
+"""An exercise in which a learner writes a function that the package has as well.
+
+It is data: inputs, the package's function, which is the judge, and usual mistakes, each a function whose docstring is its hint.
+An answer is right if it agrees with the package on all inputs. If it agrees with a mistake on all inputs, it gets that hint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import cleandoc
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+class Judgement(NamedTuple):
+    """The judgement of a learner's function."""
+
+    state: Literal["right", "unfinished", "wrong"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exercise:
+    """A function to write.
+
+    Attributes:
+        reference: The package's function.
+        inputs: Arguments of the calls on which the two must agree.
+        observe: Calls a function with arguments and returns what is compared.
+        mistakes: Hints, and functions that make these mistakes. Several may have one hint.
+    """
+
+    reference: Function
+    inputs: tuple[tuple[Any, ...], ...]
+    observe: Function = lambda function, *arguments: function(*arguments)
+    mistakes: list[tuple[str, Function]] = field(default_factory=list)
+
+    def mistake(self, function: Function) -> Function:
+        """Add a usual mistake, whose docstring is its hint."""
+        self.mistakes.append((" ".join(cleandoc(function.__doc__ or "").split()), function))
+        return function
+
+    def outcomes(self, function: Function) -> list[Any]:
+        """Return what is compared for each input, or the error that its call raised."""
+        return [self._outcome(function, arguments) for arguments in self.inputs]
+
+    def _outcome(self, function: Function, arguments: tuple[Any, ...]) -> Any:
+        def finished(*copied: Any) -> Any:
+            result = function(*copied)
+            if result is None or result is ...:
+                raise NotImplementedError
+            return result
+
+        try:
+            return self.observe(finished, *copy.deepcopy(arguments))
+        except Exception as error:  # whatever the learner's code raises
+            return error
+
+    def judge(self, function: Function) -> Judgement:
+        """Compare a function with the package's, and with the usual mistakes."""
+        outcomes, expected = self.outcomes(function), self.outcomes(self.reference)
+        if any(isinstance(outcome, NotImplementedError) for outcome in outcomes):
+            return Judgement("unfinished", "not finished yet. Until it is, this notebook uses the package's function.")
+        if same(outcomes, expected):
+            return Judgement("right", "right: it agrees with the package's function.")
+        for hint, mistake in self.mistakes:
+            if same(outcomes, self.outcomes(mistake)):
+                return Judgement("wrong", f"not right yet. {hint}")
+        rows = zip(self.inputs, outcomes, expected, strict=True)
+        arguments, outcome, right = next(row for row in rows if not same(row[1], row[2]))
+        result = f"it raises {outcome!r}" if isinstance(outcome, Exception) else f"the result is {outcome}"
+        return Judgement("wrong", f"not right yet. For {arguments!s:.400}\n{result}\ninstead of {right}.")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two results are equal, floats up to rounding."""
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, Exception) or isinstance(right, Exception):
+        return type(left) is type(right)
+    try:
+        a, b = (x.detach().double().numpy() if isinstance(x, Tensor) else np.float64(x) for x in (left, right))
+    except (TypeError, ValueError):
+        return bool(left == right)
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)

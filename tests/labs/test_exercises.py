@@ -1,0 +1,30 @@
+"""The check of exercises tells right answers, unfinished ones and each usual mistake apart."""
+
+import pytest
+
+from composer_nb.labs.exercises.check import EXERCISES, check
+from composer_nb.labs.exercises.exercise import Exercise
+
+
+@pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
+def test_each_usual_mistake_gets_its_own_hint(exercise: Exercise):
+    assert exercise.judge(exercise.reference).state == "right"
+    assert exercise.judge(lambda *arguments: None).state == "unfinished"
+    for hint, mistake in exercise.mistakes:
+        assert hint and exercise.judge(mistake) == ("wrong", f"not right yet. {hint}")
+
+
+def test_other_mistakes_show_an_input_or_their_error_and_leave_the_package_s_function(
+    capsys: pytest.CaptureFixture[str],
+):
+    def pass_at_k(n: int, passed: int, k: int) -> float:
+        return passed / (k - 1)
+
+    def misspelt() -> None: ...
+
+    assert check(pass_at_k) is EXERCISES["pass_at_k"].reference
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    always = EXERCISES["pass_at_k"].judge(lambda n, passed, k: 0.3)
+    assert always.text == "not right yet. For (10, 3, 4)\nthe result is 0.3\ninstead of 0.8333333333333334."
+    with pytest.raises(ValueError, match="no exercise is called 'misspelt'; the exercises are advantages, policy_loss"):
+        check(misspelt)
