@@ -97,10 +97,10 @@ class History:
 def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> float:
     """Return the summed negative log-likelihood of a text in nats. Each token is predicted once; windows of `window` tokens move
     on by `stride`, so at least window − stride tokens before it are seen, if the text has them."""
-    if not 0 < stride < window <= base.model.config.max_position_embeddings:
+    most = base.model.config.max_position_embeddings
+    if not 0 < stride < window <= most:
         raise ValueError(
-            f"window={window}, stride={stride}: 0 < stride < window ≤ {base.model.config.max_position_embeddings}, the "
-            f"positions of {base.name}"
+            f"window={window}, stride={stride}: must be 0 < stride < window ≤ {most}, the positions of {base.name}"
         )
     stream = np.array([base.first, *base.ids(text)], np.int32)
     rows = []

@@ -215,9 +215,7 @@ def _evaluate_foreign(args: argparse.Namespace) -> int:
     )
     emit(args, figures, lambda: f"{line}, {figures['n_tasks']} examples, {figures['lost']} attempts lost")
     if figures["lost"] > LOST * figures["attempts"]:
-        raise TooManyLost(
-            f"{figures['lost']} of {figures['attempts']} attempts were lost, so these figures do not count"
-        )
+        raise TooManyLost(f"{figures['lost']} of {figures['attempts']} attempts were lost: these figures do not count")
     return 0
 
 
@@ -267,9 +265,7 @@ def agent(args: argparse.Namespace) -> int:
     options = pick(args, "backend", "image", "packages", "temperature")
     options |= {"user": answerer(screen)} if args.answer else {}
     if (args.planner and args.plan) or (args.plan_only and not args.planner):
-        raise ValueError(
-            "agent: --planner writes a plan and --plan FILE gives one: use one of them, and --plan-only with --planner"
-        )
+        raise ValueError("agent: use either --planner or --plan FILE, and --plan-only with --planner")
     plan = read_plan(args.plan) if args.plan else None
     if args.planner and (plan := _plan(args, out, screen)) is None:
         return int(not args.plan_only)

@@ -204,7 +204,7 @@ def first_of(start: Path, gate: str) -> dict[str, Any]:
         gate_result: dict[str, Any] = json.loads(report_file.read_text())["gate"] if report_file.is_file() else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{report_file}: is no report of an update ({error!r:.200}); move it, or the weights beside it"
+            f"{report_file}: is no report of an update ({error!r:.200}); move it or the weights there"
         ) from None
     return gate_result.get("first") or {} if gate_result.get("tasks") == gate else {}
 

@@ -196,9 +196,7 @@ def _value_rule(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: 
                 text = value if isinstance(value, str) else write_json(value)
                 match = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
                 if match is None or match[2] != text or write_json(read_value(text, types)) != write_json(value):
-                    raise ValueError(
-                        f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
-                    )
+                    raise ValueError(f"tools: {name}: this format cannot tell {write_json(value)[:80]} from others")
                 literals.append(json.dumps(text))
         elif "string" in kinds(option):
             is_any_text = True

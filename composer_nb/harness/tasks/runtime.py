@@ -221,9 +221,7 @@ def packages_of(task: Task) -> Mapping[str, bytes]:
     if not folder:
         return {}
     if Path(folder).exists() and not (Path(folder) / ALLOWED).is_file():
-        raise ValueError(
-            f"task {task.id}: {visible(folder)} was never given to tasks make --packages; the file {ALLOWED} there allows it"
-        )
+        raise ValueError(f"task {task.id}: {visible(folder)} lacks {ALLOWED}, which `tasks make --packages` writes")
     packages = read_packages(Path(folder))
     if packages_digest(packages) != task.metadata.get(PACKAGES_DIGEST):
         raise ValueError(f"task {task.id}: the packages in {folder} are missing or not those that it was made with")
@@ -236,7 +234,7 @@ def allow_packages(folder: Path) -> None:
         (folder / ALLOWED).touch()
     except OSError as error:
         raise ValueError(
-            f"--packages {folder}: cannot write {ALLOWED}, by which tasks may use it ({error.strerror})"
+            f"--packages {folder}: cannot write {ALLOWED}, which lets tasks use it ({error.strerror})"
         ) from None
 
 
@@ -311,7 +309,7 @@ def _check_artifacts(task: Task, box: Sandbox) -> None:
     for source, real in zip(sources, result.stdout.decode("utf-8", "replace").split("\0"), strict=False):
         if not _within(real, (WORKSPACE, *_WRITABLE)):
             raise ValueError(
-                f"task {task.id}: artifacts: {source!r}: a sandbox can write its workspace, /tmp and /logs alone"
+                f"task {task.id}: artifacts: {source!r}: a sandbox writes its workspace, /tmp and /logs alone"
             )
 
 
@@ -333,9 +331,7 @@ def _image(task: Task) -> str:
         derived.mkdir()
         where = environment.workdir or client.api.inspect_image(base)["Config"].get("WorkingDir") or "/"
         if where == "/":
-            raise SandboxUnavailable(
-                f"task {task.id}: its image has no WORKDIR, and environment.workdir names none: name one"
-            )
+            raise SandboxUnavailable(f"task {task.id}: its image has no WORKDIR: name one in environment.workdir")
         (derived / "Dockerfile").write_text(_derived(base, where.rstrip("/")), encoding="utf-8")
         return build_image(client, derived)
 

@@ -94,9 +94,7 @@ class Task(BaseModel):
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
             elif self.grader == "pytest":
                 if not any(map(is_test_module, self.tests)):
-                    raise ValueError(
-                        "no test module found (test_….py or …_test.py): a task without tests cannot be graded"
-                    )
+                    raise ValueError("no test module (test_….py or …_test.py): a task without tests cannot be graded")
                 for path, text in self.tests.items():
                     _ = path.endswith(".py") and parse_module(path, text)
                 if self.mutants and not (len(self.source_scope) == 1 and is_test_module(self.source_scope[0])):
@@ -107,9 +105,7 @@ class Task(BaseModel):
                 if self.mutants and not (
                     len(self.source_scope) == 1 and parse_tests(test_path, self.files.get(test_path, ""))
                 ):
-                    raise ValueError(
-                        "a task with metadata.mutants has one test file as source_scope, which holds a test"
-                    )
+                    raise ValueError("a task with metadata.mutants has one file with a test as source_scope")
                 if self.visible_tests:
                     parse_test_files(self.visible_tests)
         except ValueError as error:

@@ -302,9 +302,7 @@ def _replay(program: ProgramChoices, batch: FrozenBatch) -> Replay | None:
     if program.replay == "none":
         return None
     if program.spelling or program.template:
-        raise ValueError(
-            f"replay of {program.replay!r} needs the tokens on record, and the program spells them otherwise"
-        )
+        raise ValueError(f"replay of {program.replay!r} needs the tokens on record, which the program spells otherwise")
     if not batch.routed:
         raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
     routes, gates, valid = (

@@ -52,9 +52,7 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         require_ranges(self, "replay")
         if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
-            raise ValueError(
-                "replay.level is none, so the other replay settings would do nothing: set it, as to 'ids+order'"
-            )
+            raise ValueError("replay.level is none, so other replay settings do nothing: set it, as to 'ids+order'")
         if self.source == "trainer" and self.missing:
             raise ValueError("replay.missing is of routes on record, and replay.source=trainer makes its own")
 

@@ -106,13 +106,11 @@ def _check_growth(tokenizer: Any) -> None:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN:,} characters")
     if (count := _added(tokenizer.get("post_processor") or {})) > LONGEST_TOKEN:
         raise ValueError(
-            f"its post_processor adds {count:,.0f} tokens to a text; at most {LONGEST_TOKEN:,} are accepted"
+            f"its post_processor adds {count:,.0f} tokens to a text; at most {LONGEST_TOKEN:,} are allowed"
         )
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         if (factor := _growth(tokenizer.get(name) or {})) > MOST_GROWTH:
-            raise ValueError(
-                f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is accepted"
-            )
+            raise ValueError(f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is allowed")
 
 
 def _added(part: dict[str, Any]) -> float:

@@ -396,7 +396,7 @@ class PackedRows:
     def of_lengths(cls, lengths: list[int], config: ModelConfig, device: torch.device | str = "cpu") -> PackedRows:
         if max(lengths) > config.max_position_embeddings:
             raise ValueError(
-                f"a row of {max(lengths)} tokens exceeds model.max_position_embeddings={config.max_position_embeddings}"
+                f"{max(lengths)} tokens exceed model.max_position_embeddings={config.max_position_embeddings}"
             )
         sizes = torch.tensor(lengths, device=device)
         row_N = torch.repeat_interleave(torch.arange(len(lengths), device=device), sizes)

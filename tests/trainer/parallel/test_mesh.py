@@ -48,12 +48,10 @@ def test_groups_are_those_of_two_grids_of_ranks(mesh: Mesh):
             assert [mesh.place(rank)[axis] for rank in group] == list(range(len(group)))  # type: ignore[index]
 
 
-@given(meshes(), st.integers(1, 4))
-def test_an_expert_group_holds_every_expert_once(mesh: Mesh, each: int):
-    experts = each * mesh.ep
-    mesh.require_experts(experts)
+@given(meshes())
+def test_an_expert_group_holds_every_part_of_the_experts_once(mesh: Mesh):
     for group in rows(np.arange(mesh.world).reshape(mesh.expert_shape), 2):
-        assert [expert for rank in group for expert in mesh.experts(rank, experts)] == list(range(experts))
+        assert [mesh.place(rank)["ep"] for rank in group] == list(range(mesh.ep))
 
 
 @pytest.mark.parametrize(

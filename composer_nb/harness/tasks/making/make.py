@@ -73,9 +73,7 @@ def make(
     if "combined" in kinds and "bug" not in kinds:
         raise ValueError("--kinds combined: combines tasks of the kind bug; add it")
     if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
-        raise ValueError(
-            f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
-        )
+        raise ValueError(f"--out {out}: lies in the repository, so tasks would hold answers; choose another")
     running = running or RunOptions()
     if spec is None:  # an image's packages take more memory than the standard library
         spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()

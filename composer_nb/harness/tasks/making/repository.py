@@ -149,7 +149,7 @@ def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) 
         total += len(data)
         if total > MAX_BYTES or len(files) > MAX_FILES:
             raise RepositoryTooLarge(
-                f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
+                f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB; name the package's folder"
             )
     repository = Repository(name=name, files=dict(sorted(files.items())), left_out=dict(sorted(left_out.items())))
     code = [f"{file}: {reason}" for file, reason in repository.left_out.items() if file.endswith(".py")]

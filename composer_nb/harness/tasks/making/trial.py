@@ -163,8 +163,7 @@ class TaskStore:
         fingerprint = hashlib.sha256(origin.encode()).hexdigest()
         if (self.outcomes or "baseline" in self.facts) and self.facts.get(name) != fingerprint:
             raise ValueError(
-                f"--out {self._folder}: holds tasks of another repository, state of it, seed, or way to run its tests; choose "
-                "another folder"
+                f"--out {self._folder}: holds tasks of another repository, seed, or way to run tests; give another"
             )
         self.keep_fact(name, fingerprint)
 
