@@ -171,9 +171,7 @@ class OnRay:
 
         sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_writers)
         node_ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-        sweeps = [
-            sweep.options(scheduling_strategy=OnNode(node_id, soft=False)).remote(self.mark) for node_id in node_ids
-        ]
+        sweeps = [sweep.options(scheduling_strategy=OnNode(node, soft=False)).remote(self.mark) for node in node_ids]
         self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
         self.ray.shutdown()
 

@@ -99,9 +99,7 @@ def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> fl
     on by `stride`, so at least window − stride tokens before it are seen, if the text has them."""
     most = base.model.config.max_position_embeddings
     if not 0 < stride < window <= most:
-        raise ValueError(
-            f"window={window}, stride={stride}: must be 0 < stride < window ≤ {most}, the positions of {base.name}"
-        )
+        raise ValueError(f"window={window}, stride={stride}: 0 < stride < window ≤ {most} is needed")
     stream = np.array([base.first, *base.ids(text)], np.int32)
     rows = []
     for begin in range(0, len(stream) - 1, stride):

@@ -203,9 +203,7 @@ def first_of(start: Path, gate: str) -> dict[str, Any]:
     try:
         gate_result: dict[str, Any] = json.loads(report_file.read_text())["gate"] if report_file.is_file() else {}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{report_file}: is no report of an update ({error!r:.200}); move it or the weights there"
-        ) from None
+        raise ValueError(f"{report_file}: no report of an update ({error!r:.200}); move it or the weights") from None
     return gate_result.get("first") or {} if gate_result.get("tasks") == gate else {}
 
 

@@ -233,9 +233,7 @@ def allow_packages(folder: Path) -> None:
     try:
         (folder / ALLOWED).touch()
     except OSError as error:
-        raise ValueError(
-            f"--packages {folder}: cannot write {ALLOWED}, which lets tasks use it ({error.strerror})"
-        ) from None
+        raise ValueError(f"--packages {folder}: cannot write {ALLOWED} ({error.strerror})") from None
 
 
 @lru_cache(maxsize=4)

@@ -172,9 +172,7 @@ def observe(
     part_values = [_observe(program, variant_model, part, keep_streams) for part in batch.parts(BUDGET)]
     names = [value.name for value in fields(ProgramValues) if value.name != "streams"]
     values = {name: torch.cat([getattr(part, name) for part in part_values]) for name in names}
-    streams = {
-        location: torch.cat([part.streams[location] for part in part_values]) for location in part_values[0].streams
-    }
+    streams = {at: torch.cat([part.streams[at] for part in part_values]) for at in part_values[0].streams}
     return ProgramValues(**values, streams=streams)
 
 
@@ -192,10 +190,8 @@ def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, 
         if program.layout == "rows":
             return packed.attend(layer, query_NQC, key_NKC, value_NKC, scale).to(q_NQC.dtype)
         # Each token against exactly the keys that it may see, contiguous as a cache is.
-        cache_keys, cache_values = (padded(heads, packed.lengths).contiguous() for heads in (key_NKC, value_NKC))
-        return cached_attention(query_NQC, cache_keys, cache_values, packed.row_N, packed.position_N, scale).to(
-            q_NQC.dtype
-        )
+        keys, values = (padded(heads, packed.lengths).contiguous() for heads in (key_NKC, value_NKC))
+        return cached_attention(query_NQC, keys, values, packed.row_N, packed.position_N, scale).to(q_NQC.dtype)
 
     streams: dict[Place, Tensor] = {}
     if keep_streams:
@@ -394,9 +390,7 @@ def text_of(value: object) -> str:
     """Describe a choice."""
     if isinstance(value, Numerics):
         pairs = [(e.name, getattr(value, e.name), getattr(Numerics(), e.name)) for e in fields(value)]
-        return (
-            " and ".join(f"{name} {text_of(choice)}" for name, choice, usual in pairs if choice != usual) or "float32"
-        )
+        return " and ".join(f"{name} {text_of(new)}" for name, new, usual in pairs if new != usual) or "float32"
     if isinstance(value, Model):
         return "its own"
     if value is None or callable(value):

@@ -363,9 +363,8 @@ def units(streams: Sequence[Stream], family: Sequence[int], whole_rollouts: bool
     sorted_numbers = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
     members: dict[int, list[int]] = {}
     for number in sorted_numbers:
-        members.setdefault(id(streams[number].whole or streams[number]) if whole_rollouts else number, []).append(
-            number
-        )
+        key = id(streams[number].whole or streams[number]) if whole_rollouts else number
+        members.setdefault(key, []).append(number)
     return list(members.values())
 
 

@@ -148,6 +148,4 @@ def format_of(path: Path) -> str:
     for name, chat in FORMATS.items():
         if all(tokenizer.token_to_id(token) is not None for token in chat.tokens):
             return name
-    raise ValueError(
-        f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}"
-    )
+    raise ValueError(f"{path}: has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}")

@@ -185,9 +185,7 @@ def _passing(
             f"{KEPT_SHARE:.0%} must{': ' + errors[-1] if errors else ''}{remedy}"
         )
     if "timeout" in ran.flags:
-        say(
-            f"its suite takes longer than {running.suite_s:g} s (--suite-seconds): the {len(names)} tests that ran by then count"
-        )
+        say(f"its suite takes longer than --suite-seconds {running.suite_s:g}: the {len(names)} tests that ran count")
     return names, left_out, passing
 
 

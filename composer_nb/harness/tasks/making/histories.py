@@ -108,9 +108,8 @@ def _conflict(subject: Subject, first: Unit, second: Unit) -> Task:
     span = [Edit(path=path, name=first.name, start=first.start, end=second.end, text=text) for text in texts]
     base, ours, theirs = (Change(kind="git", edits=(edit,), places=()).apply(files) for edit in span)
     keys = [key for unit in (first, second) for key in subject.baseline.nearest([unit.place])[:COUNT]]
-    for side in run_jobs(
-        subject, [job_on(subject, side, keys) for side in (ours, theirs)], 20.0 + subject.baseline.suite_s
-    ):
+    jobs = [job_on(subject, side, keys) for side in (ours, theirs)]
+    for side in run_jobs(subject, jobs, 20.0 + subject.baseline.suite_s):
         if not failing_keys(side, keys):  # one of the functions is not needed
             raise NoTask("unseen")
     commits: Commits = [
