@@ -195,8 +195,8 @@ def rebuilt(base: BaseCandidate, histories: Sequence[History]) -> list[str]:
     texts = []
     for first in range(0, len(requests), SLOTS):
         part = range(first, min(len(requests), first + SLOTS))
-        asked = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
-        for request in engine.generate(asked):
+        batch = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
+        for request in engine.generate(batch):
             texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
             engine.release(request.rollout)
     return texts

@@ -174,9 +174,8 @@ def humaneval(args: argparse.Namespace) -> int:
     options = pick(args, "form", "samples", "temperature", "tokens", "workers", "seed")
     with open_backend(args.backend) as backend, Progress(console=console()) as progress:
         task = progress.add_task("answers", total=len(problems) * args.samples)
-        report = evaluate_humaneval(
-            args.policy, problems, out, backend, on_answer=lambda: progress.advance(task), **options
-        )
+        options["on_answer"] = partial(progress.advance, task)
+        report = evaluate_humaneval(args.policy, problems, out, backend, **options)
     scores = (name.removeprefix("pass_at_") for name in report if name.startswith("pass_at_"))
     lines = [
         f"pass@{k} {report[f'pass_at_{k}']:.3f} ({low:.3f} to {high:.3f})"

@@ -287,9 +287,8 @@ def audit(args: argparse.Namespace) -> int:
     from composer_nb.views.page import text_table
 
     environment = EnvSettings(tasks=args.path).own
-    tasks = (
-        ((task.id, task) for task in tasks_of(args.path, environment)) if environment else read_tasks(Path(args.path))
-    )
+    own_tasks = ((task.id, task) for task in tasks_of(args.path, environment)) if environment else None
+    tasks = own_tasks or read_tasks(Path(args.path))
     options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(environment, "reward", None)}
     report = run(tasks, args.backend, **options)
     if not report["read"]:

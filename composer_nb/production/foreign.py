@@ -365,9 +365,8 @@ def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: 
 
 def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, play_index: int) -> bool:
     best_total = max(episode.total for episodes in played.values() for episode in episodes)
-    return best_total > 0 and all(
-        outcome.total == best_total for outcome in (played[kind] if kind == RANDOM else [played[kind][play_index]])
-    )
+    episodes = played[kind] if kind == RANDOM else [played[kind][play_index]]
+    return best_total > 0 and all(episode.total == best_total for episode in episodes)
 
 
 def _plays(action: Any, seed: int) -> dict[str, list[Play]]:

@@ -190,9 +190,8 @@ def attempts_of(
     env = EnvSettings(tools=setup.tools, renderer=setup.renderer, summary=setup.summary, backend=settings.env.backend)
     with Sandboxes(env.backend) as sandboxes:
         agent = make_agent(env, load_tokenizer(path, needed=()), setup.limits or LIMITS, sandboxes)
-        engine = Engine(
-            model, stop=agent.renderer.stop, slots=settings.slots, max_length=agent.limits.tokens, seed=settings.seed
-        )
+        stop, length = agent.renderer.stop, agent.limits.tokens
+        engine = Engine(model, stop=stop, slots=settings.slots, max_length=length, seed=settings.seed)
         return list(run_eval(engine, agent, tasks, sandboxes, samples))
 
 

@@ -280,9 +280,8 @@ def _declared(function: Mapping[str, Any]) -> str:
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
-    properties = {
-        name: details if isinstance(details, Mapping) else {} for name, details in schema.get("properties", {}).items()
-    }
+    declared = schema.get("properties", {}).items()
+    properties = {name: details if isinstance(details, Mapping) else {} for name, details in declared}
     if schema.keys() == {"type", "properties"} and all(details.keys() == {"type"} for details in properties.values()):
         lines = [f"{name}: {details['type']}" for name, details in properties.items()]
         return "\n".join([*parts, *lines, "</function>"])

@@ -15,10 +15,8 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shlex
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +27,7 @@ from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, San
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.untrusted import is_plain, visible
+from composer_nb.harness.untrusted import is_plain, read_file, visible, walk
 
 MIB = 1 << 20
 # Metadata keys of the folder of installed packages for a task's tests, and of its digest.
@@ -242,16 +240,12 @@ def read_packages(folder: Path) -> Mapping[str, bytes]:
     any folder."""
     packages: dict[str, bytes] = {}
     left = 2 * MAX_PACKAGES_BYTES  # with bytecode
-    for at, _, names in os.walk(folder):
-        for path in (Path(at) / name for name in names):
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or path == folder / ALLOWED:
-                continue
-            left -= status.st_size
-            if left < 0 or len(packages) >= MAX_PACKAGES_FILES:
-                raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
-            with path.open("rb") as file:  # no more than its stated size: some files are endless
-                packages[path.relative_to(folder).as_posix()] = file.read(status.st_size)
+    for path in (path for path, reason in walk(folder, lambda path: "") if not reason and path != ALLOWED):
+        size = (folder / path).lstat().st_size
+        left -= size
+        if left < 0 or len(packages) >= MAX_PACKAGES_FILES:
+            raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
+        packages[path] = read_file(folder / path, size)  # no more than its stated size: some files are endless
     return dict(sorted(packages.items()))
 
 
@@ -306,9 +300,7 @@ def _check_artifacts(task: Task, box: Sandbox) -> None:
     result = box.exec(["python3", "-I", "-S", "-c", _REAL, *sources])
     for source, real in zip(sources, result.stdout.decode("utf-8", "replace").split("\0"), strict=False):
         if not _within(real, (WORKSPACE, *_WRITABLE)):
-            raise ValueError(
-                f"task {task.id}: artifacts: {source!r}: a sandbox writes its workspace, /tmp and /logs alone"
-            )
+            raise ValueError(f"task {task.id}: artifacts: {source!r}: an agent writes its workspace, /tmp and /logs")
 
 
 def _image(task: Task) -> str:

@@ -28,6 +28,7 @@ from composer_nb.harness.rollout import Segment
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.attention.causal import padded
 from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule
+from composer_nb.trainer.engine import nucleus
 from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.learning.packing import ReplayLevel
 from composer_nb.trainer.learning.retrace import trace_of
@@ -264,10 +265,7 @@ def reported(logits_SV: Tensor, token_S: Tensor, temperature: float, top_p: floa
     logprob_SV = (logits_SV / temperature).log_softmax(-1)
     if top_p >= 1:
         return logprob_SV
-    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
-    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
-    inside_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
-    inside_SV.scatter_(1, token_S[:, None], True)
+    inside_SV = nucleus(logprob_SV, top_p).isfinite().scatter(1, token_S[:, None], True)
     return logprob_SV.masked_fill(~inside_SV, -torch.inf).log_softmax(-1)
 
 

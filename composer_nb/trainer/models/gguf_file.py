@@ -79,14 +79,14 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields and the tensors of a file, by name. Raises ValueError and the like if it announces more than it holds."""
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):  # the library's own goes on behind the end of a file, where everything is empty
+    class BoundedReader(GGUFReader):  # the library's own goes on behind the end of a file, where everything is empty
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> NDArray[Any]:
             part: NDArray[Any] = super()._get(offset, dtype, count, *order, **more)
             if len(part) < count:
                 raise ValueError(f"it ends before {count:,} of what it announces at byte {offset:,}")
             return part
 
-    reader = Reader(file)
+    reader = BoundedReader(file)
     if sum(tensor.n_bytes for tensor in reader.tensors) > len(reader.data):
         raise ValueError("several tensors have the same place, so it holds less than it announces")
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -125,6 +125,12 @@ class Mesh:
             "expert_replicate": expert_replicate, "expert_shard": expert_shard, "ep": ep, "world": rank,
         }  # fmt: skip
 
+    def experts(self, rank: int, experts: int) -> range:
+        """Return which of `experts` experts a rank computes."""
+        count = experts // self.ep
+        first = self.place(rank)["ep"] * count
+        return range(first, first + count)
+
     def require_experts(self, experts: int) -> None:
         """Raise ValueError unless every rank of an expert group gets equally many of the model's experts, at least one."""
         if experts % self.ep:
@@ -138,9 +144,7 @@ class Mesh:
             raise ValueError(f"ranks={self.world}: {sum(devices)} device(s) in all; ranks={sum(devices)} would fit")
         if odd := [count for count in devices[:-1] if count % self.cp]:
             fits = math.gcd(self.cp, *devices)
-            raise ValueError(
-                f"mesh.cp={self.cp} does not divide the devices of a machine ({odd[0]}); mesh.cp={fits} would"
-            )
+            raise ValueError(f"mesh.cp={self.cp} does not divide a machine's devices ({odd[0]}); mesh.cp={fits} would")
 
 
 def _require_divides(name: str, value: int, whole: int, of: str) -> None:

@@ -48,10 +48,12 @@ def test_groups_are_those_of_two_grids_of_ranks(mesh: Mesh):
             assert [mesh.place(rank)[axis] for rank in group] == list(range(len(group)))  # type: ignore[index]
 
 
-@given(meshes())
-def test_an_expert_group_holds_every_part_of_the_experts_once(mesh: Mesh):
+@given(meshes(), st.integers(1, 4))
+def test_an_expert_group_holds_every_expert_once(mesh: Mesh, each: int):
+    experts = each * mesh.ep
+    mesh.require_experts(experts)
     for group in rows(np.arange(mesh.world).reshape(mesh.expert_shape), 2):
-        assert [mesh.place(rank)["ep"] for rank in group] == list(range(mesh.ep))
+        assert [expert for rank in group for expert in mesh.experts(rank, experts)] == list(range(experts))
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,8 @@ class Baseline:
             key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
             for key, (seconds, depths) in table["reach"].items()
         }
-        return cls(
-            plan=GradePlan.from_json(table["plan"]), reach=reach, left_out=table["left_out"], suite_s=table["suite_s"]
-        )
+        plan = GradePlan.from_json(table["plan"])
+        return cls(plan=plan, reach=reach, left_out=table["left_out"], suite_s=table["suite_s"])
 
 
 def whole(repository: Repository) -> Task:

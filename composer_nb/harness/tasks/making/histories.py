@@ -77,9 +77,8 @@ def _regression(subject: Subject, unit: Unit, units: Sequence[Unit]) -> Task:
     for other in rng.sample([*planted], COUNT):
         broken ^= {other}
         after = state(broken)
-        commits.append(
-            ("main", f"Rework {other.name}", {path: after[path] for path in paths if after[path] != before[path]})
-        )
+        changed = {path: after[path] for path in paths if after[path] != before[path]}
+        commits.append(("main", f"Rework {other.name}", changed))
         before = after
     wordings = (
         f"one of the last {COUNT} commits broke the tests. find it, undo it with a new commit, and keep the others",

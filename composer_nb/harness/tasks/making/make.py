@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, islice
@@ -171,9 +171,7 @@ class Maker:
             raise ValueError(f"{self.subject.repository.name}: --kinds {kind}: no candidate, {KINDS[kind].needs}")
         return chain([first], candidates)
 
-    def _try(
-        self, pool: ThreadPoolExecutor, doing: str, candidates: Iterator[Change | Assignment], missing: int
-    ) -> None:
+    def _try(self, pool: Executor, doing: str, candidates: Iterator[Change | Assignment], missing: int) -> None:
         """Keep the tasks of the first `missing` candidates that make one, in the candidates' order."""
         while missing > 0 and (window := list(islice(candidates, min(AHEAD, 2 * missing)))):
             fresh = [change for change in window if change.key not in self.store.outcomes]
