@@ -38,6 +38,7 @@ from composer_nb.harness.grading.plan import PLAN, GradePlan, digest
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import single
 from composer_nb.production.bench import claim
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_endpoint, open_engine, parse_policy
@@ -195,7 +196,7 @@ def evaluate_humaneval(
     folder = out / "answers"
     folder.mkdir(exist_ok=True)
     jobs = list(product(range(samples), range(len(problems))))
-    files = [folder / f"{task_of(problems[number]).id}-{sample}.json" for sample, number in jobs]
+    files = [folder / single(f"{task_of(problems[number]).id}-{sample}.json") for sample, number in jobs]
     answers = [read_json(file) for file in files]
     todo = [index for index, row in enumerate(answers) if row is None or row["status"] not in GRADED]
 
