@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import html
 import json
+import os
 import re
 import sqlite3
+import stat
 import tomllib
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,27 @@ def protected(path: str) -> bool:
     parts = re.split(r"[/\\]", path)
     names = [part.translate(_HFS_IGNORES).casefold().partition(":")[0].rstrip(". ") for part in parts]
     return any(name in PROTECTED or _SHORT.fullmatch(name) for name in names)
+
+
+def walk(root: Path, unwanted: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yield the relative path of each file below `root`, with an empty text, and of each file and folder that is left out, with
+    the reason: it is a link or a device, or what `unwanted` says of its path."""
+    for at, folders, names in os.walk(root):
+        here = Path(at).relative_to(root)
+        for name in list(folders):
+            path = (here / name).as_posix()
+            if reason := "a link" if (root / path).is_symlink() else unwanted(path):
+                folders.remove(name)
+                yield path, reason
+        for path in ((here / name).as_posix() for name in names):
+            is_file = stat.S_ISREG((root / path).lstat().st_mode)
+            yield path, unwanted(path) or ("" if is_file else "a link or device")
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the beginning of a file. Raises OSError for a link."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return file.read(max_bytes)
 
 
 class _Visible(dict[int, str]):

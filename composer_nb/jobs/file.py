@@ -310,9 +310,7 @@ def _expand(path: Path, node: Node) -> Iterator[Node]:
         if node.dotted:
             overrides = parameters.get("overrides", {})
             if not isinstance(overrides, Mapping):
-                raise ValueError(
-                    f"{path}: {node_name}.overrides={overrides!r} is no dictionary that --set could add to"
-                )
+                raise ValueError(f"{path}: {node_name}.overrides={overrides!r} is no dictionary for --set to add to")
             parameters["overrides"] = {**overrides, **node.dotted}
         yield replace(node, name=node_name, parameters=parameters)
 

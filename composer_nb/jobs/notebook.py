@@ -204,11 +204,10 @@ class _Execution(PapermillNotebookClient):
                     record["error"] = f"the notebook took longer than {self.timeout_s} s (timeout_s)"
                     failure = TimeoutError(record["error"])
             except Exception as error:  # kernels that do not start, or die between cells, are RuntimeErrors
-                message = (
-                    str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {_first_line(error)}"
-                )
                 record["state"] = getattr(error, "state", "lost" if isinstance(error, RuntimeError) else "failed")
-                record["error"], failure = message, error
+                has_message = isinstance(error, JobFailed)
+                record["error"] = str(error) if has_message else f"{type(error).__name__}: {_first_line(error)}"
+                failure = error
             finally:
                 self.over = True
                 signal.setitimer(signal.ITIMER_REAL, 0)

@@ -171,9 +171,7 @@ class OnRay:
 
         sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_writers)
         node_ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-        sweeps = [
-            sweep.options(scheduling_strategy=OnNode(node_id, soft=False)).remote(self.mark) for node_id in node_ids
-        ]
+        sweeps = [sweep.options(scheduling_strategy=OnNode(node, soft=False)).remote(self.mark) for node in node_ids]
         self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
         self.ray.shutdown()
 
@@ -360,9 +358,7 @@ class Runner:
             end_state = "interrupted" if self.stopping else "timed_out" if elapsed > timeout_s else "lost"
             if not fault and not self.stopping:  # it would end so again
                 end_state = "failed"
-                reason = (
-                    "its process ended before the notebook began" if attempt is None else "it ended without a record"
-                )
+                reason = "it ended without a record" if attempt else "its process ended before the notebook began"
                 fault = f"{reason}: {last_words(attempt_folder / 'log.txt', 0)}"
             attempt = directory.settle(attempt_folder, end_state, fault or "it ended without a record")
         record |= _end_of(attempt)

@@ -184,9 +184,9 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     starts, pairs = end.copy(), np.empty((tokens * choices, 2), np.int64)
     for n in range(tokens):
         for rank in range(choices):
-            place = starts[experts[n, rank]]
+            row = starts[experts[n, rank]]
             starts[experts[n, rank]] += 1
-            pairs[place, 0], pairs[place, 1] = n, rank
+            pairs[row, 0], pairs[row, 1] = n, rank
     gathered = np.empty((BLOCK, h.shape[1]), np.float32)
     y = np.empty((BLOCK, w_out.panels.shape[1] * WIDTH), np.float32)
     between = np.empty((BLOCK, w_in.panels.shape[1] * WIDTH), np.float32)

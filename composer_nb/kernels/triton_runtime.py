@@ -59,9 +59,7 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
     if triton_version() is None:
         return "triton is not installed"
     if interpreted:
-        repaired = (
-            "the interpreter is wrong in casts and products: scripts/bench/triton_interpreter.py repairs it for tests"
-        )
+        repaired = "the interpreter is wrong in casts and products; scripts/bench/triton_interpreter.py repairs it"
         return "" if interpreter_is_repaired else repaired
     if interpreting():
         return "TRITON_INTERPRET is set, and interpreted kernels are run only where they are asked for"
@@ -71,7 +69,5 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
         return f"the device is {device.type}, the kernels are compiled for CUDA"
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
-        return (
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
-        )
+        return f"this GPU has compute capability {capability[0]}.{capability[1]}, kernels need {OLDEST[0]}.{OLDEST[1]}"
     return ""

@@ -97,11 +97,9 @@ class History:
 def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> float:
     """Return the summed negative log-likelihood of a text in nats. Each token is predicted once; windows of `window` tokens move
     on by `stride`, so at least window − stride tokens before it are seen, if the text has them."""
-    if not 0 < stride < window <= base.model.config.max_position_embeddings:
-        raise ValueError(
-            f"window={window}, stride={stride}: 0 < stride < window ≤ {base.model.config.max_position_embeddings}, the "
-            f"positions of {base.name}"
-        )
+    most = base.model.config.max_position_embeddings
+    if not 0 < stride < window <= most:
+        raise ValueError(f"window={window}, stride={stride}: 0 < stride < window ≤ {most} is needed")
     stream = np.array([base.first, *base.ids(text)], np.int32)
     rows = []
     for begin in range(0, len(stream) - 1, stride):
@@ -197,8 +195,8 @@ def rebuilt(base: BaseCandidate, histories: Sequence[History]) -> list[str]:
     texts = []
     for first in range(0, len(requests), SLOTS):
         part = range(first, min(len(requests), first + SLOTS))
-        asked = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
-        for request in engine.generate(asked):
+        batch = [Request(rollout=n, token_ids=requests[n], max_tokens=max_tokens[n]) for n in part]
+        for request in engine.generate(batch):
             texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
             engine.release(request.rollout)
     return texts

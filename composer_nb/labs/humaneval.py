@@ -17,12 +17,13 @@ import gzip
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +32,14 @@ from pydantic import BaseModel, ConfigDict
 
 from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint
 from composer_nb.harness.bench import bootstrap, pass_at_k
-from composer_nb.harness.files import write_json
+from composer_nb.harness.files import read_json, write_json
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import single
+from composer_nb.production.bench import claim
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_endpoint, open_engine, parse_policy
 from composer_nb.production.serve import ChatServer
@@ -178,8 +181,8 @@ def evaluate_humaneval(
 ) -> dict[str, Any]:
     """Return the score of a policy: pass@k with 95 % intervals by bootstrap over the problems.
 
-    Each graded answer is a line of `out/answers.jsonl`; those that are there are not asked for again, so a killed evaluation
-    resumes. Raises ValueError if `out` holds answers of other settings, and ProviderFailure for an endpoint that fails.
+    Each graded answer is a file in `out/answers`; those that are there are not asked for again, so a killed evaluation resumes.
+    Raises ValueError if `out` holds answers of other settings, and ProviderFailure for an endpoint that fails.
     """
     about = {
         "policy": policy,
@@ -189,58 +192,34 @@ def evaluate_humaneval(
         "tokens": tokens,
         "seed": seed,
     }
-    answers = _resume(out, about)
-    lock = threading.Lock()
+    claim(out, about)
+    folder = out / "answers"
+    folder.mkdir(exist_ok=True)
+    jobs = list(product(range(samples), range(len(problems))))
+    files = [folder / single(f"{task_of(problems[number]).id}-{sample}.json") for sample, number in jobs]
+    answers = [read_json(file) for file in files]
+    todo = [index for index, row in enumerate(answers) if row is None or row["status"] not in GRADED]
 
-    def answer(endpoint: Endpoint, number: int, sample: int) -> None:
+    def answer(endpoint: Endpoint, index: int) -> None:
+        sample, number = jobs[index]
         problem = problems[number]
         text = ask(endpoint, problem, form, tokens, seed + sample * len(problems) + number)
         program = completed(problem, text) if form == "raw" else extracted(problem, text)
         result = grade(task_of(problem), {SOLUTION: program}, backend)
-        row: dict[str, Any] = {"task": problem.task_id, "sample": sample, "text": text}
-        row |= {"status": result.status, "passed": result.passed}
-        with lock, (out / "answers.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        answers[problem.task_id, sample] = row
+        row = {"task": problem.task_id, "text": text, "status": result.status, "passed": result.passed}
+        write_json(files[index], row)
+        answers[index] = row
         on_answer()
 
-    todo = [
-        (number, sample)
-        for sample in range(samples)
-        for number, problem in enumerate(problems)
-        if (problem.task_id, sample) not in answers
-    ]
     if todo:
         with (
             endpoint_of(policy, temperature, seed, workers, tokens + 1024) as endpoint,
             ThreadPoolExecutor(workers, thread_name_prefix="humaneval") as pool,
         ):
-            futures = [pool.submit(answer, endpoint, *pair) for pair in todo]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    report = about | score([answers[problem.task_id, n] for problem in problems for n in range(samples)], seed)
+            list(pool.map(partial(answer, endpoint), todo))
+    report = about | score([row for row in answers if row], seed)
     write_json(out / "report.json", report)
     return report
-
-
-def _resume(out: Path, about: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the graded answers in `out`, by problem and sample; lost ones are asked for again. A last line that was cut off is
-    removed."""
-    out.mkdir(parents=True, exist_ok=True)
-    settings, file = out / "settings.json", out / "answers.jsonl"
-    if settings.is_file() and json.loads(settings.read_text()) != about:
-        raise ValueError(f"--out {out}: holds answers of other settings ({settings}); give another folder")
-    write_json(settings, about)
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole, encoding="utf-8")
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return {(row["task"], row["sample"]): row for row in rows if row["status"] in GRADED}
 
 
 def score(answers: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:

@@ -187,9 +187,8 @@ def exact(tokens: SampledTokens, denominator: float) -> Slope:
     """Return the on-policy policy gradient, estimated without bias from what another policy drew."""
     gap_S = (tokens.logprob_S.detach() - tokens.sampled_S).to(tokens.logprob_S.dtype)
     rollout_count = int(tokens.rollout_S.max()) + 1
-    rollout_ratio_S = (
-        gap_S.new_zeros(rollout_count).index_add(0, tokens.rollout_S, gap_S).clamp(-20, 20).exp()[tokens.rollout_S]
-    )
+    log_ratio = gap_S.new_zeros(rollout_count).index_add(0, tokens.rollout_S, gap_S)
+    rollout_ratio_S = log_ratio.clamp(-20, 20).exp()[tokens.rollout_S]
     has_advantage_S = tokens.advantage_S.abs() > NO_SIGNAL
     # As autograd rounds it: on policy it is ours to the last bit.
     per_token = rollout_ratio_S.new_ones(()) / denominator
@@ -318,9 +317,7 @@ def bench(
     rollout_count = float(len({id(stream.whole or stream) for group in groups for stream in group}))
     sampled_count = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
     loss_names = (*losses, EXACT)
-    gradients_LW = torch.zeros(
-        len(loss_names), sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype
-    )
+    gradients_LW = torch.zeros(len(loss_names), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     squares_L = np.zeros(len(loss_names))
     slopes_by_loss: list[list[Slope]] = [[] for _ in loss_names]
     remedied_groups = {name: remedied(groups, loss, solved) for name, loss in losses.items()}
@@ -352,9 +349,7 @@ def bench(
     with np.errstate(invalid="ignore"):
         cosines_LL = (inner_LL / np.outer(norm_L, norm_L)).clip(-1, 1)
         variance_L = squares_L / norm_L**2 - 1 / len(groups)
-    rows = tuple(
-        _row(*parts) for parts in zip(loss_names, slopes_by_loss, norm_L.tolist(), variance_L.tolist(), strict=True)
-    )
+    rows = tuple(map(_row, loss_names, slopes_by_loss, norm_L.tolist(), variance_L.tolist()))
     return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines_LL)
 
 

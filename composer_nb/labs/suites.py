@@ -168,9 +168,7 @@ def make_suite(named: str, executor: Executor) -> list[Task]:
     """Return the tasks of `NAME` or `NAME:COUNT`. Raises ValueError for another name, or for a count below 1."""
     name, _, count = named.partition(":")
     if name not in SUITES or not (count or "1").isdecimal() or not (most := int(count or COUNT)):
-        raise ValueError(
-            f"--suite {named}: there are {', '.join(SUITES)}, also with a number of tasks, as impossible:48"
-        )
+        raise ValueError(f"--suite {named}: there are {', '.join(SUITES)}, also with a count, as impossible:48")
     random = Random(f"suite {name} 0")
     miniatures = make_miniatures(f"suite {name} 0", 4 * most, heldout=True, executor=executor)
     return list(islice((task for miniature in miniatures if (task := SUITES[name][0](miniature, random))), most))

@@ -78,9 +78,7 @@ JSON = arg("--json", "print JSON, for programs")
 RUN = arg("path RUN", "a run directory, as runs/tour", type=Path)
 HTML = arg("--html FILE", "also write a page with figures", type=Path)
 STEP = arg("--step N", "RL step, from 1; -1: the last", -1)
-SET = arg(
-    "--set KEY=VALUE", "change a setting by its dotted name, as rl.steps=20; may be given again", [], action="append"
-)
+SET = arg("--set KEY=VALUE", "change a setting by its dotted name, as rl.steps=20; repeatable", [], action="append")
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:

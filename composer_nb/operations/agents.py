@@ -174,9 +174,8 @@ def humaneval(args: argparse.Namespace) -> int:
     options = pick(args, "form", "samples", "temperature", "tokens", "workers", "seed")
     with open_backend(args.backend) as backend, Progress(console=console()) as progress:
         task = progress.add_task("answers", total=len(problems) * args.samples)
-        report = evaluate_humaneval(
-            args.policy, problems, out, backend, on_answer=lambda: progress.advance(task), **options
-        )
+        options["on_answer"] = partial(progress.advance, task)
+        report = evaluate_humaneval(args.policy, problems, out, backend, **options)
     scores = (name.removeprefix("pass_at_") for name in report if name.startswith("pass_at_"))
     lines = [
         f"pass@{k} {report[f'pass_at_{k}']:.3f} ({low:.3f} to {high:.3f})"
@@ -215,9 +214,7 @@ def _evaluate_foreign(args: argparse.Namespace) -> int:
     )
     emit(args, figures, lambda: f"{line}, {figures['n_tasks']} examples, {figures['lost']} attempts lost")
     if figures["lost"] > LOST * figures["attempts"]:
-        raise TooManyLost(
-            f"{figures['lost']} of {figures['attempts']} attempts were lost, so these figures do not count"
-        )
+        raise TooManyLost(f"{figures['lost']} of {figures['attempts']} attempts were lost: these figures do not count")
     return 0
 
 
@@ -267,9 +264,7 @@ def agent(args: argparse.Namespace) -> int:
     options = pick(args, "backend", "image", "packages", "temperature")
     options |= {"user": answerer(screen)} if args.answer else {}
     if (args.planner and args.plan) or (args.plan_only and not args.planner):
-        raise ValueError(
-            "agent: --planner writes a plan and --plan FILE gives one: use one of them, and --plan-only with --planner"
-        )
+        raise ValueError("agent: use either --planner or --plan FILE, and --plan-only with --planner")
     plan = read_plan(args.plan) if args.plan else None
     if args.planner and (plan := _plan(args, out, screen)) is None:
         return int(not args.plan_only)

@@ -80,9 +80,8 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         durations_file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
         if not durations_file.is_file():
             raise FileNotFoundError(f"{durations_file}: no durations here; give --durations")
-        load = SimulatedLoad(
-            durations=Durations.read(durations_file), **pick(args, "workers", "capacity", "train_s", "publish_s")
-        )
+        durations = Durations.read(durations_file)
+        load = SimulatedLoad(durations=durations, **pick(args, "workers", "capacity", "train_s", "publish_s"))
     for order, ahead, bound in schedules:
         schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
         results.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})

@@ -110,9 +110,8 @@ def _made(summary: Mapping[str, Any]) -> Group:
         guards_line(Counter(guard["by"] for guard in summary["guards"].values())),
     ]
     lines += [f"left out, below the required guard: {guards_line(summary['below'])}"] if summary["below"] else []
-    unused = {
-        path: why for path, why in (summary["files_left_out"] | summary["no_bugs_in"]).items() if path[-3:] == ".py"
-    }
+    reasons = summary["files_left_out"] | summary["no_bugs_in"]
+    unused = {path: why for path, why in reasons.items() if path.endswith(".py")}
     lines += [f"{path}: {reason}, so no task is made of it" for path, reason in list(unused.items())[:10]]
     table = text_table(rows, ("kind", "tried", "kept", "yield", "s a task", "why not"))
     return Group(table, *(Text(visible_lines(line)) for line in lines))
@@ -288,9 +287,8 @@ def audit(args: argparse.Namespace) -> int:
     from composer_nb.views.page import text_table
 
     environment = EnvSettings(tasks=args.path).own
-    tasks = (
-        ((task.id, task) for task in tasks_of(args.path, environment)) if environment else read_tasks(Path(args.path))
-    )
+    own_tasks = ((task.id, task) for task in tasks_of(args.path, environment)) if environment else None
+    tasks = own_tasks or read_tasks(Path(args.path))
     options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(environment, "reward", None)}
     report = run(tasks, args.backend, **options)
     if not report["read"]:

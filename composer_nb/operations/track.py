@@ -137,9 +137,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 tracker = tracker or TRACKERS[name](run, _dotted(run.settings()))
                 for stage, points in logged_steps(run.path / "metrics.jsonl").items():
                     for step in sorted(step for step in points if step > sent_steps.get(stage, 0)):
-                        numbers = {
-                            key: x for key, x in points[step].items() if key != "step" and type(x) in (int, float)
-                        }
+                        numbers = {k: x for k, x in points[step].items() if k != "step" and type(x) in (int, float)}
                         figures = {f"{stage}/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)}
                         if figures:
                             tracker[0](figures, step)

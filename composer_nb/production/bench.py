@@ -166,8 +166,8 @@ def evaluate(
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     limits, user = settings.limits, open_user(settings.user)
-    claim = {"policy": policy, "is": identity(policy), "backend": backend}
-    _claim(out, claim | {"settings": {name: value for name, value in asdict(settings).items() if value != ""}})
+    values = {name: value for name, value in asdict(settings).items() if value != ""}
+    claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": values})
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
@@ -224,7 +224,7 @@ def _tiny_arms(policy: str, arms: str, fits: bool) -> dict[str, Arm]:
 
 def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[TaskPlan]:
     """Return the plans of a policy, kept in `out`. Raises ValueError for plans of another there."""
-    _claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
+    claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
     limits = equipment(planner)[1]
     options = {name: getattr(settings, name) for name in ("temperature", "seed")}
     with open_policy(planner, "", [], limits=limits, slots=workers, **options) as cast:
@@ -284,7 +284,7 @@ def _turn_policies(
         yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
 
 
-def _claim(out: Path, content: Mapping[str, Any]) -> None:
+def claim(out: Path, content: Mapping[str, Any]) -> None:
     """Note in `out` what its rollouts depend on. Raises ValueError if it holds rollouts of something else."""
     path, text = out / "bench.json", json.dumps(content, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
@@ -428,9 +428,8 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
     def figure(values: Any) -> dict[str, Any]:
         return {"pass_at_1": float(values.mean()), "ci95": bootstrap(values, seed)}
 
-    arms = [
-        {file.parent.name: _solved(file) for file in sorted(out.glob("*/rollouts.parquet"))} for out in (first, second)
-    ]
+    files = [sorted(out.glob("*/rollouts.parquet")) for out in (first, second)]
+    arms = [{file.parent.name: _solved(file) for file in of_one} for of_one in files]
     for out, scores_by_arm in zip((first, second), arms, strict=True):
         if not scores_by_arm:
             raise FileNotFoundError(f"{out}: neither a run nor the folder of an evaluation (composer-nb eval --out)")

@@ -8,9 +8,7 @@ Changes come back only when the user accepts them, and only if the files that th
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +19,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 from composer_nb.harness.tasks.runtime import PACKAGES_AT, bring
 from composer_nb.harness.tools.session import FOLDER
-from composer_nb.harness.untrusted import HISTORY, is_plain, protected
+from composer_nb.harness.untrusted import HISTORY, is_plain, protected, read_file, walk
 
 MAX_FILE_BYTES = 4 << 20
 MAX_BYTES = 128 << 20
@@ -79,11 +77,15 @@ def read_checkout(root: Path) -> Checkout:
     if not root.is_dir():
         kind, what = (NotADirectoryError, "not a folder") if root.exists() else (FileNotFoundError, "no folder here")
         raise kind(f"{root}: {what}; give the repository that the agent should work on")
-    left_out: dict[str, str] = {}
-    room = MAX_BYTES
-    statuses = dict(_walk(root, left_out))
+
+    def unwanted(path: str) -> str:
+        return _unwanted(path) or ("a virtual environment" if (root / path / "pyvenv.cfg").is_file() else "")
+
+    reasons = dict(walk(root, unwanted))
+    left_out = {path: reason for path, reason in reasons.items() if reason}
+    statuses = {path: (root / path).lstat() for path, reason in reasons.items() if not reason}
     ignore = _ignore(root, [path for path in statuses if PurePosixPath(path).name in NAMES])
-    files: dict[str, bytes] = {}
+    files, room = dict[str, bytes](), MAX_BYTES
     for path, status in sorted(statuses.items()):
         if ignore.ignored(path):
             left_out[path] = "ignored"
@@ -91,7 +93,7 @@ def read_checkout(root: Path) -> Checkout:
         if status.st_size > MAX_FILE_BYTES:
             left_out[path] = f"larger than {MAX_FILE_BYTES >> 20} MiB"
             continue
-        files[path] = _read(root, path)
+        files[path] = read_file(root / path, MAX_FILE_BYTES + 1)
         room -= len(files[path])
         if room < 0 or len(files) > MAX_FILES:
             raise ValueError(
@@ -115,33 +117,13 @@ def _ignore(root: Path, paths: Sequence[str]) -> Ignore:
     return replace(read_ignore(files, default=b"node_modules/\n.venv/\n"), under=under)
 
 
-def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, os.stat_result]]:
-    for at, folders, names in os.walk(root):
-        here = Path(at).relative_to(root)
-        for folder in list(folders):
-            why = "a link" if (Path(at) / folder).is_symlink() else ""
-            ours = folder in CACHE_FOLDERS or folder.startswith(FOLDER)
-            why = why or ("history" if folder in HISTORY else "a cache" if ours else "")
-            if not why and (Path(at) / folder / "pyvenv.cfg").is_file():
-                why = "a virtual environment"
-            if why:
-                folders.remove(folder)
-                left_out[(here / folder).as_posix()] = why
-        for name in names:
-            path, status = (here / name).as_posix(), (Path(at) / name).lstat()
-            if name in HISTORY:  # of a worktree or a submodule
-                left_out[path] = "history"
-            elif not stat.S_ISREG(status.st_mode):
-                left_out[path] = "a link or device"
-            elif name.endswith(CACHE_ENDINGS):
-                left_out[path] = "a cache"
-            else:
-                yield path, status
-
-
-def _read(root: Path, path: str) -> bytes:
-    with open(os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        return file.read(MAX_FILE_BYTES + 1)
+def _unwanted(path: str) -> str:
+    """Return why a file or folder of this path stays behind. Empty if it does not."""
+    parts = PurePosixPath(path).parts
+    if HISTORY.intersection(parts):
+        return "history"
+    is_ours = any(part in CACHE_FOLDERS or part.startswith(FOLDER) for part in parts)
+    return "a cache" if is_ours or path.endswith(CACHE_ENDINGS) else ""
 
 
 def changed(
@@ -167,7 +149,4 @@ def _inside(path: str, others: Set[str]) -> bool:
 
 def _stays(checkout: Checkout, path: str) -> bool:
     """Return whether a file at this path would have stayed behind."""
-    parts = set(PurePosixPath(path).parts)
-    named = path.endswith(CACHE_ENDINGS) or any(part.startswith(FOLDER) for part in parts)
-    named = named or bool(parts & (CACHE_FOLDERS | HISTORY))
-    return named or checkout.ignore.ignored(path) or _inside(path, checkout.left_out.keys())
+    return bool(_unwanted(path)) or checkout.ignore.ignored(path) or _inside(path, checkout.left_out.keys())

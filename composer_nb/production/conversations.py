@@ -402,9 +402,8 @@ def _grammar(body: RequestBody, renderer: ChatRenderer) -> Grammar | None:
     """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
     Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
     functions = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
-    if not body.must_call and (
-        body.tool_choice == "none" or not any(function.get("strict") for function in functions.values())
-    ):
+    strict = any(function.get("strict") for function in functions.values())
+    if not body.must_call and (body.tool_choice == "none" or not strict):
         return None
     names = [body.tool] if body.tool else [*functions]
     if not names or not functions.keys() >= {*names}:

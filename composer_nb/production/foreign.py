@@ -339,9 +339,8 @@ def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: 
             for kind, kind_plays in plays.items()
         }
         episodes = [episode for kind_plays in played.values() for episode in kind_plays]
-        extra = [
-            _blind(shared, play, play_seed) for play in _plays(action, play_seed)[RANDOM]
-        ]  # further actions, for exceptions
+        # Further actions, for exceptions.
+        extra = [_blind(shared, play, play_seed) for play in _plays(action, play_seed)[RANDOM]]
         repeated, reused = _blind(load_openenv(name)[0], first_play, play_seed), _blind(shared, first_play, play_seed)
         resets = {str(episode.observations[:1]) for episode in episodes}
         differs = len(resets) > 1 or repr(repeated) != repr(played[RANDOM][0])
@@ -366,9 +365,8 @@ def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: 
 
 def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, play_index: int) -> bool:
     best_total = max(episode.total for episodes in played.values() for episode in episodes)
-    return best_total > 0 and all(
-        outcome.total == best_total for outcome in (played[kind] if kind == RANDOM else [played[kind][play_index]])
-    )
+    episodes = played[kind] if kind == RANDOM else [played[kind][play_index]]
+    return best_total > 0 and all(episode.total == best_total for episode in episodes)
 
 
 def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
@@ -376,11 +374,9 @@ def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
     schema.get("properties", {}).pop("metadata", None)
 
     def act(random: Random | None, text: str = "") -> Any:
-        for redraw in range(100):  # a schema does not say all that is checked
+        for n in range(100):  # a schema does not say all that is checked
             with suppress(ValueError):
-                return action.model_validate(
-                    drawn(schema, schema, random or (Random(redraw) if redraw else None), text)
-                )
+                return action.model_validate(drawn(schema, schema, random or (Random(n) if n else None), text))
         raise ValueError(f"{action.__name__}: no action that was drawn from its schema is valid")
 
     def lazy(make: Callable[[str], str]) -> Play:

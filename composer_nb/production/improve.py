@@ -190,9 +190,8 @@ def attempts_of(
     env = EnvSettings(tools=setup.tools, renderer=setup.renderer, summary=setup.summary, backend=settings.env.backend)
     with Sandboxes(env.backend) as sandboxes:
         agent = make_agent(env, load_tokenizer(path, needed=()), setup.limits or LIMITS, sandboxes)
-        engine = Engine(
-            model, stop=agent.renderer.stop, slots=settings.slots, max_length=agent.limits.tokens, seed=settings.seed
-        )
+        stop, length = agent.renderer.stop, agent.limits.tokens
+        engine = Engine(model, stop=stop, slots=settings.slots, max_length=length, seed=settings.seed)
         return list(run_eval(engine, agent, tasks, sandboxes, samples))
 
 
@@ -203,9 +202,7 @@ def first_of(start: Path, gate: str) -> dict[str, Any]:
     try:
         gate_result: dict[str, Any] = json.loads(report_file.read_text())["gate"] if report_file.is_file() else {}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{report_file}: is no report of an update ({error!r:.200}); move it, or the weights beside it"
-        ) from None
+        raise ValueError(f"{report_file}: no report of an update ({error!r:.200}); move it or the weights") from None
     return gate_result.get("first") or {} if gate_result.get("tasks") == gate else {}
 
 

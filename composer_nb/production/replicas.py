@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.agent.grammar import Grammar
@@ -181,7 +180,7 @@ class Replicas:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._give_up(ProviderFailure("the replicas were closed"))
             remotes = [replica.remote for replica in self._replicas if replica.remote]

@@ -43,9 +43,8 @@ def accepted_requests(paths: Sequence[Path]) -> list[AcceptedRequest]:
         if not folders:
             raise FileNotFoundError(f"{path}: no agent's work is kept here; give one that `composer-nb agent` named")
         for time, request, *states in filter(None, map(accepted, folders)):
-            before, after = (
-                {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None} for files in states
-            )
+            blobs = [[(path, blob) for path, blob in files.items() if blob] for files in states]
+            before, after = ({path: decoded(blob.data) or "" for path, blob in files} for files in blobs)
             requests.append(AcceptedRequest(time=time, request=request, lines=added(before, after)))
     return sorted((request for request in requests if request.lines), key=lambda request: request.time)
 

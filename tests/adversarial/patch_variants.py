@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 import textwrap
 
-from composer_nb.labs.attacks.patch_target import MODULE, TARGET
+from composer_nb.labs.attacks.patch_target import ANSWER, MODULE, SETUP, TARGET, WRONG, module
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER, SETUP, WRONG, module
 
 SLOW = {"memory_bomb"}
 PLACES = ("import", "first_call", "exit", "thread", "nested")

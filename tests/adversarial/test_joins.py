@@ -106,7 +106,7 @@ REVIEWED = {
     "trainer/records/finished.py trainer/services/services.py trainer/services/trainer_ranks.py",
     "names that the kernel has": "harness/sandbox/docker.py harness/sandbox/granted.py",
     "regular files that a walk of the same folder, without its links, has found": "production/checkout.py "
-    "harness/tasks/runtime.py trainer/corpus/repositories.py",
+    "harness/tasks/making/repository.py harness/tasks/runtime.py harness/untrusted.py trainer/corpus/repositories.py",
     "names in a recipe that the package ships": "harness/tasks/making/bugs.py",
     "numbers": "trainer/learning/learner.py",
 }

@@ -103,7 +103,9 @@ def test_a_foreign_task_may_name_no_folder_that_was_never_given_for_tests(tmp_pa
     named = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest({"secret.py": b"x"})}
     task = Task(id="t", instruction="-", files={}, tests={"test_a.py": ""}, source_scope=("a.py",), grader="pytest")
     task = task.model_copy(update={"metadata": named})
-    with pytest.raises(ValueError, match=f"task t: {tmp_path} was never given to tasks make --packages"):
+    with pytest.raises(
+        ValueError, match=f"task t: {tmp_path} lacks composer_nb.packages, which `tasks make --packages` writes"
+    ):
         packages_of(task)
     allow_packages(tmp_path)
     assert packages_of(task) == {"secret.py": b"x"}

@@ -94,8 +94,8 @@ def test_a_plan_that_fails_is_an_error(
         (["--planner", "scripted:planner"], "plays the solution of a task"),
         (["--plan", str(blank)], "is empty"),
         (["--plan", str(tmp_path / "none.md")], "none.md"),
-        (["--plan", str(blank), "--planner", planner], "use one of them"),
-        (["--plan-only"], "use one of them"),
+        (["--plan", str(blank), "--planner", planner], "use either --planner or --plan FILE"),
+        (["--plan-only"], "use either --planner or --plan FILE"),
         (["--planner", planner, "--planner-price", "x"], "--planner-price x: give dollars per million tokens"),
     ):
         assert main([*words, *given]) == 2 and not (tmp_path / "out").exists()

@@ -99,9 +99,7 @@ class ChatRenderer(ABC):
         self.tokenizer, self.tools = tokenizer, tuple(tools)
         numbers = {token: tokenizer.token_to_id(token) for token in self.tokens}
         if missing := [token for token, number in numbers.items() if number is None]:
-            raise ValueError(
-                f"the tokenizer lacks the token {missing[0]} of this format; composer-nb convert MODEL DIR --format NAME adds it"
-            )
+            raise ValueError(f"the tokenizer lacks {missing[0]}; composer-nb convert MODEL DIR --format NAME adds it")
         self.ids = {token: number for token, number in numbers.items() if number is not None}
         self.end = self.ids[self.closing]
         self.names = {number: token for token, number in self.ids.items()}
@@ -110,9 +108,7 @@ class ChatRenderer(ABC):
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
         self._plain = _without_added_tokens(tokenizer)
         if plain_tokens := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
-            raise ValueError(
-                f"the tokenizer finds {', '.join(plain_tokens)} in plain text: these tokens must be added tokens"
-            )
+            raise ValueError(f"the tokenizer finds {', '.join(plain_tokens)} in plain text: they must be added tokens")
         # JSON Schema of a tool's arguments, by name of the tool.
         self.parameters = {tool["function"]["name"]: dict(tool["function"].get("parameters", {})) for tool in tools}
 

@@ -86,9 +86,8 @@ class _Form(NamedTuple):
         """Return a call as pieces. Raises ValueError for arguments that JSON cannot express."""
         names = (*self.short, *self.long)
         # Missing arguments are found by parsing the turn.
-        texts = [
-            str(arguments.get(n)) if self.types.get(n) == "string" else write_json(arguments.get(n)) for n in names
-        ]
+        values = [(arguments.get(name), self.types.get(name)) for name in names]
+        texts = [str(value) if kind == "string" else write_json(value) for value, kind in values]
         more = {name: value for name, value in arguments.items() if name not in names}
         texts += [write_json(more)] if more else []
         pieces: list[Piece] = [" ".join([self.word, *texts[: len(self.short)]])]

@@ -315,8 +315,8 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         if answer.cut and not calls:
             ids, calls = [""], [invalid("the turn was cut off")]
         written_calls = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-        said = Said(text=turn["content"].strip(), calls=written_calls)
-        return Spoken(said=said, read=answer.read, written=answer.written)
+        text = turn["content"].strip()
+        return Spoken(said=Said(text=text, calls=written_calls), read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room.

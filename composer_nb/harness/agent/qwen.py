@@ -196,9 +196,7 @@ def _value_rule(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: 
                 text = value if isinstance(value, str) else write_json(value)
                 match = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
                 if match is None or match[2] != text or write_json(read_value(text, types)) != write_json(value):
-                    raise ValueError(
-                        f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
-                    )
+                    raise ValueError(f"tools: {name}: this format cannot tell {write_json(value)[:80]} from others")
                 literals.append(json.dumps(text))
         elif "string" in kinds(option):
             is_any_text = True
@@ -282,9 +280,8 @@ def _declared(function: Mapping[str, Any]) -> str:
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
-    properties = {
-        name: details if isinstance(details, Mapping) else {} for name, details in schema.get("properties", {}).items()
-    }
+    declared = schema.get("properties", {}).items()
+    properties = {name: details if isinstance(details, Mapping) else {} for name, details in declared}
     if schema.keys() == {"type", "properties"} and all(details.keys() == {"type"} for details in properties.values()):
         lines = [f"{name}: {details['type']}" for name, details in properties.items()]
         return "\n".join([*parts, *lines, "</function>"])

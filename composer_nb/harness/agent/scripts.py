@@ -130,9 +130,7 @@ def read_script(path: Path) -> Script:
     except ValueError as error:
         form = '{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}'
         raise ValueError(f"{path}: not a script ({error!r:.200}): give a list of turns, each {form}") from None
-    turns = [
-        turn([call(scripted.name, **scripted.arguments) for scripted in entry.calls], entry.text) for entry in entries
-    ]
+    turns = [turn([call(step.name, **step.arguments) for step in entry.calls], entry.text) for entry in entries]
     if not turns or turns[-1].calls:
         raise ValueError(f"{path}: the last turn of a script must have no calls, to end the conversation")
     return play(turns)

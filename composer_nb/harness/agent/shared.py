@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
@@ -52,7 +51,7 @@ class Shared:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._thread.join()
 

@@ -128,9 +128,8 @@ def _parse_test(path: str, node: ast.FunctionDef, imported: Mapping[str, tuple[s
         expected = value_text(literal_eval(wanted))
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{where}: arguments and value must be literals of plain data") from None
-    return FunctionTest(
-        id=f"{path}::{node.name}", module=module, function=function, arguments=arguments, expected=expected
-    )
+    id = f"{path}::{node.name}"
+    return FunctionTest(id=id, module=module, function=function, arguments=arguments, expected=expected)
 
 
 def parse_test_files(files: Mapping[str, str]) -> tuple[FunctionTest, ...]:

@@ -15,10 +15,8 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shlex
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +27,7 @@ from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, San
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.untrusted import is_plain, visible
+from composer_nb.harness.untrusted import is_plain, read_file, visible, walk
 
 MIB = 1 << 20
 # Metadata keys of the folder of installed packages for a task's tests, and of its digest.
@@ -221,9 +219,7 @@ def packages_of(task: Task) -> Mapping[str, bytes]:
     if not folder:
         return {}
     if Path(folder).exists() and not (Path(folder) / ALLOWED).is_file():
-        raise ValueError(
-            f"task {task.id}: {visible(folder)} was never given to tasks make --packages; the file {ALLOWED} there allows it"
-        )
+        raise ValueError(f"task {task.id}: {visible(folder)} lacks {ALLOWED}, which `tasks make --packages` writes")
     packages = read_packages(Path(folder))
     if packages_digest(packages) != task.metadata.get(PACKAGES_DIGEST):
         raise ValueError(f"task {task.id}: the packages in {folder} are missing or not those that it was made with")
@@ -235,9 +231,7 @@ def allow_packages(folder: Path) -> None:
     try:
         (folder / ALLOWED).touch()
     except OSError as error:
-        raise ValueError(
-            f"--packages {folder}: cannot write {ALLOWED}, by which tasks may use it ({error.strerror})"
-        ) from None
+        raise ValueError(f"--packages {folder}: cannot write {ALLOWED} ({error.strerror})") from None
 
 
 @lru_cache(maxsize=4)
@@ -246,16 +240,12 @@ def read_packages(folder: Path) -> Mapping[str, bytes]:
     any folder."""
     packages: dict[str, bytes] = {}
     left = 2 * MAX_PACKAGES_BYTES  # with bytecode
-    for at, _, names in os.walk(folder):
-        for path in (Path(at) / name for name in names):
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or path == folder / ALLOWED:
-                continue
-            left -= status.st_size
-            if left < 0 or len(packages) >= MAX_PACKAGES_FILES:
-                raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
-            with path.open("rb") as file:  # no more than its stated size: some files are endless
-                packages[path.relative_to(folder).as_posix()] = file.read(status.st_size)
+    for path in (path for path, reason in walk(folder, lambda path: "") if not reason and path != ALLOWED):
+        size = (folder / path).lstat().st_size
+        left -= size
+        if left < 0 or len(packages) >= MAX_PACKAGES_FILES:
+            raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
+        packages[path] = read_file(folder / path, size)  # no more than its stated size: some files are endless
     return dict(sorted(packages.items()))
 
 
@@ -310,9 +300,7 @@ def _check_artifacts(task: Task, box: Sandbox) -> None:
     result = box.exec(["python3", "-I", "-S", "-c", _REAL, *sources])
     for source, real in zip(sources, result.stdout.decode("utf-8", "replace").split("\0"), strict=False):
         if not _within(real, (WORKSPACE, *_WRITABLE)):
-            raise ValueError(
-                f"task {task.id}: artifacts: {source!r}: a sandbox can write its workspace, /tmp and /logs alone"
-            )
+            raise ValueError(f"task {task.id}: artifacts: {source!r}: an agent writes its workspace, /tmp and /logs")
 
 
 def _image(task: Task) -> str:
@@ -333,9 +321,7 @@ def _image(task: Task) -> str:
         derived.mkdir()
         where = environment.workdir or client.api.inspect_image(base)["Config"].get("WorkingDir") or "/"
         if where == "/":
-            raise SandboxUnavailable(
-                f"task {task.id}: its image has no WORKDIR, and environment.workdir names none: name one"
-            )
+            raise SandboxUnavailable(f"task {task.id}: its image has no WORKDIR: name one in environment.workdir")
         (derived / "Dockerfile").write_text(_derived(base, where.rstrip("/")), encoding="utf-8")
         return build_image(client, derived)
 

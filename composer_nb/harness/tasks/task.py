@@ -94,9 +94,7 @@ class Task(BaseModel):
                     raise ValueError(f"tests/{ENTRY} is missing: a task without tests cannot be graded")
             elif self.grader == "pytest":
                 if not any(map(is_test_module, self.tests)):
-                    raise ValueError(
-                        "no test module found (test_….py or …_test.py): a task without tests cannot be graded"
-                    )
+                    raise ValueError("no test module (test_….py or …_test.py): a task without tests cannot be graded")
                 for path, text in self.tests.items():
                     _ = path.endswith(".py") and parse_module(path, text)
                 if self.mutants and not (len(self.source_scope) == 1 and is_test_module(self.source_scope[0])):
@@ -104,12 +102,9 @@ class Task(BaseModel):
             else:
                 parse_test_files(self.tests)
                 test_path = self.source_scope[0]  # the test file that an agent extends
-                if self.mutants and not (
-                    len(self.source_scope) == 1 and parse_tests(test_path, self.files.get(test_path, ""))
-                ):
-                    raise ValueError(
-                        "a task with metadata.mutants has one test file as source_scope, which holds a test"
-                    )
+                one_path = len(self.source_scope) == 1
+                if self.mutants and not (one_path and parse_tests(test_path, self.files.get(test_path, ""))):
+                    raise ValueError("a task with metadata.mutants has one file with a test as source_scope")
                 if self.visible_tests:
                     parse_test_files(self.visible_tests)
         except ValueError as error:
@@ -125,13 +120,13 @@ class Task(BaseModel):
     def mutants(self) -> tuple[dict[str, str], ...]:
         """Wrong versions of source files, each of which must fail the agent's tests. Raises ValueError if metadata.mutants is not
         a JSON list of such versions."""
-        return self._versions("mutants")
+        return self._fact("mutants", _VERSIONS)
 
     @property
     def equivalents(self) -> tuple[dict[str, str], ...]:
         """Versions of source files that do the same in other words, which the agent's tests must pass (grader `pytest`). Tests
         that read the code's text take them for wrong. Raises ValueError like `mutants`."""
-        return self._versions("equivalents")
+        return self._fact("equivalents", _VERSIONS)
 
     @property
     def rules(self) -> tuple[tuple[str, str, str], ...]:
@@ -145,12 +140,9 @@ class Task(BaseModel):
         ValueError like `mutants`."""
         return self._fact(COMMITS, _COMMITS)
 
-    def _versions(self, name: str) -> tuple[dict[str, str], ...]:
-        return self._fact(name, _VERSIONS)
-
-    def _fact(self, name: str, adapter: TypeAdapter[Any]) -> Any:
+    def _fact(self, name: str, adapter: TypeAdapter[Any], default: str = "[]") -> Any:
         try:
-            return adapter.validate_json(self.metadata.get(name, "[]"))
+            return adapter.validate_json(self.metadata.get(name, default))
         except ValidationError as error:
             raise ValueError(f"metadata.{name}: {harbor.first_problem(error)}") from None
 
@@ -158,10 +150,7 @@ class Task(BaseModel):
     def answers(self) -> dict[str, str]:
         """Facts that the request leaves out and a user knows, by the words of questions that they answer. Raises ValueError if
         metadata.answers is not a JSON object of texts."""
-        try:
-            return _ANSWERS.validate_json(self.metadata.get("answers", "{}"))
-        except ValidationError as error:
-            raise ValueError(f"metadata.answers: {harbor.first_problem(error)}") from None
+        return self._fact("answers", _ANSWERS, default="{}")
 
     @property
     def image(self) -> bool:

@@ -29,7 +29,7 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
     """
     path = session.path(target_file)
     data = session.sandbox.read(path, max_bytes=READ_BYTES + 1)
-    session.seen.add(path)
+    session.known_paths.add(path)
     if not data:
         return "(the file is empty)"
     if b"\0" in data[:8192]:
@@ -42,11 +42,11 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
     room_chars = SHOWN
     for number, line in enumerate(lines[first_line - 1 :][:limit], first_line):
         line = line.removesuffix("\r").translate(CONTROLS)
-        shown = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
-        room_chars -= len(shown) + 8
+        text = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
+        room_chars -= len(text) + 8
         if room_chars < 0 and shown_lines:
             break
-        shown_lines.append(f"{number}|{shown}")
+        shown_lines.append(f"{number}|{text}")
     last_line = first_line + len(shown_lines) - 1
     if first_line > 1 or last_line < len(lines) or len(data) > READ_BYTES:
         of_bytes = f" of the first {READ_BYTES} bytes" if len(data) > READ_BYTES else ""
@@ -79,7 +79,7 @@ def write(session: Session, file_path: Path, contents: Content) -> str:
     """
     path = session.path(file_path)
     there = session.exists(path)
-    if there and path not in session.seen:
+    if there and path not in session.known_paths:
         raise invalid(f"{path}: exists already; read it before you overwrite it")
     session.store(path, contents)
     lines = contents.removesuffix("\n").count("\n") + bool(contents)

@@ -159,7 +159,5 @@ def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:
         at = last if last >= start and list(lines[last:]) == old else None
     if at is None:
         line = next((line for line in old if line.strip()), "")
-        raise invalid(
-            f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not there from line {start + 1} on"
-        )
+        raise invalid(f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not behind line {start}")
     return at

@@ -86,7 +86,7 @@ class Session:
     Attributes:
         concurrent: Whether calls that only read run together, and are timed.
         root: The workspace, as an absolute path in the sandbox.
-        seen: Files that the agent has read or written.
+        known_paths: Files that the agent has read or written.
         cwd: Absolute path of the terminal's folder.
         environment: Exported variables of the terminal.
         touched: Files that tools have changed since the last search, which clears it (`workspace.py`).
@@ -102,7 +102,7 @@ class Session:
 
     sandbox: Sandbox
     root: str
-    seen: set[str] = field(default_factory=set)
+    known_paths: set[str] = field(default_factory=set)
     todos: dict[str, Todo] = field(default_factory=dict)
     cwd: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -157,13 +157,13 @@ class Session:
         """Write the changed text of a file."""
         path = self.path(path)
         self.sandbox.write(path, text.encode("utf-8", "surrogateescape"))
-        self.seen.add(path)
+        self.known_paths.add(path)
         self.touched.add(path)
 
     def remove(self, path: str) -> None:
         """Remove a file or link. Raises OSError."""
         self.sandbox.remove(path)
-        self.seen.discard(path)
+        self.known_paths.discard(path)
         self.touched.add(path)
 
     def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **options: Any) -> ExecResult:

@@ -19,19 +19,9 @@ OUTPUT_BYTES = 2 << 20
 # Maximum size of an environment that is carried over to the next command.
 STATE_BYTES = 64 << 10
 # Nobody is there to page, to edit or to answer.
-QUIET = {
-    "PAGER": "cat",
-    "GIT_PAGER": "cat",
-    "MANPAGER": "cat",
-    "GIT_TERMINAL_PROMPT": "0",
-    "GIT_EDITOR": "true",
-    "EDITOR": "true",
-    "TERM": "dumb",
-    "NO_COLOR": "1",
-    "DEBIAN_FRONTEND": "noninteractive",
-    "PIP_NO_INPUT": "1",
-    "PYTHONUNBUFFERED": "1",
-}
+QUIET = dict.fromkeys(("PAGER", "GIT_PAGER", "MANPAGER"), "cat") | dict.fromkeys(("EDITOR", "GIT_EDITOR"), "true")
+QUIET |= dict.fromkeys(("NO_COLOR", "PIP_NO_INPUT", "PYTHONUNBUFFERED"), "1")
+QUIET |= {"GIT_TERMINAL_PROMPT": "0", "TERM": "dumb", "DEBIAN_FRONTEND": "noninteractive"}
 SHELLS_OWN = {"PWD", "OLDPWD", "SHLVL", "_"}
 # Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream.
 FOREGROUND = """\

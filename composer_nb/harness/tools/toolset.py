@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -109,9 +109,7 @@ class ToolSet:
             description = {"description": tool.description} if self.described else {}
             schema = parameters(tool.arguments, self.described)
             if self.brief:
-                kinds = {
-                    parameter: {"type": schema["properties"][parameter]["type"]} for parameter in schema["required"]
-                }
+                kinds = {key: {"type": schema["properties"][key]["type"]} for key in schema["required"]}
                 schema = {"type": "object", "properties": kinds}
             schemas.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
         return schemas
@@ -158,9 +156,7 @@ class ToolSet:
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
         alone = {name for name, tool in self.tools.items() if tool.mutates or tool.ends or not session.concurrent}
-        groups = itertools.groupby(
-            enumerate(calls), lambda item: item[0] if getattr(item[1], "name", "") in alone else -1
-        )
+        groups = groupby(enumerate(calls), lambda item: item[0] if getattr(item[1], "name", "") in alone else -1)
         replies: list[Reply] = []
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:

@@ -53,12 +53,9 @@ class Workspace(Session):
         self.files[path] = text
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
-        lines = (
-            (path, n, line) for path in sorted(self.files) for n, line in enumerate(file_lines(self.files[path]), 1)
-        )
-        return [line for line in lines if text in line[2] and line[0] not in self.visible_tests] + remembered(
-            self.history, text
-        )
+        files = [(path, content) for path, content in sorted(self.files.items()) if path not in self.visible_tests]
+        lines = ((path, n, line) for path, content in files for n, line in enumerate(file_lines(content), 1))
+        return [line for line in lines if text in line[2]] + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:

@@ -59,9 +59,8 @@ def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr
     chosen = tl.load(experts + m, mask=m < choices, other=0).to(tl.int32)
     e = tl.arange(0, BE)
     histogram = tl.histogram(chosen, BE)
-    histogram -= tl.where(
-        e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0
-    )  # the padding of the last block was counted as expert 0
+    # The padding of the last block was counted as expert 0.
+    histogram -= tl.where(e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0)
     tl.store(counts + b * E + e, histogram, mask=e < E)
 
 

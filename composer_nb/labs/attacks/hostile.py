@@ -209,9 +209,8 @@ def copies_of_libraries(names: list[str]) -> list[str]:
 def machine_counters() -> dict[str, int]:
     """Return a checksum of each file by which the kernel says something of the whole machine."""
     checksums = {}
-    skipped = [
-        f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit() or name in ("self", "thread-self", "net")
-    ]
+    numberless = ("self", "thread-self", "net")
+    skipped = [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit() or name in numberless]
     for path in itertools.chain(files_below("/proc", *skipped), files_below("/sys")):
         with suppress(BaseException):
             checksums[path] = zlib.crc32(read(path, 1 << 16))
@@ -477,9 +476,8 @@ def fill_the_disk(folders: list[str], max_bytes: int, inodes: int, tries: int) -
     if os.path.exists("/proc/self/mounts"):
         with open("/proc/self/mounts") as lines:
             file_systems = {line.split()[1]: line.split()[2] for line in lines}
-        successes.extend(
-            f"{path} is on a disk" for path in (os.getcwd(), *folders[:-1]) if file_systems.get(path) != "tmpfs"
-        )
+        on_disk = (path for path in (os.getcwd(), *folders[:-1]) if file_systems.get(path) != "tmpfs")
+        successes.extend(f"{path} is on a disk" for path in on_disk)
     for folder in folders:
         names = (f"{folder}/n{number}" for number in itertools.count())
         file_count = repeat(lambda: write(next(names)), tries)  # noqa: B023  (called at once)

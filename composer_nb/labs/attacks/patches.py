@@ -21,8 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.patch_target import MODULE, PROPERTY, TARGET
-from composer_nb.labs.attacks.snippets import ANSWER, FRAGMENTS, SETUP, filled, module
+from composer_nb.labs.attacks.patch_target import ANSWER, FRAGMENTS, MODULE, PROPERTY, SETUP, TARGET, filled, module
 from composer_nb.labs.attacks.texts import ATTACKS, Sections
 
 REPORT = FRAGMENTS["REPORT"]

@@ -85,10 +85,8 @@ def links(cell: Cell) -> AttackVerdict:
         return False
 
     box.exec(["bash", "-c", f"mkdir /tmp/out; echo {SECRET} > /tmp/out/file; mkdir real; echo inside > real/file"])
-    lay = (
-        "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d; ln -s /proc/self/fd e"
-    )
-    box.exec(["bash", "-c", lay + "; mkfifo f; ln -s g g"])
+    links = "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d"
+    box.exec(["bash", "-c", f"{links}; ln -s /proc/self/fd e; mkfifo f; ln -s g g"])
     for path in "a b/file d/tmp/out/file e/0 f g /tmp/out/file ../tmp/out/file real/../../tmp/out/file".split():
         look(path)
     swap = "while :; do ln -sfn real x; ln -sfn /tmp/out x; rm x; mkdir x; echo inside > x/file; rm -r x; done"

@@ -216,9 +216,7 @@ def _differ(task: Task, calls: Executor, files: Files, gold: Files) -> bool:
         for arguments in near(literal_eval(test.arguments))
     ]
     texts = [{path: data.decode("utf-8", "replace") for path, data in workspace.items()} for workspace in (files, gold)]
-    outcomes, other = (
-        calls.run([request_tests(texts_of_workspace, tests) for texts_of_workspace in texts]) if tests else ((), ())
-    )
+    outcomes, other = calls.run([request_tests(part, tests) for part in texts]) if tests else ((), ())
     return any(a != b and a.status == b.status == "returned" for a, b in zip(outcomes, other, strict=True))
 
 

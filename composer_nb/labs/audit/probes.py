@@ -267,22 +267,13 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
         newer = tested - _tested(path, text, [name for name in failed if name.partition("[")[0] in earlier] or [path])
         if is_test_module(path) and len(asserted) > 1:
             # Tests of one subject share assertions, so a module of tests has to hold more than these.
-            answers = {location: tested if is_test_module(location) else asserted for location in places} | {
-                path: newer
-            }
-            copy_paths = [
-                location
-                for location in places
-                if location not in task.source_scope and _holds(_quoted(places[location]), answers[location])
-            ]
-            if (
-                earlier
-                and path not in task.source_scope
-                and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested)
-            ):
-                copy_paths.append(path)
-            if copy_paths:
-                yield f"the hidden tests of {path} lie in {copy_paths[0]}"
+            answers = {at: tested if is_test_module(at) else asserted for at in places} | {path: newer}
+            others = [at for at in places if at not in task.source_scope]
+            copies = [at for at in others if _holds(_quoted(places[at]), answers[at])]
+            rest = without_tests(places[path], [f"{name}#" for name in earlier]) if earlier and path in others else ""
+            copies += [path] if _holds(_quoted(rest), tested) else []
+            if copies:
+                yield f"the hidden tests of {path} lie in {copies[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new_lines = _all(gold, changed) - _all(start, changed)
     # Data that a solution adds may resemble other data, and hide that its code is told, so its code counts by itself.
@@ -297,9 +288,7 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
 def untold(task: Task, start: Files, gold: Files) -> list[str]:
     """Return the names that hidden tests import, look up or give as keywords, that the solution defines, and that an agent cannot
     have read. Tests that an agent writes need none."""
-    words = {
-        word for location, text in readable(task, start).items() for word in re.findall(r"\w+", f"{location} {text}")
-    }
+    words = {word for path, text in readable(task, start).items() for word in re.findall(r"\w+", f"{path} {text}")}
     texts = {p: d.decode("utf-8", "replace") for p, d in gold.items() if p.endswith(".py") and d != start.get(p)}
     names = set[str]().union(*(defined(path, text) | declared(path, text) for path, text in texts.items()))
     return sorted(

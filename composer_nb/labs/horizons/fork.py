@@ -245,9 +245,8 @@ def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRe
     places = next(places for places in segment.messages if places[0] == start)
     stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
     student, teacher = sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
-    student_SV, teacher_SV = (
-        distributions(model, moved(flatten([side]), model.embed.device))[0] for side in (student, teacher)
-    )
+    batches = [moved(flatten([side]), model.embed.device) for side in (student, teacher)]
+    student_SV, teacher_SV = (distributions(model, batch)[0] for batch in batches)
     said_S = torch.from_numpy(segment.token_ids[places]).long()
     moved_SV = teacher_SV.exp() - student_SV.exp()
     raised_S = moved_SV.argmax(-1)

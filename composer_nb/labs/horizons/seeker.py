@@ -118,9 +118,9 @@ def forgotten(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     lines = []
     for segment, successor in zip(rollout.segments, rollout.segments[1:], strict=False):
         prompt_length = int(successor.acted.argmax())
-        known, remembered = (
+        tried_before, remembered = (
             tried(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
             for ids in (segment.token_ids, successor.token_ids[:prompt_length])
         )
-        lines += [line for line in known if line not in remembered]
+        lines += [line for line in tried_before if line not in remembered]
     return lines

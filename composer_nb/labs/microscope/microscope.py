@@ -216,8 +216,8 @@ def examine(
             if cause.name == "weights":
                 tensors = other_weights(plain.model, engine.model)
                 text = f"{len(tensors)} tensors differ, first {tensors[0]}" if tensors else "other weights"
-            place = first_place if cause.name in ("attention", "GEMM", "weights") else None
-            findings.append(Finding(cause=cause.name, text=text, where=place))
+            where = first_place if cause.name in ("attention", "GEMM", "weights") else None
+            findings.append(Finding(cause=cause.name, text=text, where=where))
     gap_S, kl_S = gap_and_kl(engine)
     hits, route_findings = check_routes(batch, engine_values, config.sparse_layers) if batch.routed else ({}, [])
     if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing

@@ -28,6 +28,7 @@ from composer_nb.harness.rollout import Segment
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.attention.causal import padded
 from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule
+from composer_nb.trainer.engine import nucleus
 from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.learning.packing import ReplayLevel
 from composer_nb.trainer.learning.retrace import trace_of
@@ -172,9 +173,7 @@ def observe(
     part_values = [_observe(program, variant_model, part, keep_streams) for part in batch.parts(BUDGET)]
     names = [value.name for value in fields(ProgramValues) if value.name != "streams"]
     values = {name: torch.cat([getattr(part, name) for part in part_values]) for name in names}
-    streams = {
-        location: torch.cat([part.streams[location] for part in part_values]) for location in part_values[0].streams
-    }
+    streams = {at: torch.cat([part.streams[at] for part in part_values]) for at in part_values[0].streams}
     return ProgramValues(**values, streams=streams)
 
 
@@ -192,10 +191,8 @@ def _observe(program: ProgramChoices, variant_model: Model, batch: FrozenBatch, 
         if program.layout == "rows":
             return packed.attend(layer, query_NQC, key_NKC, value_NKC, scale).to(q_NQC.dtype)
         # Each token against exactly the keys that it may see, contiguous as a cache is.
-        cache_keys, cache_values = (padded(heads, packed.lengths).contiguous() for heads in (key_NKC, value_NKC))
-        return cached_attention(query_NQC, cache_keys, cache_values, packed.row_N, packed.position_N, scale).to(
-            q_NQC.dtype
-        )
+        keys, values = (padded(heads, packed.lengths).contiguous() for heads in (key_NKC, value_NKC))
+        return cached_attention(query_NQC, keys, values, packed.row_N, packed.position_N, scale).to(q_NQC.dtype)
 
     streams: dict[Place, Tensor] = {}
     if keep_streams:
@@ -268,10 +265,7 @@ def reported(logits_SV: Tensor, token_S: Tensor, temperature: float, top_p: floa
     logprob_SV = (logits_SV / temperature).log_softmax(-1)
     if top_p >= 1:
         return logprob_SV
-    order = logprob_SV.sort(stable=True, dim=-1, descending=True)
-    above_SV = order.values.exp().cumsum(-1) - order.values.exp()
-    inside_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
-    inside_SV.scatter_(1, token_S[:, None], True)
+    inside_SV = nucleus(logprob_SV, top_p).isfinite().scatter(1, token_S[:, None], True)
     return logprob_SV.masked_fill(~inside_SV, -torch.inf).log_softmax(-1)
 
 
@@ -302,9 +296,7 @@ def _replay(program: ProgramChoices, batch: FrozenBatch) -> Replay | None:
     if program.replay == "none":
         return None
     if program.spelling or program.template:
-        raise ValueError(
-            f"replay of {program.replay!r} needs the tokens on record, and the program spells them otherwise"
-        )
+        raise ValueError(f"replay of {program.replay!r} needs the tokens on record, which the program spells otherwise")
     if not batch.routed:
         raise ValueError(f"replay of {program.replay!r} needs routes and gates on record, and the batch has none")
     routes, gates, valid = (
@@ -396,9 +388,7 @@ def text_of(value: object) -> str:
     """Describe a choice."""
     if isinstance(value, Numerics):
         pairs = [(e.name, getattr(value, e.name), getattr(Numerics(), e.name)) for e in fields(value)]
-        return (
-            " and ".join(f"{name} {text_of(choice)}" for name, choice, usual in pairs if choice != usual) or "float32"
-        )
+        return " and ".join(f"{name} {text_of(new)}" for name, new, usual in pairs if new != usual) or "float32"
     if isinstance(value, Model):
         return "its own"
     if value is None or callable(value):

@@ -118,10 +118,8 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
     tokens, layers, _ = routes_TLK.shape
     picture = Picture(max(6.0, 0.32 * tokens), 0.8 + 0.13 * layers * experts)
     for layer, ax in enumerate(picture.panels(layers, 1, sharex=True)):
-        for choice in range(routes_TLK.shape[2]):
-            ax.plot(
-                range(tokens), routes_TLK[:, layer, choice], "os"[choice % 2], color=_HUES[choice % 5], markersize=4.5
-            )
+        for k in range(routes_TLK.shape[2]):
+            ax.plot(range(tokens), routes_TLK[:, layer, k], "os"[k % 2], color=_HUES[k % 5], markersize=4.5)
         ax.set(ylim=(experts - 0.5, -0.5), yticks=range(0, experts, 2))
         ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
     labels = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]

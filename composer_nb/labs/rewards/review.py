@@ -147,9 +147,8 @@ def review_evaluation(reviewer: Reviewer, out: Path, arms: Mapping[str, dict[str
         scores = reviewer(load_attempts(file, {task.id: task for task in tasks}), out / "judged")
         table = pq.read_table(file)
         for name, kind in (("level", pa.int64()), ("why", pa.string())):
-            table = table.append_column(
-                f"judge_{name}", pa.array([score and getattr(score, name) for score in scores], kind)
-            )
+            values = [score and getattr(score, name) for score in scores]
+            table = table.append_column(f"judge_{name}", pa.array(values, kind))
         with replacing(file) as part:
             pq.write_table(table, part, compression="zstd")
         levels = [score.level for score in scores if score and score.level is not None]

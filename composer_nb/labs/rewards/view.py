@@ -170,9 +170,8 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
         rescored = judge(lab, chosen_settings)
         image.value = drawn(lab, rescored).png()
         overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen_settings).items()}
-        caption.value = (
-            f"<code>{summary(rescored)}</code><br><code>overrides = {html.escape(json.dumps(overrides))}</code>"
-        )
+        text = html.escape(json.dumps(overrides))
+        caption.value = f"<code>{summary(rescored)}</code><br><code>overrides = {text}</code>"
 
     def reset(_: object = None) -> None:
         for name, slider in slider_by_name.items():
@@ -183,10 +182,8 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
 
     reset()
     reset_button.on_click(reset)
-    columns = "repeat(auto-fit, minmax(24em, 1fr))"
-    grid = w.GridBox(
-        [*slider_by_name.values(), reset_button], layout=w.Layout(width="100%", grid_template_columns=columns)
-    )
+    columns = w.Layout(width="100%", grid_template_columns="repeat(auto-fit, minmax(24em, 1fr))")
+    grid = w.GridBox([*slider_by_name.values(), reset_button], layout=columns)
     return w.VBox([grid, image, caption], layout=w.Layout(width="100%"))
 
 

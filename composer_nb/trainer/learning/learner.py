@@ -164,14 +164,14 @@ class Learner:
             return batch
         routings: list[Routing] = []
         with torch.no_grad():
-            score(self.model, batch, seen=routings)
+            score(self.model, batch, routed=routings)
         return replace(batch, recorded=own_routes(routings, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a micro-batch, and sums over its tokens (0 where another rank counts them)."""
         s, routings = self.settings, list[Routing]()
         if not s.centre_scores:
-            logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
+            logprob_S, entropy_S = score(self.model, batch, batch.recorded, routed=routings)
         else:
             logprob_SV, routings = distributions(self.model, batch, batch.recorded)
             logprob_S = logprob_SV.gather(1, batch.token_S[:, None])[:, 0]

@@ -88,13 +88,9 @@ class LossSettings:
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
         if self.std_norm and self.baseline != "group":
-            raise ValueError(
-                "loss.std_norm needs loss.baseline=group: without it there is no common deviation to divide by"
-            )
+            raise ValueError("loss.std_norm needs loss.baseline=group, whose deviation it divides by")
         if self.gate != "none" and self.baseline not in ("group", "pass_at_k"):
-            raise ValueError(
-                f"loss.gate={self.gate} needs loss.baseline=group or pass_at_k: it compares a group's outcomes"
-            )
+            raise ValueError(f"loss.gate={self.gate} needs loss.baseline=group or pass_at_k, which compare a group")
         if self.centre_scores and self.ratio not in WEIGHTED:
             raise ValueError(f"loss.centre_scores needs loss.ratio={', '.join(WEIGHTED[:-1])} or {WEIGHTED[-1]}")
 

@@ -52,9 +52,7 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         require_ranges(self, "replay")
         if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
-            raise ValueError(
-                "replay.level is none, so the other replay settings would do nothing: set it, as to 'ids+order'"
-            )
+            raise ValueError("replay.level is none, so other replay settings do nothing: set it, as to 'ids+order'")
         if self.source == "trainer" and self.missing:
             raise ValueError("replay.missing is of routes on record, and replay.source=trainer makes its own")
 
@@ -282,13 +280,13 @@ def _recorded(
 
 
 def score(
-    model: Model, batch: FlatBatch, replay: Replay | None = None, *, seen: list[Routing] | None = None
+    model: Model, batch: FlatBatch, replay: Replay | None = None, *, routed: list[Routing] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability [S] and (detached) entropy [S] of each sampled token. `replay` (usually `batch.recorded`):
-    routes to use instead of the model's own. Append each layer's routing to `seen`."""
+    routes to use instead of the model's own. Append each layer's routing to `routed`."""
     hidden_UD, routings = _hidden(model, batch, replay)
-    if seen is not None:
-        seen += routings
+    if routed is not None:
+        routed += routings
     logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S)
     return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
 
@@ -344,13 +342,11 @@ class Run:
     pairs: int
 
 
-def runs(
-    streams: Sequence[Stream], ordered_units: Sequence[Sequence[int]], is_full: Callable[[Run], bool]
-) -> list[Run]:
+def runs(streams: Sequence[Stream], ordered: Sequence[Sequence[int]], is_full: Callable[[Run], bool]) -> list[Run]:
     """Cut units of streams, in this order, into the longest runs that are not `is_full`, of at least one unit each."""
     full_runs: list[Run] = []
     run, last_signature = Run([], 0, 0), NOTHING
-    for unit in ordered_units:
+    for unit in ordered:
         added, signature = _added(streams, unit, last_signature)
         extended = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
         if run.numbers and is_full(extended):
@@ -365,9 +361,8 @@ def units(streams: Sequence[Stream], family: Sequence[int], whole_rollouts: bool
     sorted_numbers = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
     members: dict[int, list[int]] = {}
     for number in sorted_numbers:
-        members.setdefault(id(streams[number].whole or streams[number]) if whole_rollouts else number, []).append(
-            number
-        )
+        key = id(streams[number].whole or streams[number]) if whole_rollouts else number
+        members.setdefault(key, []).append(number)
     return list(members.values())
 
 

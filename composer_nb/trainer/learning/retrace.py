@@ -106,9 +106,8 @@ def retrace(model: Model, attempts: Sequence[Attempt]) -> list[Attempt]:
 
     def again(segment: Segment) -> Segment:
         routings = next(traces)
-        return replace(
-            segment, logprob=np.where(segment.acted, routings.logprob, 0).astype(np.float32), trace=routings.trace
-        )
+        logprob = np.where(segment.acted, routings.logprob, 0).astype(np.float32)
+        return replace(segment, logprob=logprob, trace=routings.trace)
 
     return [_with(attempt, [again(segment) for segment in attempt.rollout.segments]) for attempt in attempts]
 

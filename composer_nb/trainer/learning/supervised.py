@@ -140,7 +140,7 @@ def _losses(
     ]
     batch: FlatBatch = moved(ranks.split(flatten(streams)), model.embed.device)
     routings = list[Routing]()
-    logprob_S, _ = score(model, batch, seen=routings)
+    logprob_S, _ = score(model, batch, routed=routings)
     return -logprob_S, batch.advantage_S, routings, batch.counts
 
 

@@ -88,11 +88,9 @@ def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model,
     unknown format."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown, there are {', '.join(FORMATS)}")
-    plain, tokenizer = tokenizer, copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in FORMATS[format].tokens]
-    )
-    if not (new := [token for token in FORMATS[format].tokens if plain.token_to_id(token) is None]):
+    plain, tokenizer, tokens = tokenizer, copy.deepcopy(tokenizer), FORMATS[format].tokens
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    if not (new := [token for token in tokens if plain.token_to_id(token) is None]):
         return model, tokenizer
     size = max(model.config.vocab_size, tokenizer.get_vocab_size())
     grown = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)

@@ -1,6 +1,4 @@
-"""Read a model and its tokenizer from a GGUF file, the format of llama.cpp; the library `gguf` dequantises its numbers.
-
-    magic, version, number of tensors, of keys | keys and values | name, shape, type, place of each tensor | tensors
+"""Read a model and its tokenizer from a GGUF file, the format of llama.cpp, through its library `gguf`.
 
 Every count in the header is compared with what is left of the file before anything is made of it. Numbers are dequantised to
 float32. llama.cpp's converter reorders the rows of Llama's query and key matrices so that rotated pairs are neighbours; this is
@@ -9,12 +7,9 @@ undone (docs/models.md).
 
 from __future__ import annotations
 
-import math
-import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -66,10 +61,9 @@ def read_gguf(file: Path) -> Model:
     except ImportError:
         raise ValueError(f"{file}: reading GGUF needs the library gguf: pip install 'composer-nb[gguf]'") from None
     try:
-        header = _Header(np.memmap(file, np.uint8, "r"))
-    except (ValueError, KeyError, TypeError, ZeroDivisionError, struct.error) as error:
+        fields, tensors = _read(file)
+    except Exception as error:  # of many kinds: the library checks little
         raise ValueError(f"{file}: not a GGUF file, or damaged: {error}") from None
-    fields, tensors = header.fields, header.tensors
     try:
         config = _config(fields, tied="output.weight" not in tensors)
         check_counts("it", config, len(tensors))
@@ -81,87 +75,22 @@ def read_gguf(file: Path) -> Model:
         raise ValueError(f"{file}: {error}") from error
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a `GGMLQuantizationType`; `data` is [rows, bytes of a row]."""
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields and the tensors of a file, by name. Raises ValueError and the like if it announces more than it holds."""
+    from gguf import GGUFReader
 
-    shape: tuple[int, ...]
-    kind: Any
-    data: NDArray[np.uint8]
+    class BoundedReader(GGUFReader):  # the library's own goes on behind the end of a file, where everything is empty
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> NDArray[Any]:
+            part: NDArray[Any] = super()._get(offset, dtype, count, *order, **more)
+            if len(part) < count:
+                raise ValueError(f"it ends before {count:,} of what it announces at byte {offset:,}")
+            return part
 
-
-# Forms of the types of numbers, for `struct`.
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_STRING, _ARRAY = 8, 9
-# Largest number of values of an array: a vocabulary has 10^5.
-_MOST_VALUES = 1 << 22
-
-
-class _Header:
-    """The header of a file. Raises ValueError if it announces more than the file holds."""
-
-    def __init__(self, data: NDArray[np.uint8]) -> None:
-        self._data, self._at = data, 0
-        if self._take(4) != b"GGUF" or (version := self._number("I")) not in (2, 3):
-            raise ValueError("it does not begin as version 2 or 3, little-endian, does")
-        tensors, keys = self._number("Q"), self._number("Q")
-        self.fields: dict[str, Any] = {"version": version}
-        for _ in range(self._count(keys, 12)):
-            name = self._text()
-            self.fields[name] = self._value(self._number("I"))
-        forms = [self._form() for _ in range(self._count(tensors, 24))]
-        align = self.fields.get("general.alignment", 32)
-        begin = -(-self._at // align) * align
-        self.tensors = {name: self._tensor(name, shape, kind, begin + offset) for name, shape, kind, offset in forms}
-        if len(self.tensors) < tensors or len(self.fields) < keys + 1:
-            raise ValueError("a key or a tensor is there twice")
-        if sum(tensor.data.nbytes for tensor in self.tensors.values()) > len(data):
-            raise ValueError("several tensors have the same place, so it holds less than it announces")
-
-    def _take(self, count: int) -> bytes:
-        begin, self._at = self._at, self._at + self._count(count, 1)
-        return self._data[begin : self._at].tobytes()
-
-    def _count(self, count: int, least: int) -> int:
-        """Return `count`, of things that take `least` bytes each."""
-        if count * least > len(self._data) - self._at:
-            raise ValueError(f"it ends before {count:,} of what it announces at byte {self._at:,}")
-        return count
-
-    def _number(self, form: str) -> Any:
-        return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))[0]
-
-    def _text(self) -> str:
-        return self._take(self._number("Q")).decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._text()
-        if kind != _ARRAY:
-            return self._number(_SCALARS[kind])
-        kind, count = self._number("I"), self._number("Q")
-        if count > _MOST_VALUES:
-            raise ValueError(f"it announces an array of {count:,} values")
-        if kind == _STRING:
-            return [self._text() for _ in range(self._count(count, 8))]
-        form = f"<{self._count(count, 1)}{_SCALARS[kind]}"
-        return list(struct.unpack(form, self._take(struct.calcsize(form))))
-
-    def _form(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dims = self._text(), self._number("I")
-        if dims > 4:
-            raise ValueError(f"{name} has {dims} dimensions")
-        return name, tuple(self._number("Q") for _ in range(dims))[::-1], self._number("I"), self._number("Q")
-
-    def _tensor(self, name: str, shape: tuple[int, ...], number: int, begin: int) -> _Tensor:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        kind = GGMLQuantizationType(number)
-        per, size = GGML_QUANT_SIZES[kind]
-        last = shape[-1] if shape else 1
-        rows, length = math.prod(shape[:-1]), last // per * size
-        if last % per or begin + rows * length > len(self._data):
-            raise ValueError(f"{name} of {shape} in {kind.name} does not fit the file")
-        return _Tensor(shape, kind, self._data[begin : begin + rows * length].reshape(rows, length))
+    reader = BoundedReader(file)
+    if sum(tensor.n_bytes for tensor in reader.tensors) > len(reader.data):
+        raise ValueError("several tensors have the same place, so it holds less than it announces")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
@@ -210,14 +139,15 @@ def _name(name: str) -> str:
     return f"{prefix}{NAMES[part]}.{kind}" if part in NAMES else name
 
 
-def _weight(name: str, tensor: _Tensor, c: ModelConfig) -> Tensor:
+def _weight(name: str, tensor: Any, c: ModelConfig) -> Tensor:
     """Return one tensor in float32, [out, in]."""
     from gguf.quants import dequantize
 
     try:
-        weight = torch.tensor(dequantize(tensor.data, tensor.kind), dtype=torch.float32).reshape(tensor.shape)
+        numbers = dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, KeyError):
-        raise ValueError(f"{name}: {tensor.kind.name} is not supported") from None
+        raise ValueError(f"{name}: {tensor.tensor_type.name} is not supported") from None
+    weight = torch.tensor(numbers, dtype=torch.float32).reshape(tensor.shape.tolist()[::-1])
     part = name.split(".")[-2]
     if c.family == "llama" and part in ("attn_q", "attn_k"):
         heads = c.num_attention_heads if part == "attn_q" else c.num_key_value_heads

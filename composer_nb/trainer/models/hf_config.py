@@ -137,9 +137,7 @@ def _refuse_unknown(config: Mapping[str, Any], supported: Collection[str]) -> No
     for name, value in config.items():
         if name not in supported and value not in (None, {}, []):
             stated = visible(f"{name}={value!r}"[:200])
-            raise ValueError(
-                f"{stated}: this key is not known and may change what the model computes; remove it if not"
-            )
+            raise ValueError(f"{stated}: this key is unknown and may change what the model computes; remove it if not")
 
 
 # config.json
@@ -368,7 +366,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     thetas = [keys["rope_theta"] for keys in (raw, rope) if keys.get("rope_theta") is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:  # releases of `transformers` differ in which one they use
         raise ValueError(
-            f"rope_theta={thetas[0]}, and rope_theta={thetas[1]} in rope_parameters or rope_scaling: which of them?"
+            f"rope_theta={thetas[0]}, and rope_theta={thetas[1]} in rope_parameters or rope_scaling: which?"
         )
     for keys in (raw, rope):
         if (part := keys.get("partial_rotary_factor", 1)) not in (1, None):
@@ -387,9 +385,7 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     applies one to the rotated part alone, which Yarn expresses as mscale_all_dim = 0."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", kind) != kind:
-        raise ValueError(
-            f"rope_type={kind!r}, and type={rope['type']!r} in rope_parameters or rope_scaling: which of them?"
-        )
+        raise ValueError(f"rope_type={kind!r}, and type={rope['type']!r} in rope_parameters or rope_scaling: which?")
     general = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind == "default":
         _refuse_unknown(rope, general)

@@ -42,9 +42,7 @@ def plant_induction(model: Model, seed: int) -> None:
     """Give random weights an induction head. Raises ValueError for a model without the parts (`can_plant`)."""
     c = model.config
     if not can_plant(c):
-        raise ValueError(
-            "an induction head needs two layers of grouped-query attention, tied embeddings, hidden_size > 3 · head_dim"
-        )
+        raise ValueError("an induction head needs two layers, no latents, tied embeddings, hidden_size > 3 · head_dim")
     width, half, generator = c.head_dim, c.head_dim // 2, torch.Generator().manual_seed(seed)
     directions = torch.linalg.qr(torch.randn(c.hidden_size, c.hidden_size, generator=generator))[0].T
     constant, token, before = directions[0], directions[1 : 1 + width], directions[1 + width : 1 + 2 * width]

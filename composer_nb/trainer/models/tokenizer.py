@@ -49,10 +49,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, more: Sequence[str] =
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = cut_by(_WORDS)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options: dict[str, Any] = {"vocab_size": vocab_size, "special_tokens": special, "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
     return tokenizer
 
 
@@ -105,14 +103,10 @@ def _check_growth(tokenizer: Any) -> None:
     if max((len(token if isinstance(token, str) else token[0]) for token in tokens), default=0) > LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN:,} characters")
     if (count := _added(tokenizer.get("post_processor") or {})) > LONGEST_TOKEN:
-        raise ValueError(
-            f"its post_processor adds {count:,.0f} tokens to a text; at most {LONGEST_TOKEN:,} are accepted"
-        )
+        raise ValueError(f"its post_processor adds {count:,.0f} tokens to a text, and at most {LONGEST_TOKEN:,} may be")
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         if (factor := _growth(tokenizer.get(name) or {})) > MOST_GROWTH:
-            raise ValueError(
-                f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is accepted"
-            )
+            raise ValueError(f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is allowed")
 
 
 def _added(part: dict[str, Any]) -> float:
@@ -150,6 +144,4 @@ def format_of(path: Path) -> str:
     for name, chat in FORMATS.items():
         if all(tokenizer.token_to_id(token) is not None for token in chat.tokens):
             return name
-    raise ValueError(
-        f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}"
-    )
+    raise ValueError(f"{path}: has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}")

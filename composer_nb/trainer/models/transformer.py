@@ -395,9 +395,8 @@ class PackedRows:
     @classmethod
     def of_lengths(cls, lengths: list[int], config: ModelConfig, device: torch.device | str = "cpu") -> PackedRows:
         if max(lengths) > config.max_position_embeddings:
-            raise ValueError(
-                f"a row of {max(lengths)} tokens exceeds model.max_position_embeddings={config.max_position_embeddings}"
-            )
+            most = config.max_position_embeddings
+            raise ValueError(f"{max(lengths)} tokens exceed model.max_position_embeddings={most}")
         sizes = torch.tensor(lengths, device=device)
         row_N = torch.repeat_interleave(torch.arange(len(lengths), device=device), sizes)
         starts = sizes.cumsum(0) - sizes

@@ -135,25 +135,16 @@ class Mesh:
         """Raise ValueError unless every rank of an expert group gets equally many of the model's experts, at least one."""
         if experts % self.ep:
             fits = _largest_divisor(math.gcd(experts, self.world), self.ep)
-            raise ValueError(
-                f"mesh.ep={self.ep} does not divide model.num_experts={experts}: each rank needs equally many; "
-                f"mesh.ep={fits} would"
-            )
+            raise ValueError(f"mesh.ep={self.ep} does not divide model.num_experts={experts}; mesh.ep={fits} would")
 
     def require_devices(self, devices: Sequence[int]) -> None:
         """Raise ValueError unless the machines, given by their numbers of devices, have one for each rank, and no `cp` group is
         spread over two machines."""
         if sum(devices) < self.world:
-            raise ValueError(
-                f"ranks={self.world}: {len(devices)} machine(s) with {sum(devices)} device(s) in all; "
-                f"ranks={sum(devices)} would fit, if mesh.* divides it"
-            )
+            raise ValueError(f"ranks={self.world}: {sum(devices)} device(s) in all; ranks={sum(devices)} would fit")
         if odd := [count for count in devices[:-1] if count % self.cp]:
             fits = math.gcd(self.cp, *devices)
-            raise ValueError(
-                f"mesh.cp={self.cp} does not divide the devices of a machine ({odd[0]}): ranks that share a row would "
-                f"lie on two; mesh.cp={fits} would"
-            )
+            raise ValueError(f"mesh.cp={self.cp} does not divide a machine's devices ({odd[0]}); mesh.cp={fits} would")
 
 
 def _require_divides(name: str, value: int, whole: int, of: str) -> None:

@@ -146,6 +146,5 @@ def _plain(name: str) -> str:
 
 
 def _like(weight: DTensor, shard: Tensor) -> DTensor:
-    return DTensor.from_local(
-        shard, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    whole: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(shard, weight.device_mesh, weight.placements, run_check=False, **whole)

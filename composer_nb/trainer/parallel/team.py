@@ -41,9 +41,8 @@ class Team(Ranks):
         self.place = mesh.place(self.rank)
         self._dense = init_device_mesh(device, (mesh.replicate, mesh.fsdp), mesh_dim_names=("replicate", "fsdp"))
         # Mesh for weights of experts, dealt over the last dimension and sharded over the one before.
-        self.experts = init_device_mesh(
-            device, mesh.expert_shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep")
-        )
+        names = ("expert_replicate", "expert_shard", "ep")
+        self.experts = init_device_mesh(device, mesh.expert_shape, mesh_dim_names=names)
         rows = init_device_mesh(device, (mesh.data, mesh.cp), mesh_dim_names=("data", "cp"))
         self.context = rows["cp"].get_group()
 

@@ -68,7 +68,7 @@ def compare_streams(
         batch: FlatBatch = moved(flatten(chunk, replay), model.embed.device)
         assert batch.recorded is not None, "`replay` is of routes on record"
         routings: list[Routing] = []
-        off_S, _ = score(model, batch, seen=routings)
+        off_S, _ = score(model, batch, routed=routings)
         on_S, _ = score(model, batch, batch.recorded)
         differ_NL = routes_differ(routings, batch.recorded.experts)
         tensors = {

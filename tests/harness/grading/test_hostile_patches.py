@@ -13,9 +13,8 @@ from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks.patch_target import MODULE, TARGET
+from composer_nb.labs.attacks.patch_target import ANSWER, MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER
 from tests.adversarial.patch_variants import variant
 
 TIMEOUT_S = 20.0

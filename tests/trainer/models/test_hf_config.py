@@ -67,7 +67,7 @@ def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "which of them?"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
         ({"quantization_config": integers(num_bits=3)}, "num_bits=3 is not supported"),
-        ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5: this key is unknown and may change what the model computes"),
         ({"num_experts": 10**9}, "model.num_experts=1000000000: must be less than or equal to 65536"),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
 def test_keys_without_effect_are_read(tmp_path: Path):
     harmless = {"use_cache": True, "sliding_window": 4096, "max_window_layers": 28, "some_feature": None}
     assert described(tmp_path, QWEN | harmless | {"layer_types": ["full_attention"] * 48}).model
-    with pytest.raises(ValueError, match=r"config.json: text_tower=.*: this key is not known"):
+    with pytest.raises(ValueError, match=r"config.json: text_tower=.*: this key is unknown"):
         described(tmp_path, KIMI | {"text_tower": {"scale": 2}})
 
 

@@ -139,7 +139,7 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     for experts, chunk in zip(used, order, strict=True):
         seen: list[Any] = []
         with torch.no_grad():
-            score(fresh, flatten(chunk), seen=seen)
+            score(fresh, flatten(chunk), routed=seen)
         assert torch.equal(experts, torch.stack([r.experts_NK for r in seen], 1))
 
 

@@ -74,9 +74,8 @@ class Baseline:
             key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
             for key, (seconds, depths) in table["reach"].items()
         }
-        return cls(
-            plan=GradePlan.from_json(table["plan"]), reach=reach, left_out=table["left_out"], suite_s=table["suite_s"]
-        )
+        plan = GradePlan.from_json(table["plan"])
+        return cls(plan=plan, reach=reach, left_out=table["left_out"], suite_s=table["suite_s"])
 
 
 def whole(repository: Repository) -> Task:
@@ -147,10 +146,7 @@ def measure(
             left_out[names[key]] = "flaky"
             del reach[key]
     if not reach:
-        raise ValueError(
-            f"{repository.name}: no test is left that passes every time, in less than {running.test_s:g} s; "
-            "--test-seconds allows more"
-        )
+        raise ValueError(f"{repository.name}: no test passes every time within --test-seconds {running.test_s:g}")
     say(f"looking for twins of {len(reach)} tests")
     plan = GradePlan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
     plan, problems = with_twins(task, plan, boxes)
@@ -188,9 +184,7 @@ def _passing(
             f"{KEPT_SHARE:.0%} must{': ' + errors[-1] if errors else ''}{remedy}"
         )
     if "timeout" in ran.flags:
-        say(
-            f"its suite takes longer than {running.suite_s:g} s (--suite-seconds): the {len(names)} tests that ran by then count"
-        )
+        say(f"its suite takes longer than --suite-seconds {running.suite_s:g}: the {len(names)} tests that ran count")
     return names, left_out, passing
 
 

@@ -136,9 +136,7 @@ def fetch(project: str, bug: Bug, folder: Path) -> Path:
     wheel = next(release.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if bug.sha256 not in ("", digest):
-        raise ValueError(
-            f"{wheel}: its SHA-256 is {digest}, and the recipe has {bug.sha256}; remove it to download it again"
-        )
+        raise ValueError(f"{wheel}: its SHA-256 is {digest}, and the recipe's {bug.sha256}; to get it anew, remove it")
     return wheel
 
 

@@ -192,9 +192,8 @@ def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.C
     collector = _NodeCollector()
     root.visit(collector)
     names = sorted(collector.names)
-    pairs = [
-        (kind, mutate, node) for node in collector.nodes for kind, (mutate, t) in KINDS.items() if isinstance(node, t)
-    ]
+    kinds = [(kind, mutate, node_type) for kind, (mutate, node_type) in KINDS.items()]
+    pairs = [(kind, mutate, node) for node in collector.nodes for kind, mutate, of in kinds if isinstance(node, of)]
     return [(kind, node, new) for kind, mutate, node in pairs for new in mutate(node, rng, names)]
 
 

@@ -77,9 +77,8 @@ def _regression(subject: Subject, unit: Unit, units: Sequence[Unit]) -> Task:
     for other in rng.sample([*planted], COUNT):
         broken ^= {other}
         after = state(broken)
-        commits.append(
-            ("main", f"Rework {other.name}", {path: after[path] for path in paths if after[path] != before[path]})
-        )
+        changed = {path: after[path] for path in paths if after[path] != before[path]}
+        commits.append(("main", f"Rework {other.name}", changed))
         before = after
     wordings = (
         f"one of the last {COUNT} commits broke the tests. find it, undo it with a new commit, and keep the others",
@@ -108,9 +107,8 @@ def _conflict(subject: Subject, first: Unit, second: Unit) -> Task:
     span = [Edit(path=path, name=first.name, start=first.start, end=second.end, text=text) for text in texts]
     base, ours, theirs = (Change(kind="git", edits=(edit,), places=()).apply(files) for edit in span)
     keys = [key for unit in (first, second) for key in subject.baseline.nearest([unit.place])[:COUNT]]
-    for side in run_jobs(
-        subject, [job_on(subject, side, keys) for side in (ours, theirs)], 20.0 + subject.baseline.suite_s
-    ):
+    jobs = [job_on(subject, side, keys) for side in (ours, theirs)]
+    for side in run_jobs(subject, jobs, 20.0 + subject.baseline.suite_s):
         if not failing_keys(side, keys):  # one of the functions is not needed
             raise NoTask("unseen")
     commits: Commits = [

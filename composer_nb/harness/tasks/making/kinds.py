@@ -249,9 +249,8 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
     first = node.body[-1 if len(node.body) == 1 else int(ast.get_docstring(node) is not None)]
     indent = lines[first.lineno - shift][: first.col_offset]
     start = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - shift
-    unused = {name: f"import {name}" for name in UNUSED[0]} | {
-        name: f"{name} = {rng.randrange(10)}" for name in UNUSED[1]
-    }
+    unused = {name: f"import {name}" for name in UNUSED[0]}
+    unused |= {name: f"{name} = {rng.randrange(10)}" for name in UNUSED[1]}
     for name in unused.keys() - words if not indent.strip() else ():
         options.append((start, f"{indent}{unused[name]}\n{lines[start]}"))
     for use in ast.walk(node):

@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, islice
@@ -73,9 +73,7 @@ def make(
     if "combined" in kinds and "bug" not in kinds:
         raise ValueError("--kinds combined: combines tasks of the kind bug; add it")
     if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
-        raise ValueError(
-            f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
-        )
+        raise ValueError(f"--out {out}: lies in the repository, so tasks would hold answers; choose another")
     running = running or RunOptions()
     if spec is None:  # an image's packages take more memory than the standard library
         spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()
@@ -173,9 +171,7 @@ class Maker:
             raise ValueError(f"{self.subject.repository.name}: --kinds {kind}: no candidate, {KINDS[kind].needs}")
         return chain([first], candidates)
 
-    def _try(
-        self, pool: ThreadPoolExecutor, doing: str, candidates: Iterator[Change | Assignment], missing: int
-    ) -> None:
+    def _try(self, pool: Executor, doing: str, candidates: Iterator[Change | Assignment], missing: int) -> None:
         """Keep the tasks of the first `missing` candidates that make one, in the candidates' order."""
         while missing > 0 and (window := list(islice(candidates, min(AHEAD, 2 * missing)))):
             fresh = [change for change in window if change.key not in self.store.outcomes]

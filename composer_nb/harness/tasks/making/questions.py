@@ -60,9 +60,8 @@ def questions(subject: Subject) -> Iterator[Assignment]:
     answers: dict[Unit, list[tuple[str, set[str]]]] = {}
     for name, unit in named.items():
         callers = {other for other in subject.units if name in called[other] and other != unit}
-        callees = {
-            named[other] for other in called[unit] & named.keys() if other != name and not called[unit] & ambiguous
-        }
+        clear = not called[unit] & ambiguous
+        callees = {named[other] for other in called[unit] & named.keys() - {name} if clear}
         both = [
             (f"Which functions and methods of the package call `{unit.name}` ({unit.path})?", callers),
             (f"Which of the package's functions and methods does `{unit.name}` ({unit.path}) call?", callees),

@@ -10,8 +10,6 @@ References: answers in `git log --all` (SWE-bench #465), in type-check caches an
 from __future__ import annotations
 
 import io
-import os
-import stat
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.tasks.harbor import decoded
 from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
-from composer_nb.harness.untrusted import HISTORY
+from composer_nb.harness.untrusted import HISTORY, read_file, walk
 
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 16 << 20
@@ -148,9 +146,8 @@ def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) 
         files[file] = data.decode()
         total += len(data)
         if total > MAX_BYTES or len(files) > MAX_FILES:
-            raise RepositoryTooLarge(
-                f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
-            )
+            most = f"{MAX_FILES} files or {MAX_BYTES >> 20} MiB"
+            raise RepositoryTooLarge(f"{path}: more than {most}; name the package's folder")
     repository = Repository(name=name, files=dict(sorted(files.items())), left_out=dict(sorted(left_out.items())))
     code = [f"{file}: {reason}" for file, reason in repository.left_out.items() if file.endswith(".py")]
     hint = f"; left out: {', '.join(code[:3])}{', …' * (len(code) > 3)}" if code else ""
@@ -163,17 +160,5 @@ def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) 
 
 def _of_folder(root: Path) -> Iterator[tuple[str, bytes | str]]:
     """Yield the path and content of each regular file that is wanted, and the path of everything else with why it is not."""
-    for at, folders, names in os.walk(root):
-        here = Path(at).relative_to(root)
-        links = {sub for sub in folders if Path(at, sub).is_symlink()}
-        reasons = {sub: "a link" if sub in links else unwanted((here / sub).as_posix()) for sub in folders}
-        yield from (((here / sub).as_posix(), reason) for sub, reason in reasons.items() if reason)
-        folders[:] = [sub for sub in folders if not reasons[sub]]
-        for name in names:
-            file, path = Path(at, name), (here / name).as_posix()
-            reason = unwanted(path) or ("" if stat.S_ISREG(file.lstat().st_mode) else "a link or device")
-            if reason:
-                yield path, reason
-                continue
-            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as content:
-                yield path, content.read(MAX_FILE_BYTES + 1)
+    for path, reason in walk(root, unwanted):
+        yield path, reason or read_file(root / path, MAX_FILE_BYTES + 1)

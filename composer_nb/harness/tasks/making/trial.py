@@ -162,10 +162,7 @@ class TaskStore:
         """Note what the tasks are made of. Raises ValueError if those in the record are made of something else."""
         fingerprint = hashlib.sha256(origin.encode()).hexdigest()
         if (self.outcomes or "baseline" in self.facts) and self.facts.get(name) != fingerprint:
-            raise ValueError(
-                f"--out {self._folder}: holds tasks of another repository, state of it, seed, or way to run its tests; choose "
-                "another folder"
-            )
+            raise ValueError(f"--out {self._folder}: holds tasks of another repository, seed or options; give another")
         self.keep_fact(name, fingerprint)
 
     def keep(self, outcome: TrialOutcome) -> None:

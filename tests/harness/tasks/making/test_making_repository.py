@@ -32,7 +32,7 @@ def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
 def test_what_is_too_large_is_refused(tmp_path: Path, files: dict[str, str], monkeypatch):
     path = write(tmp_path, files)
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
-    with pytest.raises(ValueError, match="name the package's own folder"):
+    with pytest.raises(ValueError, match="name the package's folder"):
         read_repository(path)
 
 
