@@ -159,7 +159,8 @@ class Driver(Generic[Result]):
             works = self._alive.get(seat.position) is seat and seat.position not in self._ended
             if self.lockstep and works:  # else a custom tool that was given up
                 self._calls[seat.position] = requests, answer
-                self._changed.notify_all()
+                if self._at_rest():
+                    self._changed.notify_all()
         return answer.result() if self.lockstep and works else self.sandboxes.run(requests)
 
     def release(self, seat: Seat[Result], rollout: int) -> Trace | Future[Trace]:
