@@ -83,11 +83,6 @@ class CachedExecutor:
             self._store(answers)
         return answers
 
-    def remember(self, request: CallRequest, outcomes: Sequence[CallOutcome]) -> None:
-        """Store outcomes that are known already, as those of a reference program."""
-        with self._lock:
-            self._store({_key(request): tuple(outcomes)})
-
     def _recall(self, keys: Iterable[bytes]) -> dict[bytes, tuple[CallOutcome, ...]]:
         with self._lock:
             return {key: self._known[key] for key in keys if key in self._known}

@@ -10,6 +10,7 @@ runs again in its own.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -45,8 +46,11 @@ def call(*arguments):
         loaded[source] = fresh
     return getattr(loaded[source], function)(*arguments)
 """
-# Maximum requests of one process, whose calls use a small part of its CPU time, and characters of a module in it.
-MOST, LONGEST = 16, 4096
+# Maximum requests of one process, whose calls use a small part of its CPU time.
+MOST = 16
+# Maximum characters of a plain module, and files and characters of a workspace.
+LONGEST, FILES, SIZE = 4096, 100, 1 << 16
+_MODULE = re.compile(r"\w{1,64}\.py")
 BUILTINS = frozenset({"abs", "len", "max", "min", "range", "sorted", "sum"})
 _NODES = (
     *(ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AugAssign, ast.Expr, ast.Pass),
@@ -91,7 +95,7 @@ def _is_plain_function(statement: ast.stmt) -> bool:
     variables = {node.arg for node in statement.args.args} | {n.id for n in names if isinstance(n.ctx, ast.Store)}
     called = {node.func for node in inner if isinstance(node, ast.Call)}
 
-    def is_plain_node(node: ast.AST) -> bool:
+    def is_fit(node: ast.AST) -> bool:
         match node:
             case ast.FunctionDef() | ast.arg(annotation=ast.expr()):
                 return False
@@ -110,15 +114,17 @@ def _is_plain_function(statement: ast.stmt) -> bool:
         return True
 
     is_named_plainly = all(name not in BUILTINS and name[0] != "_" for name in {statement.name, *variables})
-    return is_named_plainly and all(map(is_plain_node, inner))
+    return is_named_plainly and all(map(is_fit, inner))
 
 
 def _called_modules(request: CallRequest) -> dict[str, str]:
     """Return the texts of the modules that a request calls, by name; none if it must run alone."""
-    names = {request.module}
-    if request.module == CALLER and request.files.get(f"{CALLER}.py") == CALLER_SOURCE:
+    names, files = {request.module}, request.files
+    if len(files) > FILES or sum(map(len, files.values())) > SIZE or not all(map(_MODULE.fullmatch, files)):
+        return {}  # a process of its own may have no room for them
+    if request.module == CALLER and files.get(f"{CALLER}.py") == CALLER_SOURCE:
         names = {argument.split("'", 2)[1] for argument in request.arguments}
-    sources = {name: request.files.get(f"{name}.py", "") for name in names}
+    sources = {name: files.get(f"{name}.py", "") for name in names}
     is_fit = (
         request.limits is None and names.isdisjoint(sys.stdlib_module_names) and all(map(is_plain, sources.values()))
     )
