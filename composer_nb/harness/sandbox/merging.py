@@ -16,17 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.requests import CALLER, CALLER_SOURCE, CallOutcome, CallRequest, Executor
 from composer_nb.harness.syntax import nodes_of
 
-# Name and text of the module through which one request calls functions of several modules.
-CALLER = "composer_nb_caller"
-CALLER_SOURCE = """from importlib import import_module
-
-
-def call(module, function, arguments):
-    return getattr(import_module(module), function)(*arguments)
-"""
 # The module of a merged request. `targets` are in order of the calls: their number, the sources of the modules by name, and the
 # module and function, which are None where the arguments name them.
 _MERGED = """from types import ModuleType

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness.sandbox.merging import CALLER, CALLER_SOURCE
-from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
+from composer_nb.harness.sandbox.requests import CALLER, CALLER_SOURCE, CallLimits, CallOutcome, CallRequest, value_text
 from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20  # Maximum characters of one call's arguments.
