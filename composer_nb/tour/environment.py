@@ -14,7 +14,6 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.sandbox.calls import CachedExecutor
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
@@ -47,7 +46,7 @@ class Tour:
         count: int,
         *,
         heldout: bool,
-        executor: CachedExecutor,
+        executor: Executor,
         level: str = "repositories",
         **options: Any,
     ) -> Iterator[Task]:

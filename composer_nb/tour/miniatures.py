@@ -80,7 +80,7 @@ def make_miniatures(
     def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
         return _task(candidate, outcomes, rng, rng.random() < told, executor)
 
-    return (task for task, _, _ in distinct(count, draw, make, executor, ahead=True))
+    return distinct(count, draw, make, executor, ahead=True)
 
 
 def _bug(source: str, rng: Random) -> tuple[str, str] | None:

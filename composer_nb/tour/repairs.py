@@ -19,15 +19,12 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness import syntax
-from composer_nb.harness.sandbox.calls import CachedExecutor
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
-from composer_nb.harness.tasks.functions import is_test, literal, parse_test_files, render_tests, request_tests
+from composer_nb.harness.tasks.functions import is_test, render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_arguments, draw_program
 
 VISIBLE, HIDDEN = 4, 8
-# Number of bugs tried in one sandbox.
-BATCH = 64
 
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
 # Operators of each kind of place. Of an augmented assignment, a bug is one of the first three.
@@ -173,41 +170,14 @@ def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[obj
 def run_programs(
     sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]], sandboxes: Executor
 ) -> list[tuple[CallOutcome, ...] | None]:
-    """Return the outcomes of each program on its inputs, or None if it does not end. Raises SyntaxError for one that does not
-    compile, since no other program of its sandbox could be imported.
-
-    Many programs share one sandbox and its CPU time, so the program that is running at the limit may not be the one that used the
-    time. It is tried again alone, and the programs after it are tried again together.
-    """
-    for source in sources:
-        syntax.parse(source)
-    results: dict[int, tuple[CallOutcome, ...] | None] = {}
-    batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
-    while batches:
-        outcomes = sandboxes.run([_batch_request([sources[i] for i in b], [inputs[i] for i in b]) for b in batches])
-        following = []
-        for batch, outcome in zip(batches, outcomes, strict=True):
-            position = 0
-            for offset, index in enumerate(batch):
-                calls = outcome[position : position + len(inputs[index])]
-                position += len(calls)
-                if any(call.status in ("timeout", "died", "not_run") for call in calls):
-                    if len(batch) == 1:
-                        results[index] = None
-                    else:
-                        following += [rest for rest in ([index], batch[offset + 1 :]) if rest]
-                    break
-                results[index] = calls
-        batches = following
-    return [results[index] for index in range(len(sources))]
-
-
-def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]]) -> CallRequest:
-    functions = [source.replace("def f(", f"def f{number}(", 1) for number, source in enumerate(sources)]
-    run = "def run(place, arguments):\n    return globals()[f'f{place}'](*arguments)\n"
-    arguments = [repr((number, values)) for number, all_given in enumerate(inputs) for values in all_given]
-    files = {"run.py": "\n\n".join([*functions, run])}
-    return CallRequest(files=files, module="run", function="run", arguments=tuple(arguments))
+    """Return the outcomes of each program on its inputs, or None if it does not end."""
+    requests = [
+        CallRequest(files={"f.py": source}, module="f", function="f", arguments=tuple(map(repr, program_inputs)))
+        for source, program_inputs in zip(sources, inputs, strict=True)
+    ]
+    runs = sandboxes.run(requests)
+    unended = {"timeout", "died", "not_run"}
+    return [None if unended & {call.status for call in outcomes} else outcomes for outcomes in runs]
 
 
 def make_task(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
@@ -239,17 +209,11 @@ def make_task(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Tas
     )
 
 
-def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor) -> Iterator[Task]:
-    """Yield `count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
-
-    The executor caches the results of the buggy and the correct programs, so demonstrations execute only other code. Raises
-    ValueError if a thousand draws yield no new task.
-    """
+def make_tasks(seed: str, count: int, *, heldout: bool, executor: Executor) -> Iterator[Task]:
+    """Return `count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks. Iteration
+    raises ValueError if a thousand draws yield no new task."""
     rng = Random(f"repairs {seed} {heldout}")
-    for task, candidate, outcomes in distinct(count, lambda: draw_candidate(rng, heldout), make_task, executor):
-        _remember(executor, task, candidate.inputs, task.files, outcomes)
-        _remember(executor, task, candidate.inputs, task.files | task.solution, candidate.right)
-        yield task
+    return distinct(count, lambda: draw_candidate(rng, heldout), make_task, executor)
 
 
 def distinct(
@@ -258,46 +222,31 @@ def distinct(
     make: Callable[[BuggyProgram, tuple[CallOutcome, ...]], Task | None],
     executor: Executor,
     ahead: bool = False,
-) -> Iterator[tuple[Task, BuggyProgram, tuple[CallOutcome, ...]]]:
-    """Yield `count` tasks with different bugs or instructions, each with its candidate and the outcomes of its bug. Only as many
-    candidates run as are likely to be needed. `ahead`: draw a thousand before the first task is made, so that `draw` and `make`
-    can share a random number generator.
+) -> Iterator[Task]:
+    """Yield `count` tasks with different bugs or instructions. Only as many candidates run as are likely to be needed. `ahead`:
+    draw a thousand before the first task is made, so that `draw` and `make` can share a random number generator.
 
     Raises ValueError if a thousand draws yield no new task."""
     keys: set[tuple[str, str]] = set()
     while len(keys) < count:
         before = len(keys)
-        draws = (draw() for _ in range(16 * BATCH))
+        draws = (draw() for _ in range(1024))
         fit = filter(None, list(draws) if ahead else draws)
         while candidates := list(islice(fit, max(16, 2 * (count - len(keys))))):
             programs, inputs = [pair.buggy for pair in candidates], [pair.inputs for pair in candidates]
             runs = run_programs(programs, inputs, executor)
             for candidate, outcomes in zip(candidates, runs, strict=True):
                 task = make(candidate, outcomes) if outcomes is not None else None
-                if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in keys:
+                if task is None or (key := (task.instruction, candidate.buggy)) in keys:
                     continue
                 keys.add(key)
-                yield task, candidate, outcomes
+                yield task
                 if len(keys) == count:
                     return
         if len(keys) == before:
             raise ValueError(
                 f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
             )
-
-
-def _remember(
-    executor: CachedExecutor,
-    task: Task,
-    inputs: Sequence[object],
-    files: Mapping[str, str],
-    outcomes: Sequence[CallOutcome],
-) -> None:
-    """Cache the results of `files` on these inputs, in the form of the visible and the hidden tests."""
-    outcome_of = {literal(values): outcome for values, outcome in zip(inputs, outcomes, strict=True)}
-    for tests in (task.visible_tests, task.tests):
-        request = request_tests(files, parse_test_files(tests))
-        executor.remember(request, [outcome_of[arguments] for arguments in request.arguments])
 
 
 def buggy(task: Task) -> str:

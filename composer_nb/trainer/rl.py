@@ -161,16 +161,21 @@ def time_is_up(limit: float, steps: int, total: int) -> str:
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
     """Return the log line with the scores on the tuning tasks after `step` steps."""
+    if not scores:
+        return f"rl {step}: no attempt at the tuning tasks has a grade"
     pass_at_1, best_of_k = scores["tune_pass_at_1"], scores["tune_best_of_k"]
     return f"rl {step}: on tuning tasks pass@1 {pass_at_1:.3f}, best of k {best_of_k:.3f}"
 
 
 def tuning_scores(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Return the mean and the best of k of attempts at the tuning tasks, k at each. Those without a grade do not count."""
+    """Return the mean and the best of k of attempts at the tuning tasks, k at each, without those that have no grade; nothing if
+    none has one."""
     by_task: dict[str, list[bool]] = {}
     for attempt in attempts:
         if attempt.grade.known:
             by_task.setdefault(attempt.task.id, []).append(attempt.grade.passed)
+    if not by_task:
+        return {}
     means = [np.mean(passed) for passed in by_task.values()]
     best = [max(passed) for passed in by_task.values()]
     return {"tune_pass_at_1": float(np.mean(means)), "tune_best_of_k": float(np.mean(best))}

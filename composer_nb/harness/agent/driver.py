@@ -17,6 +17,9 @@ __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")
 # The work of one agent, in its own thread; requests go through its seat.
 Job = Callable[["Seat[Any]"], Result]
+Outcomes = list[tuple[CallOutcome, ...]]
+# Calls of an agent, and their outcomes once they have run.
+Calls = tuple[Sequence[CallRequest], Future[Outcomes]]
 
 
 class Dropped(BaseException):
@@ -54,11 +57,12 @@ class Seat(Generic[Result]):
             raise Dropped from None
         return completion
 
-    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+    def run(self, requests: Sequence[CallRequest]) -> Outcomes:
         """Execute calls. Raises SandboxFailure if a sandbox fails."""
-        if self.dropped:
-            raise Dropped
-        outcomes: list[tuple[CallOutcome, ...]] = self._timed(lambda: self._driver.sandboxes.run(requests))
+        try:
+            outcomes: Outcomes = self._timed(lambda: self._driver.run(self, requests))
+        except CancelledError:
+            raise Dropped from None
         return outcomes
 
     def release(self, rollout: int) -> Trace:
@@ -82,8 +86,9 @@ class Driver(Generic[Result]):
     """Runs agents against one policy and one fleet of sandboxes.
 
     Each agent waits for its own requests alone, and the policy steps in a thread of its own. In lockstep, it pauses while any
-    agent works: when all wait, their turns begin in order of position, and `wait` steps the policy until one ends, so that one
-    seed gives one result. Then only the caller's thread uses the policy, with its device and number of threads.
+    agent works: when all wait, their calls run together, then their turns begin in order of position, and `wait` steps the
+    policy until one ends, so that one seed gives one result. Then only the caller's thread uses the policy, with its device and
+    number of threads.
     """
 
     def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
@@ -98,8 +103,9 @@ class Driver(Generic[Result]):
         self._alive: dict[int, Seat[Result]] = {}
         # Results that the caller has not taken yet.
         self._ended: dict[int, Future[Result]] = {}
-        # In lockstep: turns and releases that wait for the other agents, by position, and turns under way, by rollout.
+        # In lockstep: turns, calls and releases that wait for the other agents, by position, and turns under way, by rollout.
         self._turns: dict[int, tuple[Request, Future[Completion]]] = {}
+        self._calls: dict[int, Calls] = {}
         self._releases: dict[int, tuple[int, Future[Any]]] = {}
         self._under_way: dict[int, Future[Completion]] = {}
 
@@ -144,6 +150,19 @@ class Driver(Generic[Result]):
                     self._changed.notify_all()
             return seat.turn
 
+    def run(self, seat: Seat[Result], requests: Sequence[CallRequest]) -> Outcomes:
+        """Execute calls of an agent, in lockstep once all agents wait. Raises Dropped."""
+        answer = Future[Outcomes]()
+        with self._changed:
+            if seat.dropped:
+                raise Dropped
+            works = self._alive.get(seat.position) is seat and seat.position not in self._ended
+            if self.lockstep and works:  # else a custom tool that was given up
+                self._calls[seat.position] = requests, answer
+                if self._at_rest():
+                    self._changed.notify_all()
+        return answer.result() if self.lockstep and works else self.sandboxes.run(requests)
+
     def release(self, seat: Seat[Result], rollout: int) -> Trace | Future[Trace]:
         """Release a rollout of an agent, in lockstep once all agents wait."""
         if self.shared:
@@ -165,6 +184,10 @@ class Driver(Generic[Result]):
                 if self._releases:
                     for position in sorted(self._releases):
                         self._release(position)
+                    continue
+                if self._calls:
+                    self._execute([self._calls[position] for position in sorted(self._calls)])
+                    self._calls = {}
                     continue
                 if self._ended:
                     ended, self._ended = sorted(self._ended.items()), {}
@@ -193,6 +216,8 @@ class Driver(Generic[Result]):
             for seat in seats:
                 seat.dropped = True
                 self._turns.pop(seat.position, None)
+                if seat.position in self._calls:
+                    self._calls.pop(seat.position)[1].cancel()
             turns = [seat.turn for seat in seats]
             self._under_way = {rollout: turn for rollout, turn in self._under_way.items() if turn not in turns}
         for seat in seats:
@@ -219,6 +244,20 @@ class Driver(Generic[Result]):
         if self.shared:
             self.shared.__exit__(None, None, None)
 
+    def _execute(self, calls: Sequence[Calls]) -> None:
+        """Answer calls of agents together, or one after the other if that fails."""
+        try:
+            outcomes = iter(self.sandboxes.run([request for requests, _ in calls for request in requests]))
+        except Exception as error:  # raised again in the agent
+            if len(calls) == 1:
+                calls[0][1].set_exception(error)
+                return
+            for agent_calls in calls:
+                self._execute([agent_calls])
+            return
+        for requests, answer in calls:
+            answer.set_result([next(outcomes) for _ in requests])
+
     def _release(self, position: int) -> None:
         rollout, answer = self._releases.pop(position)
         try:
@@ -227,7 +266,7 @@ class Driver(Generic[Result]):
             answer.set_exception(error)
 
     def _at_rest(self) -> bool:
-        waiting = len(self._turns) + len(self._releases) + len(self._under_way)
+        waiting = len(self._turns) + len(self._calls) + len(self._releases) + len(self._under_way)
         return waiting + len(self._ended) == len(self._alive)
 
 

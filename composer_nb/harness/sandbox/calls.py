@@ -23,6 +23,7 @@ from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import CallEnd, Capabilities, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest import calls as guest
+from composer_nb.harness.sandbox.merging import run_merged
 from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, CallStatus, Executor
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -46,30 +47,41 @@ class CachedExecutor:
         self.asked = 0
         self.executed = 0
         self._lock = threading.Lock()  # of what is known and the counts
-        self._running = threading.Lock()  # what several threads ask for at once is executed once
+        self._running = threading.Lock()  # a thread runs at a time, for all that wait
+        self._waiting: dict[bytes, CallRequest] = {}
         self._known: OrderedDict[bytes, tuple[CallOutcome, ...]] = OrderedDict()
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         keys = [_key(request) for request in requests]
         answers = self._recall(keys)
-        if missing := set(keys) - set(answers):
-            with self._running:
-                answers |= self._recall(missing)  # another thread may have asked for it meanwhile
-                todo = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
-                outcomes = self.sandboxes.run(list(todo.values())) if todo else []
-                fresh = dict(zip(todo, outcomes, strict=True))
-                with self._lock:
-                    self.executed += len(fresh)
-                    self._store(fresh)
-            answers |= fresh
+        if missing := {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}:
+            with self._lock:
+                self._waiting |= missing
+            with self._running:  # meanwhile other threads may have run these requests
+                answers |= self._recall(missing)
+                if not missing.keys() <= answers.keys():
+                    answers |= self._run(missing)
         with self._lock:
             self.asked += len(requests)
         return [answers[key] for key in keys]
 
-    def remember(self, request: CallRequest, outcomes: Sequence[CallOutcome]) -> None:
-        """Store outcomes that are known already, as those of a reference program."""
+    def _run(self, requests: dict[bytes, CallRequest]) -> dict[bytes, tuple[CallOutcome, ...]]:
+        """Run requests by key, and those that other threads wait for. Return the answers."""
         with self._lock:
-            self._store({_key(request): tuple(outcomes)})
+            together, self._waiting = self._waiting | requests, {}
+            together = {key: request for key, request in together.items() if key not in self._known}
+        try:
+            outcomes = run_merged(list(together.values()), self.sandboxes)
+        except SandboxFailure:
+            if together.keys() <= requests.keys():
+                raise
+            together = requests  # another thread's may have failed
+            outcomes = run_merged(list(together.values()), self.sandboxes)
+        answers = dict(zip(together, outcomes, strict=True))
+        with self._lock:
+            self.executed += len(answers)
+            self._store(answers)
+        return answers
 
     def _recall(self, keys: Iterable[bytes]) -> dict[bytes, tuple[CallOutcome, ...]]:
         with self._lock:

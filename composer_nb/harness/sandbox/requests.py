@@ -16,6 +16,14 @@ from composer_nb.harness.sandbox.guest import values
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.untrusted import checked
 
+# Name and text of the module through which one request calls functions of several modules.
+CALLER = "composer_nb_caller"
+CALLER_SOURCE = """from importlib import import_module
+
+
+def call(module, function, arguments):
+    return getattr(import_module(module), function)(*arguments)
+"""
 CallStatus = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
 
 

@@ -20,17 +20,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
+from composer_nb.harness.sandbox.requests import CALLER, CALLER_SOURCE, CallLimits, CallOutcome, CallRequest, value_text
 from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20  # Maximum characters of one call's arguments.
-CALLER = "composer_nb_caller"
-_CALLER = """from importlib import import_module
-
-
-def call(module, function, arguments):
-    return getattr(import_module(module), function)(*arguments)
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +145,7 @@ def request_tests(
         arguments = tuple(test.arguments for test in tests)
         return CallRequest(files=sources, module=module, function=function, arguments=arguments, limits=limits)
     arguments = tuple(f"({test.module!r}, {test.function!r}, {test.arguments})" for test in tests)
-    sources[f"{CALLER}.py"] = _CALLER
+    sources[f"{CALLER}.py"] = CALLER_SOURCE
     return CallRequest(files=sources, module=CALLER, function="call", arguments=arguments, limits=limits)
 
 

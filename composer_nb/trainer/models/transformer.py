@@ -116,7 +116,18 @@ class Layer(nn.Module):
 
 def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
     """Return random weights that preserve the scale of their input; `along` is the dimension that is summed over."""
-    return nn.Parameter(torch.randn(shape) * shape[along] ** -0.5 * scale)
+    return _random(*shape, scales=(shape[along] ** -0.5, scale))
+
+
+def _random(*shape: int, scales: Sequence[float]) -> nn.Parameter:
+    """Return normal random weights times `scales`; on the device `meta`, where arithmetic would import torch's compiler for more
+    than a second, shapes alone."""
+    weights = torch.empty(shape)
+    if not weights.is_meta:
+        weights.normal_()
+        for scale in scales:
+            weights *= scale
+    return nn.Parameter(weights)
 
 
 class Ahead(nn.Module):
@@ -138,12 +149,12 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.3)
+        self.embed = _random(config.vocab_size, config.hidden_size, scales=[0.3])
         sparse = config.sparse_layers
         self._layers = nn.ModuleList(Layer(config, dense=n not in sparse) for n in range(config.num_hidden_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
         if not config.tie_word_embeddings:
-            self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
+            self.head = _random(config.vocab_size, config.hidden_size, scales=[0.02])
         self._aheads = nn.ModuleList(Ahead(config) for _ in range(config.num_nextn_predict_layers))
         # Dtype of the router's product; None: that of its weights. float64 models always use float64.
         self.router_dtype: torch.dtype | None = torch.float32 if config.latent else None

@@ -12,6 +12,7 @@ import pytest
 from composer_nb.harness.agent.driver import Driver, Seat
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallRequest
 
 
@@ -171,3 +172,31 @@ def test_without_lockstep_neither_calls_nor_work_hold_up_another() -> None:
     with pytest.raises(AssertionError, match="nothing is executed here"):
         while True:
             driver.wait()
+
+
+def test_in_lockstep_the_calls_of_all_run_together_and_a_failure_is_that_of_its_agent() -> None:
+    batches: list[int] = []
+
+    class Executes:
+        def run(self, requests: Any) -> Any:
+            batches.append(len(requests))
+            if "bad" in requests:
+                raise SandboxFailure("gone")
+            return [(request,) for request in requests]
+
+    driver: Driver[Any] = Driver(Echo(), Executes())
+
+    def job(number: int) -> Callable[[Seat[Any]], Any]:
+        def work(seat: Seat[Any]) -> Any:
+            assert ask(seat, number) == [number]
+            try:
+                return seat.run([number, "bad"] if number == 2 else [number] * number)  # type: ignore[list-item]
+            except SandboxFailure as failure:
+                return str(failure)
+
+        return work
+
+    for number in range(4):
+        driver.add(number, job(number))
+    assert driver.wait() == [(0, []), (1, [(1,)]), (2, "gone"), (3, [(3,)] * 3)]
+    assert batches == [6, 0, 1, 2, 3]

@@ -382,15 +382,18 @@ def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs
             return inside.run(requests)
 
     memory, known, fresh = CachedExecutor(Slow()), request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")
+    going.set()
+    answers = memory.run([known])
+    for event in (begun, going):
+        event.clear()
     threads = [threading.Thread(target=memory.run, args=([fresh],)) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
         assert begun.wait(20)
-        memory.remember(known, ONE[0])
-        assert memory.run([known]) == ONE
+        assert memory.run([known]) == answers
     finally:
         going.set()
         for thread in threads:
             thread.join()
-    assert (memory.asked, memory.executed, inside.requests) == (3, 1, 1)
+    assert (memory.asked, memory.executed, inside.requests) == (4, 2, 2)
