@@ -33,6 +33,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.egress import destinations
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -114,6 +115,9 @@ class EnvSettings:
     """The chat format: compact, qwen or kimi. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
+    egress: str = ""
+    """Hosts that sandboxes of tasks which need a network may reach, as `example.org:443,example.com:80`. A private host has its
+    address in the list, as `mirror=10.0.0.5:8080`. Empty: no network, and such tasks are refused."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
     """Maximum sandboxes per engine that rollouts have of their own, in their conversations and for their grades together."""
     summary: SummarySettings = NO_SUMMARIES
@@ -123,7 +127,8 @@ class EnvSettings:
     them."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for unknown tools."""
+        """Raise ValueError for unknown tools and a wrong list of hosts."""
+        destinations(self.egress)
         try:
             ToolSet.named(self.tools)
         except ValueError as error:
@@ -226,9 +231,9 @@ class Sandboxes:
     """The sandboxes of a process: an executor that calls functions, and a backend of sandboxes with a workspace. Each is opened
     on first use. This is a context manager."""
 
-    def __init__(self, backend: str = "bwrap", run_id: str | None = None, journal: Path | None = None) -> None:
+    def __init__(self, env: EnvSettings | None = None, run_id: str | None = None, journal: Path | None = None) -> None:
         """`journal`: folder of the run's journal (`reap.py`)."""
-        self._backend, self._run_id, self._journal = backend, run_id, journal
+        self._env, self._run_id, self._journal = env or EnvSettings(), run_id, journal
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -250,13 +255,13 @@ class Sandboxes:
     @cached_property
     def backend(self) -> Backend:
         """The backend. Raises SandboxUnavailable if it cannot work here."""
-        return self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
+        return self._stack.enter_context(open_backend(self._env.backend, self._run_id, self._journal, self._env.egress))
 
 
 def require_sandboxes(env: EnvSettings) -> None:
     """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be created here."""
     try:
-        with Sandboxes(env.backend) as sandboxes:
+        with Sandboxes(env) as sandboxes:
             _ = env.boxed and sandboxes.backend
             _ = env.path or sandboxes.functions
     except SandboxUnavailable as error:
@@ -271,5 +276,5 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     backend = sandboxes.backend if sandboxes and env.boxed else None
     renderer = FORMATS[env.renderer](tokenizer, tools.schemas)
     user = open_user(env.user)
-    system = system_text(WORKSPACE, answered=user is not None)
+    system = system_text(WORKSPACE, answered=user is not None, egress=env.egress)
     return Agent(renderer, tools, limits, backend=backend, system=system, summary=env.summary, user=user)

@@ -112,6 +112,8 @@ class BenchSettings:
     seed: int = 0
     user: str = ""
     """Who answers an agent that asks, as `env.user`."""
+    egress: str = ""
+    """Hosts that sandboxes of tasks which need a network may reach, as `env.egress`."""
 
 
 def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any]) -> BenchSettings:
@@ -172,7 +174,7 @@ def evaluate(
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
         functions = CachedExecutor(stack.enter_context(SandboxExecutor())) if tiny else None
-        sandboxes = None if tiny else stack.enter_context(open_backend(backend))
+        sandboxes = None if tiny else stack.enter_context(open_backend(backend, egress=settings.egress))
         if sandboxes is not None:
             for task in tasks:
                 spec_of(task, sandboxes)
@@ -268,7 +270,7 @@ def _turn_policies(
     kind, script = parse_policy(policy)
     if kind != "scripted" or not environment.tools.terse or script.endswith(".json"):
         options = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
-        system = system_text(WORKSPACE, answered=environment.user is not None)
+        system = system_text(WORKSPACE, environment.user is not None, settings.egress)
         with open_policy(policy, system, environment.tools.schemas, slots=workers, **options) as cast:
             yield cast
         return
