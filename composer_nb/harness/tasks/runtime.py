@@ -92,12 +92,11 @@ def needs_network(task: Task) -> str:
     if task.kept is None:
         return ""
     settings = task.settings
-    tables = {"environment": settings.environment, "agent": settings.agent, "verifier": settings.verifier}
-    modes = {
-        name: table.network_mode for name, table in tables.items() if table.network_mode not in (None, "no-network")
-    }
-    asks = ["environment.allow_internet = true"] if settings.environment.allow_internet else []
-    return next(iter(asks + [f"{name}.network_mode = {mode!r}" for name, mode in modes.items()]), "")
+    if settings.environment.allow_internet:
+        return "environment.allow_internet = true"
+    modes = settings.environment.network_mode, settings.agent.network_mode, settings.verifier.network_mode
+    named = zip(("environment", "agent", "verifier"), modes, strict=True)
+    return next((f"{name}.network_mode = {mode!r}" for name, mode in named if mode not in (None, "no-network")), "")
 
 
 def obstacles(task: Task, egress: bool = False) -> Iterator[str]:

@@ -313,9 +313,9 @@ def zygote(layouts: Header) -> None:
 def _hatch(
     settings: Header,
     layouts: Header,
-    fds: typing.Tuple[int, int],
+    fds: tuple[int, int],
     maps: typing.Any,
-    most: int,  # noqa: UP006
+    most: int,
 ) -> typing.NoReturn:
     """Become the first process of a new sandbox. `fds`: its channel and its lifeline. `most`: the highest descriptor."""
     try:
