@@ -40,6 +40,7 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.web import read_pages
 
 
 class CustomEnvironment(Protocol):
@@ -115,6 +116,8 @@ class EnvSettings:
     """The chat format: compact, qwen or kimi. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
+    web: str = ""
+    """JSON Lines file of recorded web pages, which the tool `web_search` searches; empty: no such tool."""
     egress: str = ""
     """Hosts that sandboxes of tasks which need a network may reach, as `example.org:443,example.com:80`. A private host has its
     address in the list, as `mirror=10.0.0.5:8080`. Empty: no network, and such tasks are refused."""
@@ -130,9 +133,13 @@ class EnvSettings:
         """Raise ValueError for unknown tools and a wrong list of hosts."""
         destinations(self.egress)
         try:
-            ToolSet.named(self.tools)
+            tools = ToolSet.named(self.tools)
         except ValueError as error:
             raise ValueError(f"env.tools={self.tools!r}: {error}, or give tiny or cursor") from None
+        if self.web and not tools.needs_sandbox:
+            raise ValueError(
+                "env.web: web_search is beside the product's tools alone: set env.tools=cursor, or a list of them"
+            )
 
     @property
     def path(self) -> Path | None:
@@ -153,7 +160,7 @@ class EnvSettings:
     def toolset(self) -> ToolSet:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
-        return ToolSet.named(self.tools, Indexes())
+        return ToolSet.named(self.tools, Indexes()).with_web(read_pages(self.web))
 
     def reward_function(self, seconds: float) -> Term | None:
         """Return the reward of a custom environment that has one. A reward that is in the grade already is taken as it is. A call

@@ -44,6 +44,7 @@ from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
+from composer_nb.harness.tools.web import read_pages
 from composer_nb.harness.untrusted import visible
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
@@ -112,6 +113,8 @@ class BenchSettings:
     seed: int = 0
     user: str = ""
     """Who answers an agent that asks, as `env.user`."""
+    web: str = ""
+    """Recorded pages of the tool `web_search`, as `env.web`."""
     egress: str = ""
     """Hosts that sandboxes of tasks which need a network may reach, as `env.egress`."""
 
@@ -185,7 +188,9 @@ def evaluate(
             runs.append(("planned", *runs[0][1:3], planned))
         for name, arm_name, arm, arm_tasks in runs:
             own_tools = arm_name == "all" and (tools or (policy_tools.terse and not tiny))
-            offered = policy_tools if own_tools else arm.tiny() if tiny else arm.tools()
+            offered = (
+                policy_tools if own_tools else arm.tiny() if tiny else arm.tools().with_web(read_pages(settings.web))
+            )
             environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=limits, user=user)
             run = partial(_attempts, policy, arm_tasks, environment, workers, partial(on_attempt, name))
             sampled = run(settings, samples, out / name / "attempts")
