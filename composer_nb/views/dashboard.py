@@ -22,9 +22,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from composer_nb.harness.bench import errors_line, tool_errors
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import Status, read_status
+from composer_nb.trainer.recipe.reader import RECENT, Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
@@ -86,6 +87,8 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     if status.steps:
         yield "reward", reward_trend(status.steps)
+        if errors := tool_errors(step.get("errors", {}) for step in status.steps[-RECENT:]):
+            yield f"errors of tools, last {min(RECENT, len(status.steps))} steps", errors_line(errors)
     notes = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
     for change in status.changes:
         applied = f"from step {(change.step or 0) + 1} on"
