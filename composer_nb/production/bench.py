@@ -31,7 +31,7 @@ from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.agent.user import open_user
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.bench import bootstrap, pass_at_k, pass_hat_k, scores, summarise
-from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.harness.files import read_json, write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.monitors import flags_of
@@ -49,7 +49,7 @@ from composer_nb.harness.untrusted import visible
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.tour.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPolicy
-from composer_nb.trainer.records.provenance import package_digest
+from composer_nb.trainer.records.provenance import harness_digest, package_digest, require_harness
 
 LOG = logging.getLogger(__name__)
 # Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own.
@@ -115,6 +115,8 @@ class BenchSettings:
     """Who answers an agent that asks, as `env.user`."""
     web: str = ""
     """Recorded pages of the tool `web_search`, as `env.web`."""
+    harness: str = ""
+    """Digest, or its beginning, of the only harness that may evaluate (`harness` of a report); empty: any."""
     egress: str = ""
     """Hosts that sandboxes of tasks which need a network may reach, as `env.egress`."""
 
@@ -171,8 +173,10 @@ def evaluate(
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     limits, user = settings.limits, open_user(settings.user)
-    claim = {"policy": policy, "is": identity(policy), "backend": backend}
-    _claim(out, claim | {"settings": {name: value for name, value in asdict(settings).items() if value != ""}})
+    require_harness(settings.harness)
+    claim = {"policy": policy, "is": identity(policy), "backend": backend, "harness": harness_digest()}
+    stated = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
+    _claim(out, claim | {"settings": stated})
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
@@ -208,7 +212,8 @@ def evaluate(
     if empty:
         LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest, "seed": settings.seed}
-    whole = {**next(iter(report.values())), **about, "package": package_digest(), "arms": report}
+    whole = {**next(iter(report.values())), **about, "package": package_digest(), "harness": harness_digest()}
+    whole["arms"] = report
     write_json(out / "report.json", whole)
     return whole
 
@@ -295,7 +300,9 @@ def _claim(out: Path, content: Mapping[str, Any]) -> None:
     """Note in `out` what its rollouts depend on. Raises ValueError if it holds rollouts of something else."""
     path, text = out / "bench.json", json.dumps(content, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
+        raise ValueError(
+            f"--out {out}: holds rollouts of another policy, backend, harness or settings ({path}); give another"
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
 
@@ -454,7 +461,10 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
             row_by_arm[arm] |= {"scores": [figure(before), figure(after)], "difference": figure(after - before)}
     if not row_by_arm:
         raise ValueError(f"{first} has the arms {', '.join(arms[0])}, {second} {', '.join(arms[1])}: no arm is in both")
-    return {"evals": [str(first), str(second)], "arms": row_by_arm}
+    harnesses = [(read_json(out / "bench.json") or {}).get("harness") for out in (first, second)]
+    if None not in harnesses and len({*harnesses}) > 1:
+        LOG.warning("evaluated by different harnesses (%s, %s): --set harness=… pins one", *(h[:12] for h in harnesses))
+    return {"evals": [str(first), str(second)], "harness": harnesses, "arms": row_by_arm}
 
 
 def _solved(file: Path) -> dict[str, float]:

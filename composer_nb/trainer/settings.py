@@ -235,6 +235,8 @@ class RlSettings:
 class EvalSettings:
     samples: Some = 4
     """Rollouts per task at temperature 1, which is k in best-of-k. One greedy rollout is added."""
+    harness: str = ""
+    """Digest, or its beginning, of the only harness that may evaluate (`eval.NAME.harness` of a report); empty: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,8 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "lost to the infrastructure", lost
         if (share := reward.get("flagged_share")) is not None:
             yield "flagged by monitors", f"{share:.1%} of the newest rollouts at most"
+    if len({score.get("harness") for score in report.get("eval", {}).values()}) > 1:
+        yield "harness", "policies were scored by different harnesses, so their differences do not count"
     if errors := report.get("errors"):
         yield "errors of tools in RL", errors_line(errors)
     for name, score in report.get("eval", {}).items():

@@ -59,6 +59,7 @@ from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
+from composer_nb.trainer.records.provenance import harness_digest
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
@@ -356,7 +357,7 @@ def evaluate(s: Stages, name: str) -> None:
         if s.ranks.first:
             sampled, greedy = attempts_by_kind["heldout"]
             custom = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy)
+            info |= summarise(sampled, greedy) | {"harness": harness_digest()}
             info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
             if "structures" in attempts_by_kind:
                 info["structures"] = summarise(*attempts_by_kind["structures"])
