@@ -167,7 +167,7 @@ def mx_quantize(x: Tensor, *, block: int = 32, rows: int = 1, backend: str | Non
     """Quantise x [..., R, K] to MXFP8 by the back end that is there; see `mx_quantize_reference`. `backend` as `choose` takes
     it."""
     check_mx(x, block, rows)
-    if choose(x.device, backend)[0] == "torch":
+    if choose(x.device, backend, "quantize")[0] == "torch":
         return mx_quantize_reference(x, block=block, rows=rows)
     from composer_nb.kernels.formats import quantize_triton
 
@@ -178,7 +178,7 @@ def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = N
     """Quantise x [..., K] to NVFP4 by the back end that is there; see `nvfp4_quantize_reference`. `backend` as `choose` takes
     it."""
     check_nvfp4(x, share)
-    if choose(x.device, backend)[0] == "torch":
+    if choose(x.device, backend, "quantize")[0] == "torch":
         return nvfp4_quantize_reference(x, share=share)
     from composer_nb.kernels.formats import quantize_triton
 
