@@ -289,7 +289,7 @@ def nvfp4(name: str, arch: int) -> Spec:
         quantize_triton.nvfp4_kernel,
         "x_ptr q_ptr:u8 s_ptr:u8 g_ptr:fp32",
         "R K stride_r",
-        {"TOKEN": True, "HARDWARE": arch == 100, "H": 4, "W": 1024},
+        {"FAST": False, "TOKEN": True, "HARDWARE": arch == 100, "H": 4, "W": 1024},
         architectures=(arch,),
         narrow=8,  # scales
         ptx={90: r"div\.rn\.f32", 100: r"div\.rn\.f32[\s\S]*cvt\.rn\.satfinite\.e2m1x2\.f32"},
