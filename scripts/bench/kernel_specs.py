@@ -11,7 +11,7 @@ from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK
-from composer_nb.kernels.moe import gemm_triton, steps_triton
+from composer_nb.kernels.moe import gemm_triton, steps_triton, warp_decode_triton
 from composer_nb.kernels.moe.gemm_triton import Tiles
 from composer_nb.kernels.moe.recipes import INSTRUCTIONS, Format
 from scripts.bench.aot import ARCHITECTURES, Expect, Spec
@@ -297,6 +297,15 @@ def nvfp4(name: str, arch: int) -> Spec:
     )
 
 
+def warps() -> list[Spec]:
+    up, down = "x_ptr expert_ptr:i64 gate_ptr w_ptr act_ptr:fp32", "act_ptr:fp32 expert_ptr:i64 w_ptr y_ptr"
+    m, sizes = warp_decode_triton, {"K": 8, "B": 512}
+    return [
+        spec("warp decode, gate and up", m.warp_up_kernel, up, "I", sizes | {"D": 2048}, warps=1, narrow=12),
+        spec("warp decode, down", m.warp_down_kernel, down, "D", sizes | {"I": 768}, warps=1, narrow=12),
+    ]
+
+
 SPECS = (
     *attention(),
     *log_probabilities(),
@@ -316,4 +325,5 @@ SPECS = (
     mxfp8("mx_quantize, transposed", down=True),
     nvfp4("nvfp4_quantize, codes by comparisons", 90),
     nvfp4("nvfp4_quantize, codes by conversion", 100),
+    *warps(),
 )

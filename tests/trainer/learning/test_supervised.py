@@ -212,7 +212,8 @@ def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pyte
     monkeypatch.setattr(recipe, "read_corpus", lambda path: corpus)
     words = train_tokenizer(corpus.train, 300)
     shown = [TokenRow(np.zeros(40, np.int32), np.ones(40, np.float32))] * 50
-    chosen = override(
+    sizes = {"midtrain.row_tokens": length, "model.max_position_embeddings": 1024}
+    chosen = override(Settings(), sizes | {"midtrain.steps": 40, "midtrain.code_share": 0.5})
         Settings(),
         {"midtrain.row_tokens": length, "midtrain.steps": 40, "midtrain.code_share": 0.5}
         | {"model.max_position_embeddings": 1024},
