@@ -301,8 +301,8 @@ def warps() -> list[Spec]:
     up, down = "x_ptr expert_ptr:i64 gate_ptr w_ptr act_ptr:fp32", "act_ptr:fp32 expert_ptr:i64 w_ptr y_ptr"
     m, sizes = warp_decode_triton, {"K": 8, "B": 512}
     return [
-        spec("warp decode, gate and up", m.warp_up_kernel, up, "I", sizes | {"D": 2048}, warps=1, narrow=12),
-        spec("warp decode, down", m.warp_down_kernel, down, "D", sizes | {"I": 768}, warps=1, narrow=12),
+        spec("warp decode, gate and up", m.warp_up_kernel, up, "H", sizes | {"D": 2048}, warps=1, narrow=12),
+        spec("warp decode, down", m.warp_down_kernel, down, "D", sizes | {"H": 768}, warps=1, narrow=12),
     ]
 
 

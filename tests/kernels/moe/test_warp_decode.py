@@ -47,7 +47,7 @@ def test_it_is_closer_to_exact_arithmetic() -> None:
 
 
 def test_the_cost_model() -> None:
-    """By hand for one token: K experts of 3·I·D weights; and the buffers of Cursor's post, 8 · 2,048 · 2 bytes of outputs a token."""
+    """By hand for one token: K experts of 3·I·D weights, and the outputs of Cursor's post, 8 · 2,048 · 2 bytes."""
     costs = decode_costs(1, 8, 128, 2048, 768)
     warp, other = costs["warp decode"], costs["expert-centric"]
     assert warp.weights == other.weights == pytest.approx(8 * 3 * 768 * 2048 * 2)

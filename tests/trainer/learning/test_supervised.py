@@ -214,10 +214,6 @@ def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pyte
     shown = [TokenRow(np.zeros(40, np.int32), np.ones(40, np.float32))] * 50
     sizes = {"midtrain.row_tokens": length, "model.max_position_embeddings": 1024}
     chosen = override(Settings(), sizes | {"midtrain.steps": 40, "midtrain.code_share": 0.5})
-        Settings(),
-        {"midtrain.row_tokens": length, "midtrain.steps": 40, "midtrain.code_share": 0.5}
-        | {"model.max_position_embeddings": 1024},
-    )
     stages: Any = SimpleNamespace(settings=chosen, tokenizer=lambda: words, rows=lambda name: shown, ranks=Ranks())
     batches = list(recipe._mixture(stages, 0, chosen.midtrain, chosen.midtrain.row_tokens))
     code = [len(row.token_ids) for batch in batches for row in batch if len(row.token_ids) != 40]
