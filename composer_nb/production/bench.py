@@ -463,7 +463,8 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
         raise ValueError(f"{first} has the arms {', '.join(arms[0])}, {second} {', '.join(arms[1])}: no arm is in both")
     harnesses = [(read_json(out / "bench.json") or {}).get("harness") for out in (first, second)]
     if None not in harnesses and len({*harnesses}) > 1:
-        LOG.warning("evaluated by different harnesses (%s, %s): --set harness=… pins one", *(h[:12] for h in harnesses))
+        names = [str(harness)[:12] for harness in harnesses]
+        LOG.warning("evaluated by different harnesses (%s, %s): --set harness=… pins one", *names)
     return {"evals": [str(first), str(second)], "harness": harnesses, "arms": row_by_arm}
 
 

@@ -36,6 +36,11 @@ def warp_decode(
     return torch.einsum("nki,nkdi->nd", act_NKI, w_down_EDI[experts_NK].to(wide)).to(x_ND.dtype)
 
 
+TILE = 16  # rows of an expert that a grouped product computes at least
+# Experts a token, experts, width and expert width of the layer whose errors are measured.
+MEASURED = 8, 32, 256, 128
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCost:
     """Bytes of one layer that a decoding step moves. `weights`: of the distinct experts, read once. `buffers`: what is written
@@ -45,22 +50,19 @@ class DecodeCost:
     buffers: float
     stages: int
 
-    def seconds(self, bytes_per_s: float, stage_s: float = 2e-6) -> float:
-        """Return the time on a memory of this rate, with `stage_s` for each dependent stage."""
-        return (self.weights + self.buffers) / bytes_per_s + self.stages * stage_s
+    def seconds(self, bytes_per_s: float) -> float:
+        """Return the time on a memory of this rate, with 2 µs for each dependent stage."""
+        return (self.weights + self.buffers) / bytes_per_s + self.stages * 2e-6
 
 
-def decode_costs(
-    tokens: int, k: int, experts: int, width: int, inner: int, *, element: float = 2.0, tile: int = 16
-) -> dict[str, DecodeCost]:
-    """Return the costs of both organisations under uniform routing. `element`: bytes of a weight (2 for bf16, 33/32 for MXFP8).
-    `tile`: multiple to which the expert-centric one pads an expert's rows.
+def decode_costs(tokens: int, k: int, experts: int, width: int, inner: int) -> dict[str, DecodeCost]:
+    """Return the costs of both organisations in bf16 under uniform routing.
 
-    Expert-centric: choices and plan, scatter of padded rows (2 D), product (2 F), activation (2 I), product (2 D per choice),
-    combine. Warp decode: activations in float32, written and read."""
+    Expert-centric: choices and plan, scatter of rows (2 D) padded to TILE of an expert, product (2 F), activation (2 I), product
+    (2 D per choice), combine. Warp decode: activations in float32, written and read."""
     distinct = experts * (1 - (1 - k / experts) ** tokens)
-    weights = distinct * 3 * inner * width * element
-    rows, padded = tokens * k, max(tokens * k, distinct * tile)
+    weights = distinct * 3 * inner * width * 2.0
+    rows, padded = tokens * k, max(tokens * k, distinct * TILE)
     by_expert = (
         2.0 * (2 * padded * width + 2 * padded * 2 * inner + 2 * padded * inner + 2 * rows * width) + 16.0 * rows
     )
@@ -70,12 +72,10 @@ def decode_costs(
     }
 
 
-def decode_errors(
-    tokens: int = 8, k: int = 8, count: int = 32, width: int = 256, inner: int = 128, seed: int = 0
-) -> dict[str, dict[str, float]]:
+def decode_errors(tokens: int, seed: int) -> dict[str, dict[str, float]]:
     """Return the error of both organisations in bf16 against float64: root mean square relative to the output, largest absolute
     error and least cosine of a token. Weights are normal with the usual scales, gates a softmax."""
-    random = torch.Generator().manual_seed(seed)
+    (k, count, width, inner), random = MEASURED, torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=random) * scale).bfloat16()

@@ -23,7 +23,8 @@ def fusion_gaps(model: Model, attempts: Sequence[Attempt]) -> dict[str, dict[str
     with without(*FUSIONS):
         plain_S = compare(model, attempts).off_S
     gaps = {"none": gap_figures(plain_S)}
-    for name, on in {**{name: (name,) for name in TRAINED}, "all": TRAINED}.items():
+    alone: list[tuple[str, tuple[Fusion, ...]]] = [(name, (name,)) for name in TRAINED]
+    for name, on in (*alone, ("all", TRAINED)):
         with without(*(other for other in FUSIONS if other not in on)):
             gaps[name] = gap_figures(compare(model, attempts).off_S - plain_S)
     return gaps
