@@ -173,10 +173,7 @@ def evaluate(
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     limits, user = settings.limits, open_user(settings.user)
-    require_harness(settings.harness)
-    claim = {"policy": policy, "is": identity(policy), "backend": backend, "harness": harness_digest()}
-    stated = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
-    _claim(out, claim | {"settings": stated})
+    _claim_evaluation(out, policy, backend, settings)
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
@@ -294,6 +291,14 @@ def _turn_policies(
     renderer = CompactRenderer(train_tokenizer(texts, 1024), environment.tools.schemas)
     with Shared(ScriptedPolicy(renderer, play)) as shared:
         yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
+
+
+def _claim_evaluation(out: Path, policy: str, backend: str, settings: BenchSettings) -> None:
+    """Claim `out` for an evaluation. Raises ValueError for another harness than the pinned one, too."""
+    require_harness(settings.harness)
+    stated = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
+    claim = {"policy": policy, "is": identity(policy), "backend": backend, "harness": harness_digest()}
+    _claim(out, claim | {"settings": stated})
 
 
 def _claim(out: Path, content: Mapping[str, Any]) -> None:

@@ -132,9 +132,8 @@ class Learner:
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
         token_count, forwarded_rows, agreed, choices, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
         results = {name: ratio(value, token_count) for name, value in sums.items()}
-        gap_N = np.concatenate(ranks.gather(np.concatenate(gaps)))
-        results["logprob_gap_p99"] = float(np.quantile(gap_N, 0.99)) if len(gap_N) else math.nan
         results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        results["logprob_gap_p99"] = _p99(ranks, gaps)
         if self.settings.feedback:
             results |= {"hinted": hinted, "feedback_kl": ratio(kl, hinted)}
         if ranks.world > 1 and dealt:
@@ -204,6 +203,11 @@ class Learner:
             sums, gap_S = dict.fromkeys(sums, 0.0), gap_S[:0]
         sums |= overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {}
         return loss, sums, gap_S
+
+
+def _p99(ranks: Ranks, gaps: Sequence[NDArray[np.float32]]) -> float:
+    gap_N = np.concatenate(ranks.gather(np.concatenate(gaps)))
+    return float(np.quantile(gap_N, 0.99)) if len(gap_N) else math.nan
 
 
 def ratio(part: float, whole: float) -> float:
