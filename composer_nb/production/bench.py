@@ -209,10 +209,7 @@ def evaluate(
     if empty:
         LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest, "seed": settings.seed}
-    whole = {**next(iter(report.values())), **about, "package": package_digest(), "harness": harness_digest()}
-    whole["arms"] = report
-    write_json(out / "report.json", whole)
-    return whole
+    return _write_report(out, report, about)
 
 
 def _tiny_arms(policy: str, arms: str, fits: bool) -> dict[str, Arm]:
@@ -291,6 +288,13 @@ def _turn_policies(
     renderer = CompactRenderer(train_tokenizer(texts, 1024), environment.tools.schemas)
     with Shared(ScriptedPolicy(renderer, play)) as shared:
         yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
+
+
+def _write_report(out: Path, report: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {**next(iter(report.values())), **about, "package": package_digest(), "harness": harness_digest()}
+    whole["arms"] = report
+    write_json(out / "report.json", whole)
+    return whole
 
 
 def _claim_evaluation(out: Path, policy: str, backend: str, settings: BenchSettings) -> None:
