@@ -217,7 +217,7 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
     """Play an attempt in a sandbox of its task; its grade is `ungraded`, or says what ended it."""
     outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
-    grade_ = Grade(status="infra_error")
+    grade_, egress = Grade(status="infra_error"), tuple[str, ...]()
     try:
         with open_session(task, env) as session:
             env.opened(session)
@@ -228,6 +228,8 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
                     left |= {GIT_REPORT: commits_left(session.sandbox).encode()} if GIT_REPORT in task.solution else {}
             except (SandboxDied, OSError):
                 grade_ = Grade(status="agent_failed")
+            finally:
+                egress = session.sandbox.egress_log
     except (SandboxDied, SandboxFailure):
         pass
     finally:
@@ -238,7 +240,7 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
     # Unchanged texts remain the same objects; bytes that are not UTF-8 become lone surrogates.
     files = {path: task.files[path] if task.files.get(path) == text else text for path, text in files.items()}
     files = task.files if left is None else files
-    rollout = outcome.rollout(task.id, segments, files, task.files)
+    rollout = replace(outcome.rollout(task.id, segments, files, task.files), egress=egress)
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import comb
@@ -15,7 +16,7 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
-from composer_nb.harness.rollout import Turn
+from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.registry import EDITS, called
@@ -84,6 +85,8 @@ TRIES = (1, 2, 3, 4, 5, 6)
 UNDONE = ("same", "tried")
 # Numbers of attempts for `filtered_best_of`.
 FILTERED = (1, 2, 4, 8)
+# Tools in a table of errors, and the longest name: a model can call tools that do not exist.
+MOST_TOOLS, LONGEST_NAME = 40, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class Course:
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     """Return figures of how a policy works, as means over attempts. A rate whose denominator is empty is None.
 
+    `errors`                     calls by tool, and errors by tool and kind, as counts
     `retries_after_failed_test`  of attempts with a failed test after an edit, the share that edited again
     `recovery`                   of these, the share that solved the task; `recovery_n` counts them
     `tests_after_wrong_edit`     of attempts with a wrong edit, the share that ran tests after an edit
@@ -155,6 +159,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
         "tool_calls_per_task": calls / len(rollouts),
         "calls_per_turn": calls / max(1, sum(rollout.messages for rollout in rollouts)),
         "invalid_call_rate": sum(rollout.invalid_calls for rollout in rollouts) / calls if calls else None,
+        "errors": errors_of(rollouts),
         "runs_tests": float(np.mean([any(turn.tests_run for turn in rollout.turns) for rollout in rollouts])),
         "tests_after_wrong_edit": _share([c.tested for c, solved in pairs if c.failed or (c.edited and not solved)]),
         "retries_after_failed_test": _share([course.retried for course in courses if course.failed]),
@@ -173,6 +178,40 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
         },
         "filtered_best_of": {str(k): filtered_best_of(attempts, k) for k in FILTERED},
     }
+
+
+def tool_errors(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Return the sum of such tables: by tool, the most used first, the number of `calls` and of errors of each kind."""
+    sums: dict[str, Counter[str]] = {}
+    for table in tables:
+        for name, counts in table.items():
+            sums.setdefault(name, Counter()).update(counts)
+    ranked = sorted(sums, key=lambda name: (-sums[name]["calls"], name))[:MOST_TOOLS]
+    return {name: dict(sums[name]) for name in ranked}
+
+
+def errors_of(rollouts: Iterable[Rollout]) -> dict[str, dict[str, int]]:
+    """Return the table of errors of some rollouts (`tool_errors`). Calls that cannot be read, and names that no tool can have,
+    are those of the tool `unreadable`. A failure of the policy's own provider is no call."""
+
+    def table(turn: Turn) -> dict[str, dict[str, int]]:
+        name = called(turn)[0]
+        name = name if name.isidentifier() and len(name) <= LONGEST_NAME else "unreadable"
+        return {name: {"calls": 1} | ({turn.error: 1} if turn.error else {})}
+
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    return tool_errors(table(turn) for turn in turns if turn.call or turn.error not in (None, "ProviderError"))
+
+
+def errors_line(tables: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the tools with errors in one line: of how many calls each kind came."""
+    failed = {name: {kind: n for kind, n in counts.items() if kind != "calls"} for name, counts in tables.items()}
+    parts = [
+        f"{name} {', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))} of {tables[name]['calls']:,}"
+        for name, kinds in failed.items()
+        if kinds
+    ]
+    return "; ".join(parts) or "none"
 
 
 def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:

@@ -33,12 +33,14 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.egress import destinations
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.web import read_pages
 
 
 class CustomEnvironment(Protocol):
@@ -114,6 +116,11 @@ class EnvSettings:
     """The chat format: compact, qwen or kimi. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
+    web: str = ""
+    """JSON Lines file of recorded web pages, which the tool `web_search` searches; empty: no such tool."""
+    egress: str = ""
+    """Hosts that sandboxes of tasks which need a network may reach, as `example.org:443,example.com:80`. A private host has its
+    address in the list, as `mirror=10.0.0.5:8080`. Empty: no network, and such tasks are refused."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
     """Maximum sandboxes per engine that rollouts have of their own, in their conversations and for their grades together."""
     summary: SummarySettings = NO_SUMMARIES
@@ -123,11 +130,16 @@ class EnvSettings:
     them."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for unknown tools."""
+        """Raise ValueError for unknown tools and a wrong list of hosts."""
+        destinations(self.egress)
         try:
-            ToolSet.named(self.tools)
+            tools = ToolSet.named(self.tools)
         except ValueError as error:
             raise ValueError(f"env.tools={self.tools!r}: {error}, or give tiny or cursor") from None
+        if self.web and not tools.needs_sandbox:
+            raise ValueError(
+                "env.web: web_search is beside the product's tools alone: set env.tools=cursor, or a list of them"
+            )
 
     @property
     def path(self) -> Path | None:
@@ -148,7 +160,7 @@ class EnvSettings:
     def toolset(self) -> ToolSet:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
-        return ToolSet.named(self.tools, Indexes())
+        return ToolSet.named(self.tools, Indexes()).with_web(read_pages(self.web))
 
     def reward_function(self, seconds: float) -> Term | None:
         """Return the reward of a custom environment that has one. A reward that is in the grade already is taken as it is. A call
@@ -226,9 +238,9 @@ class Sandboxes:
     """The sandboxes of a process: an executor that calls functions, and a backend of sandboxes with a workspace. Each is opened
     on first use. This is a context manager."""
 
-    def __init__(self, backend: str = "bwrap", run_id: str | None = None, journal: Path | None = None) -> None:
+    def __init__(self, env: EnvSettings | None = None, run_id: str | None = None, journal: Path | None = None) -> None:
         """`journal`: folder of the run's journal (`reap.py`)."""
-        self._backend, self._run_id, self._journal = backend, run_id, journal
+        self._env, self._run_id, self._journal = env or EnvSettings(), run_id, journal
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -250,13 +262,13 @@ class Sandboxes:
     @cached_property
     def backend(self) -> Backend:
         """The backend. Raises SandboxUnavailable if it cannot work here."""
-        return self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
+        return self._stack.enter_context(open_backend(self._env.backend, self._run_id, self._journal, self._env.egress))
 
 
 def require_sandboxes(env: EnvSettings) -> None:
     """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be created here."""
     try:
-        with Sandboxes(env.backend) as sandboxes:
+        with Sandboxes(env) as sandboxes:
             _ = env.boxed and sandboxes.backend
             _ = env.path or sandboxes.functions
     except SandboxUnavailable as error:
@@ -271,5 +283,5 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     backend = sandboxes.backend if sandboxes and env.boxed else None
     renderer = FORMATS[env.renderer](tokenizer, tools.schemas)
     user = open_user(env.user)
-    system = system_text(WORKSPACE, answered=user is not None)
+    system = system_text(WORKSPACE, answered=user is not None, egress=env.egress)
     return Agent(renderer, tools, limits, backend=backend, system=system, summary=env.summary, user=user)

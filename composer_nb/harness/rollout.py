@@ -147,6 +147,7 @@ class Rollout:
         counted: Tokens read and written as counted by an endpoint, which returns no token streams.
         seconds: Time from the first message to the last, if measured.
         before: The workspace at the start: the task's files.
+        egress: A line for each connection from the sandbox to a listed host (`sandbox/egress.py`).
     """
 
     task_id: str
@@ -157,6 +158,7 @@ class Rollout:
     counted: tuple[int, int] = (0, 0)
     seconds: float = 0.0
     before: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    egress: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -34,7 +34,7 @@ _STREAMS = {
     "logprob": (np.float32, pa.float32()),
     "policy_version": (np.int32, pa.int32()),
 }
-# Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; the rewards are JSON.
+# Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; rewards and egress are JSON.
 _COUNTS = {
     "read_tokens": pa.int64(),
     "written_tokens": pa.int64(),
@@ -43,6 +43,7 @@ _COUNTS = {
     "calls_failed": pa.int64(),
     "timeouts": pa.int64(),
     "rewards": pa.string(),
+    "egress": pa.string(),
 }
 # Columns that are fields of the grade as they are.
 _GRADE = "status", "calls", "calls_failed", "timeouts"
@@ -153,6 +154,7 @@ def _row(attempt: Attempt) -> dict[str, Any]:
         "read_tokens": rollout.counted[0],
         "written_tokens": rollout.counted[1],
         "seconds": rollout.seconds,
+        "egress": json.dumps(rollout.egress),
         "segments": [len(segment.token_ids) for segment in rollout.segments],
         "parents": [segment.parent for segment in rollout.segments],
     }
@@ -192,6 +194,7 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         counted=(row["read_tokens"], row["written_tokens"]),
         seconds=row["seconds"],
         before=before,
+        egress=tuple(json.loads(row["egress"] or "[]")),
     )
     tests, rewards = json.loads(row["tests"]), json.loads(row["rewards"] or "{}")
     plain = {name: row[name] for name in _GRADE}

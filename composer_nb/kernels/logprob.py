@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.compiled import compiled, dot, exp2, largest, zeros
 from composer_nb.kernels.compiled import total as sum_of
 from composer_nb.kernels.linear import compiles, linear, widened
-from composer_nb.kernels.triton_runtime import choose
+from composer_nb.kernels.triton_runtime import choose, fused
 
 LOG2E = math.log2(math.e)
 # Rows at a time.
@@ -30,6 +30,10 @@ PIECE = 256
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return log p of `token_S` by the rows `from_S` (int64), [S], and the entropy of every row in nats, [U], which takes no part
     in gradients. Both in float32, or float64 where the hidden states are."""
+    if not fused("logprob"):
+        wide = torch.promote_types(hidden_UD.dtype, torch.float32)
+        log_UV = linear(hidden_UD, weight_VD).to(wide).log_softmax(-1)
+        return log_UV[from_S, token_S], -(log_UV.exp() * log_UV).detach().sum(-1)
     if hidden_UD.dtype != torch.float64 and choose(hidden_UD.device)[0] == "triton":
         from composer_nb.kernels import logprob_triton
 

@@ -17,11 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot, dot3
 from composer_nb.kernels.linear import compiles
+from composer_nb.kernels.triton_runtime import fused
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467)."""
-    if compiles(x, weight_D):
+    if compiles(x, weight_D) and fused("norm"):
         return _RmsNorm.apply(x, weight_D, eps)
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
@@ -31,7 +32,7 @@ def norm_rope(x_NHC: Tensor, weight_HC: Tensor, rope_N: Tensor, eps: float) -> T
 
     `rope_N` is [N, 2, C/2], cosines and sines; pairs are half-split (the layout of Hugging Face checkpoints).
     """
-    if compiles(x_NHC, weight_HC, rope_N):
+    if compiles(x_NHC, weight_HC, rope_N) and fused("norm"):
         return _NormRope.apply(x_NHC, weight_HC, rope_N, eps)
     return rotate(F.rms_norm(x_NHC, x_NHC.shape[-1:], None, eps) * weight_HC, rope_N)
 

@@ -1,4 +1,4 @@
-"""Choice of the back end: torch or Triton.
+"""Choice of the back end, torch or Triton, and the switches of fused kernels.
 
     torch     the plain references. Any device.
     triton    kernels in Triton: compiled, on a GPU of compute capability 9.0 or more; on a CPU in its interpreter, for tests.
@@ -9,6 +9,8 @@ Triton is imported only where its kernels run. They are in modules named `…_tr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import Literal, get_args
@@ -17,6 +19,11 @@ import torch
 
 BackendName = Literal["torch", "triton"]
 VARIABLE = "COMPOSER_NB_KERNELS"
+# Kernels in which several operations are one pass, compiled for a CPU or in Triton. Names in this variable, with commas between
+# them, are computed by torch's single operations instead, in every process that inherits it.
+Fusion = Literal["attention", "decode", "experts", "logprob", "norm", "quantize"]
+FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
+UNFUSED = "COMPOSER_NB_UNFUSED"
 # Compute capability of Hopper, the oldest that kernels are compiled for.
 OLDEST = (9, 0)
 # Set by `scripts/bench/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on.
@@ -37,9 +44,38 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-def choose(device: torch.device, backend: str | None = None) -> tuple[BackendName, str]:
-    """Return the back end and the reason. The default is the variable COMPOSER_NB_KERNELS, then Triton on a GPU that it compiles
-    for, then torch. Raises ValueError for an unknown back end, and for Triton where it cannot run."""
+@cache
+def _unfused(names: str) -> frozenset[str]:
+    unfused = frozenset(filter(None, names.split(",")))
+    if strange := sorted(unfused - {*FUSIONS}):
+        raise ValueError(
+            f"{UNFUSED}={names!r}: there is no fused kernel {strange[0]!r}; there are {', '.join(FUSIONS)}"
+        )
+    return unfused
+
+
+def fused(kernel: Fusion) -> bool:
+    """Return whether a fused kernel is on. Raises ValueError if COMPOSER_NB_UNFUSED names one that does not exist."""
+    return kernel not in _unfused(os.environ.get(UNFUSED, ""))
+
+
+@contextmanager
+def without(*kernels: Fusion) -> Iterator[None]:
+    """Switch fused kernels off in this process; all others are on."""
+    before = os.environ.get(UNFUSED, "")
+    os.environ[UNFUSED] = ",".join(kernels)
+    try:
+        yield
+    finally:
+        os.environ[UNFUSED] = before
+
+
+def choose(device: torch.device, backend: str | None = None, kernel: Fusion | None = None) -> tuple[BackendName, str]:
+    """Return the back end and the reason. The default is torch for a kernel that is switched off, the variable
+    COMPOSER_NB_KERNELS, then Triton on a GPU that it compiles for, then torch. Raises ValueError for an unknown back end, and for
+    Triton where it cannot run."""
+    if kernel and not backend and not fused(kernel):
+        return "torch", f"{UNFUSED} names {kernel}"
     name = backend or os.environ.get(VARIABLE) or None
     source = "backend" if backend else VARIABLE
     if name is None:

@@ -17,6 +17,7 @@ from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
     STEP,
     arg("--rollouts N", "rollouts of that step", 16),
     arg("--texts", "let the trainer read texts, tokenised again"),
+    arg("--fusions", "instead: what each fused kernel of the trainer changes"),
     JSON,
 )
 def microscope(args: argparse.Namespace) -> int:
@@ -28,6 +29,14 @@ def microscope(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views.page import text_table
 
+    if args.fusions:
+        from composer_nb.labs.microscope.fusions import fusion_gaps
+        from composer_nb.labs.rewards.rescore import model_before, stored_batch
+
+        batch = stored_batch(ReadOnly(args.path), args.step)
+        gaps = fusion_gaps(model_before(ReadOnly(args.path), batch.step), batch.attempts[: args.rollouts])
+        cells = [(name, *(f"{value:.1e}" for value in row.values())) for name, row in gaps.items()]
+        return emit(args, gaps, lambda: text_table(cells, ("fused", "p50", "p99", "k3")))
     choices = {"step": args.step, "rollouts": args.rollouts, "texts": args.texts}
     report = examine_run(ReadOnly(args.path), args.engine, **choices)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))

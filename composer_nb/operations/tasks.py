@@ -198,7 +198,14 @@ def _reasons(verdicts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()) if verdict != "kept")
 
 
-@command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)
+@command(
+    "tasks check",
+    arg("path PATH", "a .jsonl file or task directories", type=Path),
+    REQUIRE,
+    arg("--egress HOST:PORT,…", "hosts that tasks which need a network may reach, as the setting env.egress", ""),
+    BACKEND,
+    JSON,
+)
 def check(args: argparse.Namespace) -> int:
     """Check that every solution scores 1, every start scores 0, and repeats agree."""
     from rich.console import Group
@@ -208,7 +215,7 @@ def check(args: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.task import read_tasks
     from composer_nb.views.page import text_table
 
-    checks = check_tasks(read_tasks(args.path), args.backend, args.require)
+    checks = check_tasks(read_tasks(args.path), args.backend, args.require, args.egress)
     if not checks:
         raise ValueError(f"{args.path}: holds no task")
     unfit = [(row["id"], row["problem"]) for row in checks if not row["ok"]]

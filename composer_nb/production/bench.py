@@ -31,7 +31,7 @@ from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.agent.user import open_user
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.bench import bootstrap, pass_at_k, pass_hat_k, scores, summarise
-from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.harness.files import read_json, write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.monitors import flags_of
@@ -44,11 +44,12 @@ from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
+from composer_nb.harness.tools.web import read_pages
 from composer_nb.harness.untrusted import visible
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.tour.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPolicy
-from composer_nb.trainer.records.provenance import package_digest
+from composer_nb.trainer.records.provenance import harness_digest, package_digest, require_harness
 
 LOG = logging.getLogger(__name__)
 # Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own.
@@ -112,6 +113,12 @@ class BenchSettings:
     seed: int = 0
     user: str = ""
     """Who answers an agent that asks, as `env.user`."""
+    web: str = ""
+    """Recorded pages of the tool `web_search`, as `env.web`."""
+    harness: str = ""
+    """Digest, or its beginning, of the only harness that may evaluate (`harness` of a report); empty: any."""
+    egress: str = ""
+    """Hosts that sandboxes of tasks which need a network may reach, as `env.egress`."""
 
 
 def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any]) -> BenchSettings:
@@ -166,13 +173,15 @@ def evaluate(
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     limits, user = settings.limits, open_user(settings.user)
-    values = {name: value for name, value in asdict(settings).items() if value != ""}
-    claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": values})
+    require_harness(settings.harness)
+    values = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
+    digest = harness_digest()
+    claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "harness": digest, "settings": values})
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
         functions = CachedExecutor(stack.enter_context(SandboxExecutor())) if tiny else None
-        sandboxes = None if tiny else stack.enter_context(open_backend(backend))
+        sandboxes = None if tiny else stack.enter_context(open_backend(backend, egress=settings.egress))
         if sandboxes is not None:
             for task in tasks:
                 spec_of(task, sandboxes)
@@ -183,7 +192,9 @@ def evaluate(
             runs.append(("planned", *runs[0][1:3], planned))
         for name, arm_name, arm, arm_tasks in runs:
             own_tools = arm_name == "all" and (tools or (policy_tools.terse and not tiny))
-            offered = policy_tools if own_tools else arm.tiny() if tiny else arm.tools()
+            offered = (
+                policy_tools if own_tools else arm.tiny() if tiny else arm.tools().with_web(read_pages(settings.web))
+            )
             environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=limits, user=user)
             run = partial(_attempts, policy, arm_tasks, environment, workers, partial(on_attempt, name))
             sampled = run(settings, samples, out / name / "attempts")
@@ -201,7 +212,7 @@ def evaluate(
     if empty:
         LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest, "seed": settings.seed}
-    whole = {**next(iter(report.values())), **about, "package": package_digest(), "arms": report}
+    whole = {**next(iter(report.values())), **about, "package": package_digest(), "harness": digest, "arms": report}
     write_json(out / "report.json", whole)
     return whole
 
@@ -268,7 +279,7 @@ def _turn_policies(
     kind, script = parse_policy(policy)
     if kind != "scripted" or not environment.tools.terse or script.endswith(".json"):
         options = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
-        system = system_text(WORKSPACE, answered=environment.user is not None)
+        system = system_text(WORKSPACE, environment.user is not None, settings.egress)
         with open_policy(policy, system, environment.tools.schemas, slots=workers, **options) as cast:
             yield cast
         return
@@ -288,7 +299,9 @@ def claim(out: Path, content: Mapping[str, Any]) -> None:
     """Note in `out` what its rollouts depend on. Raises ValueError if it holds rollouts of something else."""
     path, text = out / "bench.json", json.dumps(content, indent=2, sort_keys=True)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(f"--out {out}: holds rollouts of another policy, backend or settings ({path}); give another")
+        raise ValueError(
+            f"--out {out}: holds rollouts of another policy, backend, harness or settings ({path}); give another"
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
 
@@ -446,7 +459,11 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
             row_by_arm[arm] |= {"scores": [figure(before), figure(after)], "difference": figure(after - before)}
     if not row_by_arm:
         raise ValueError(f"{first} has the arms {', '.join(arms[0])}, {second} {', '.join(arms[1])}: no arm is in both")
-    return {"evals": [str(first), str(second)], "arms": row_by_arm}
+    harnesses = [(read_json(out / "bench.json") or {}).get("harness") for out in (first, second)]
+    if None not in harnesses and len({*harnesses}) > 1:
+        names = [str(harness)[:12] for harness in harnesses]
+        LOG.warning("evaluated by different harnesses (%s, %s): --set harness=… pins one", *names)
+    return {"evals": [str(first), str(second)], "harness": harnesses, "arms": row_by_arm}
 
 
 def _solved(file: Path) -> dict[str, float]:

@@ -34,6 +34,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall, call
 from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
+from composer_nb.harness.tools.web import web_search
 from composer_nb.harness.untrusted import beneath
 from composer_nb.production import work
 from composer_nb.production.checkout import read_checkout
@@ -94,7 +95,7 @@ def open_in(side: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
         return
     if agent.backend is None or task.image:
         raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
-    tools = work.tools_for(_name(agent.tools))
+    tools = work.tools_for(_name(agent.tools)).with_web(agent.tools.web)
     with tempfile.TemporaryDirectory() as folder:
         for path, text in task.files.items():
             target = beneath(Path(folder), path)
@@ -116,7 +117,8 @@ def _name(tools: ToolSet) -> str:
     """Return the name of a tool set, under which a checkpoint that was trained with it asks the product for tools."""
     if "finish" in tools.tools and not {*tools.tools} < {*TINY_NAMES}:
         return "tiny"
-    return ",".join(tools.tools) if "finish" in tools.tools or not tools.described else "cursor"
+    names = [name for name, tool in tools.tools.items() if tool is not web_search]
+    return ",".join(names) if "finish" in tools.tools or not tools.described else "cursor"
 
 
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
@@ -136,6 +138,7 @@ def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     yield call("grep", pattern="def |class ", head_limit=50)
     yield call("grep", pattern="(")
     yield call("codebase_search", query="where is text parsed", target_directories=[])
+    yield call("web_search", search_term="how is text parsed")
     yield call("write", file_path="probe/new.py", contents="import os\n\nvalue = 1\n")
     yield call("search_replace", file_path="probe/new.py", old_string="value = 1", new_string="value = 2")
     yield call("search_replace", file_path="probe/new.py", old_string="nothing", new_string="x")

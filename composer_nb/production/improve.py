@@ -188,7 +188,7 @@ def attempts_of(
 ) -> list[Attempt]:
     """Return attempts at the tasks, in the environment that the checkpoint in `path` was trained in, drawn by the seed."""
     env = EnvSettings(tools=setup.tools, renderer=setup.renderer, summary=setup.summary, backend=settings.env.backend)
-    with Sandboxes(env.backend) as sandboxes:
+    with Sandboxes(env) as sandboxes:
         agent = make_agent(env, load_tokenizer(path, needed=()), setup.limits or LIMITS, sandboxes)
         stop, length = agent.renderer.stop, agent.limits.tokens
         engine = Engine(model, stop=stop, slots=settings.slots, max_length=length, seed=settings.seed)

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.user import Answers, nobody
+from composer_nb.harness.bench import errors_line
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.terms.conduct import asks
@@ -217,4 +218,6 @@ def bench_table(report: Mapping[str, Any]) -> Table:
         else:
             why = escape(visible(row["lost_to"])[:200]) or "see composer-nb doctor"
             table.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
+    failed = [f"{arm}: {errors_line(row['errors'])}" for arm, row in report["arms"].items() if row.get("errors")]
+    table.caption, table.caption_justify = escape("errors of tools – " + " – ".join(failed)), "left"
     return table

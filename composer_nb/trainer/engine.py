@@ -43,6 +43,7 @@ from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
 from composer_nb.kernels.tiles import Matrix, matrix, panels
+from composer_nb.kernels.triton_runtime import fused
 from composer_nb.trainer.graphs import MOST_TOKENS, Graphs, capturable
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
@@ -474,7 +475,7 @@ def pack(model: Model) -> DecodeWeights | None:
     """Return the weights of a float32 model on a CPU, copied into the layout of `decode`; None if that cannot run it."""
     c = model.config
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
-    is_supported = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
+    is_supported = fused("decode") and not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
     weight_bytes = sum(4 * p.numel() for p in model.parameters())
     if not (
         is_float32_on_cpu

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from composer_nb.harness.bench import errors_of, tool_errors
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
@@ -337,6 +338,7 @@ def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: 
         "live_groups": sums["live_groups"] / sums["groups"],
         **{name: sums[name] for name in ("samples", "tokens", "sampled", "flagged", "timeouts", *FAILED)},
         "invalid_call_rate": ratio(sums["invalid"], sums["turns"]),
+        "errors": tool_errors(ranks.gather(errors_of(rollouts))),
         "staleness": ratio(sums["ages"], sums["drawn"]),
         "staleness_max": max(ranks.gather(max(ages, default=0))),
         "mixed_versions": ratio(sums["mixed"], sums["drawn"]),

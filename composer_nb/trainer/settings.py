@@ -118,6 +118,8 @@ class MidtrainSettings:
     """Steps of this stage; 0 leaves it out."""
     tokens: Some = 768
     """Tokens per step, over all ranks."""
+    row_tokens: Annotated[int, Field(ge=16)] = CODE_ROW
+    """Tokens of a row of code, such as the 32,768 of Composer's bulk phase; long rows fit with `midtrain.recompute`."""
     lr: NotNegative = 3e-3
     warmup: Share = 0.04
     """Share of the steps during which the learning rate rises."""
@@ -235,6 +237,8 @@ class RlSettings:
 class EvalSettings:
     samples: Some = 4
     """Rollouts per task at temperature 1, which is k in best-of-k. One greedy rollout is added."""
+    harness: str = ""
+    """Digest, or its beginning, of the only harness that may evaluate (`eval.NAME.harness` of a report); empty: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,10 +345,11 @@ class Settings:
             raise ValueError(
                 f"rl.frozen_layers={self.rl.frozen_layers}: must be below model.num_hidden_layers ({model.num_hidden_layers})"
             )
-        if (self.midtrain.steps or self.extend.steps) and model.max_position_embeddings < CODE_ROW:
+        row = self.midtrain.row_tokens
+        if (self.midtrain.steps or self.extend.steps) and model.max_position_embeddings < row:
             raise ValueError(
-                f"model.max_position_embeddings={model.max_position_embeddings}: must be at least {CODE_ROW}, "
-                "the length of a row of code"
+                f"model.max_position_embeddings={model.max_position_embeddings}: must be at least {row}, the length of a row "
+                "of code (midtrain.row_tokens)"
             )
         if self.limits.tokens > (most := self.agent_model.max_position_embeddings):
             raise ValueError(

@@ -56,6 +56,11 @@ METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "entropy": ("entropy", "nats a token", (("entropy", style.PURPLE, "entropy"),)),
     "staleness": ("staleness of what was trained", "batches", (("staleness", style.BLUE, "mean"),)),
+    "mismatch": (
+        "engine and trainer apart",
+        "nats",
+        (("logprob_gap_p99", style.VERMILION, "p99 of |Δ log p|"), ("k3", style.BLUE, "k3")),
+    ),
     "turns": ("tool calls a rollout", "calls", (("turns", style.ORANGE, "calls"),)),
     "live_groups": ("groups with a signal", "share", (("live_groups", style.SKY, "groups"),)),
     "faults": (
@@ -91,6 +96,8 @@ def scaled(ax: Axes, name: str) -> Axes:
     heading, unit, _ = METRICS[name]
     if unit == "share":
         as_share(ax, 1.02)
+    elif name == "mismatch" and ax.lines:
+        ax.set_yscale("symlog", linthresh=1e-9)
     elif name != "reward":
         from_zero(ax)
     title(whole_steps(ax), heading, "RL step", unit)

@@ -22,9 +22,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from composer_nb.harness.bench import errors_line, tool_errors
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import Status, read_status
+from composer_nb.trainer.recipe.reader import RECENT, Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
@@ -86,6 +87,10 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     if status.steps:
         yield "reward", reward_trend(status.steps)
+        if (p99 := status.steps[-1].get("logprob_gap_p99")) is not None:
+            yield "engine and trainer, last step", f"p99 of |Δ log p| {p99:.1e}, k3 {status.steps[-1]['k3']:.1e}"
+        if errors := tool_errors(step.get("errors", {}) for step in status.steps[-RECENT:]):
+            yield f"errors of tools, last {min(RECENT, len(status.steps))} steps", errors_line(errors)
     notes = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
     for change in status.changes:
         applied = f"from step {(change.step or 0) + 1} on"
@@ -131,13 +136,17 @@ def picture(status: Status) -> Picture:
     """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage; before RL, the losses."""
     if not status.steps and "midtrain" in status.supervised:
         return supervised(status)
-    figure = Picture(9.5, 6.6)
+    figure = Picture(11.5, 6.6)
     # Two parts, so that the long names of bars do not narrow the curves.
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat
-    *over_steps, times = map(style.plain, upper.subplots(2, 3).flat)
+    *over_steps, times = map(style.plain, upper.subplots(2, 4).flat)
     ledger, work, stages = map(style.plain, lower.subplots(1, 3))
-    for ax, name in zip(over_steps, ("reward", "solved", "entropy", "staleness", "turns"), strict=True):
-        metric(ax, status.steps, name, status.bound if name == "staleness" else None)
+    steps = [
+        {**p, "unfinished": 1 - p.get("finished", 1.0), "dead": 1 - p.get("live_groups", 1.0)} for p in status.steps
+    ]
+    names = ("reward", "solved", "entropy", "staleness", "turns", "mismatch", "faults")
+    for ax, name in zip(over_steps, names, strict=True):
+        metric(ax, steps, name, status.bound if name == "staleness" else None)
     if status.steps:
         step_times(times, status.steps)
     title(times if status.steps else style.absent(times, "RL has no step yet"), "seconds of a step")

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from composer_nb.harness.bench import errors_line
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.trainer.recipe.launch import stages_of
 from composer_nb.trainer.recipe.reader import read_status
@@ -169,6 +170,13 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "lost to the infrastructure", lost
         if (share := reward.get("flagged_share")) is not None:
             yield "flagged by monitors", f"{share:.1%} of the newest rollouts at most"
+    if len({score.get("harness") for score in report.get("eval", {}).values()}) > 1:
+        yield "harness", "policies were scored by different harnesses, so their differences do not count"
+    if errors := report.get("errors"):
+        yield "errors of tools in RL", errors_line(errors)
+    for name, score in report.get("eval", {}).items():
+        if errors := score.get("errors"):
+            yield f"errors of tools, {name}", errors_line(errors)
     if replay := report.get("replay"):
         off, on = (shown(replay[name]["logprob_gap_p99"], ".4f") for name in ("off", "on"))
         yield f"mismatch ({replay.get('pair', 'bf16')}), p99 of |Δ log p|", f"{off}, {on} with routes replayed"

@@ -67,7 +67,8 @@ class StoredRollout:
         rollout = self.attempt.rollout
         outcome = "solved" if self.attempt.grade.passed else "not solved"
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
-        return f"{self.name}: {outcome}, {len(rollout.turns)} calls, ended by “{rollout.stop}”{gain}"
+        network = f", {len(rollout.egress)} connections out" if rollout.egress else ""
+        return f"{self.name}: {outcome}, {len(rollout.turns)} calls{network}, ended by “{rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:

@@ -11,7 +11,7 @@ from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK
-from composer_nb.kernels.moe import gemm_triton, steps_triton
+from composer_nb.kernels.moe import gemm_triton, steps_triton, warp_decode_triton
 from composer_nb.kernels.moe.gemm_triton import Tiles
 from composer_nb.kernels.moe.recipes import INSTRUCTIONS, Format
 from scripts.bench.aot import ARCHITECTURES, Expect, Spec
@@ -289,12 +289,21 @@ def nvfp4(name: str, arch: int) -> Spec:
         quantize_triton.nvfp4_kernel,
         "x_ptr q_ptr:u8 s_ptr:u8 g_ptr:fp32",
         "R K stride_r",
-        {"TOKEN": True, "HARDWARE": arch == 100, "H": 4, "W": 1024},
+        {"FAST": False, "TOKEN": True, "HARDWARE": arch == 100, "H": 4, "W": 1024},
         architectures=(arch,),
         narrow=8,  # scales
         ptx={90: r"div\.rn\.f32", 100: r"div\.rn\.f32[\s\S]*cvt\.rn\.satfinite\.e2m1x2\.f32"},
         never=r"\.ftz|div\.full|div\.approx|rcp\.approx",
     )
+
+
+def warps() -> list[Spec]:
+    up, down = "x_ptr expert_ptr:i64 gate_ptr w_ptr act_ptr:fp32", "act_ptr:fp32 expert_ptr:i64 w_ptr y_ptr"
+    m, sizes = warp_decode_triton, {"K": 8, "B": 512}
+    return [
+        spec("warp decode, gate and up", m.warp_up_kernel, up, "H", sizes | {"D": 2048}, warps=1, narrow=12),
+        spec("warp decode, down", m.warp_down_kernel, down, "D", sizes | {"H": 768}, warps=1, narrow=12),
+    ]
 
 
 SPECS = (
@@ -316,4 +325,5 @@ SPECS = (
     mxfp8("mx_quantize, transposed", down=True),
     nvfp4("nvfp4_quantize, codes by comparisons", 90),
     nvfp4("nvfp4_quantize, codes by conversion", 100),
+    *warps(),
 )

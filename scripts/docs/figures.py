@@ -8,6 +8,7 @@ during RUN         mean and best of a group while RL runs
 formats            what a later token and another division change in stored numbers
 precision          loss of a tiny mixture of experts whose products are quantised, over three seeds
 zigzag             attention work of the busiest rank of a context, over the mean
+warp               experts of a few tokens by outputs (warp decode) and by experts: error, and bytes of Qwen3-30B-A3B's layer
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from composer_nb.harness.quality import solution_lines
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
+from composer_nb.kernels.moe.warp_decode import decode_costs, decode_errors
 from composer_nb.labs.formats import FORMATS, changed_past
 from composer_nb.trainer.learning.loss import kl_estimate
 from composer_nb.trainer.models.config import Kernels, ModelConfig
@@ -90,11 +92,8 @@ def formats() -> Iterator[Row]:
     yield "what", "differs"
     for name, quantize in FORMATS.items():
         yield f"{name}: earlier tokens, if the last is tripled", int((changed_past(quantize, few) != 0).sum())
-    scale = x.abs().amax(1, keepdim=True) / 2688
-    amax = x.unflatten(1, (-1, 16)).abs().amax(2) / 6
-    exact, fast = (amax / scale).to(torch.float8_e4m3fn), (amax * (1 / scale)).to(torch.float8_e4m3fn)
-    assert torch.equal(exact.view(torch.uint8), nvfp4_quantize_reference(x).scale.view(torch.uint8))
-    wrong = exact.view(torch.uint8) != fast.view(torch.uint8)
+    exact, fast = (nvfp4_quantize_reference(x, division=way).scale.view(torch.uint8) for way in ("ieee", "fast"))
+    wrong = exact != fast
     yield "NVFP4, x · (1/s) for x / s: scales of 16", f"{wrong.float().mean():.1e}"
     yield "the same: tokens with such a scale", f"{wrong.any(1).float().mean():.0%}"
 
@@ -144,6 +143,23 @@ def zigzag(tokens: int = 4096) -> Iterator[Row]:
         yield ranks, *(f"{max(work) * ranks / sum(work):.4f}" for work in works)
 
 
+def warp() -> Iterator[Row]:
+    yield (
+        "tokens",
+        "organised",
+        "error / output",
+        "largest error",
+        "MB of weights",
+        "MB between stages",
+        "µs at 6.8 TB/s, by the model",
+    )
+    for tokens in (1, 8, 32):
+        errors, costs = decode_errors(tokens, seed=0), decode_costs(tokens, 8, 128, 2048, 768)
+        for name, cost in costs.items():
+            moved = f"{cost.weights / 1e6:.1f}", f"{cost.buffers / 1e6:.2f}", f"{1e6 * cost.seconds(6.8e12):.0f}"
+            yield tokens, name, f"{errors[name]['relative']:.2%}", f"{errors[name]['largest']:.1e}", *moved
+
+
 def table(rows: Iterable[Row]) -> str:
     head, *others = [" | ".join(map(str, row)) for row in rows]
     rule = "|".join("---" for _ in head.split(" | "))
@@ -152,7 +168,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag}
+    alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag, "warp": warp}
     parser.add_argument("name", choices=[*alone, "mix", "sizes", "during"])
     parser.add_argument("paths", nargs="*", type=Path)
     given = parser.parse_args()

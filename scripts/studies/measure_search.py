@@ -71,7 +71,7 @@ def attempts_at(source: RunDir, name: str, policy: str) -> list[Attempt]:
     """Return the attempts of a run's policy, or of the expert with its tools and limits, at a set of tasks, stored in the run."""
     settings = from_dict(source.settings())
     path = source.path / "rollouts" / f"search_{policy}_{name.replace(' ', '_')}.parquet"
-    with Sandboxes(settings.env.backend) as sandboxes:
+    with Sandboxes(settings.env) as sandboxes:
         make = partial(make_miniatures, executor=sandboxes.functions, kinds=("paraphrase",))
         tasks = list(make(f"search {name}", **SETS[name]))
         if not path.is_file():

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.bench import behaviour, filtered_best_of, pass_at_k, pass_hat_k, summarise
+from composer_nb.harness.bench import (
+    behaviour,
+    errors_line,
+    errors_of,
+    filtered_best_of,
+    pass_at_k,
+    pass_hat_k,
+    summarise,
+    tool_errors,
+)
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
@@ -107,6 +116,24 @@ def test_behaviour_is_what_was_done() -> None:
     assert found["invalid_call_rate"] == pytest.approx(3 / 9)
     assert found["runs_tests"] == 1 / 4
     assert found["finishes"] == 1 / 2
+    assert sum(counts["calls"] for counts in found["errors"].values()) == 9
+
+
+def test_errors_are_counted_by_tool_and_kind() -> None:
+    def turn(name: str, error: str | None = None) -> Turn:
+        return Turn(call=call(name).json if name else "{broken", observation="", error=error)
+
+    turns = (turn("grep"), turn("grep", "Timeout"), turn("grep", "InvalidArguments"), turn("", "InvalidArguments"))
+    lost = Turn(call="", observation="no provider", error="ProviderError")
+    table = errors_of([made("a", True, (*turns, lost)).rollout])
+    assert table == {
+        "grep": {"calls": 3, "Timeout": 1, "InvalidArguments": 1},
+        "unreadable": {"calls": 1, "InvalidArguments": 1},
+    }
+    assert tool_errors([table, table])["grep"]["calls"] == 6
+    assert errors_line(table) == "grep 1 InvalidArguments, 1 Timeout of 3; unreadable 1 InvalidArguments of 1"
+    flood = errors_of([made("a", True, tuple(turn(f"tool{n}", "InvalidArguments") for n in range(1000))).rollout])
+    assert len(flood) <= 40  # names that a model makes up
 
 
 UNDO = Turn(call=call("undo").json, observation="ok")

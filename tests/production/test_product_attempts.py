@@ -212,7 +212,7 @@ def compact() -> Tokenizer:
 
 def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[[Task], Script]) -> Attempt:
     """An attempt as the stages and services of a run make it, by a policy that plays a script."""
-    with Sandboxes(env.backend) as sandboxes:
+    with Sandboxes(env) as sandboxes:
         agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))
         [(_, done)] = drive([agent.attempt(task, 3)], policy, sandboxes)

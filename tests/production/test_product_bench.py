@@ -21,10 +21,11 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production.bench import bench_settings, detectable, evaluate, figures
+from composer_nb.production.bench import bench_settings, compare_evals, detectable, evaluate, figures
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import open_engine
 from composer_nb.production.serve import ScriptServer
+from composer_nb.trainer.records import provenance
 from composer_nb.views.agent import plan_worth
 from tests.production.conftest import serving
 
@@ -197,3 +198,30 @@ def test_the_words_of_a_conversation_that_is_too_long_are_those_that_clients_loo
     for answer in (other, huge):
         said = answer.json()["error"]["message"]
         assert said.startswith("prompt is too long: ") and said.endswith(" tokens > 256 maximum")
+
+
+def test_an_evaluation_is_pinned_to_its_harness(
+    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The digest follows the harness alone; another harness neither evaluates nor resumes, and a comparison says so."""
+    harness = provenance.harness_digest()
+    script, settings = "scripted:searcher", bench_settings("scripted:searcher", tasks, {"harness": harness[:12]})
+    assert evaluate(script, tasks, tmp_path / "old", samples=1, settings=settings)["harness"] == harness
+    (tmp_path / "package/harness").mkdir(parents=True)
+    (tmp_path / "package/harness/tool.py").write_text("changed")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "package")
+    provenance.harness_digest.cache_clear()
+    other = provenance.harness_digest()
+    (tmp_path / "package/labs.py").write_text("not the harness")
+    provenance.harness_digest.cache_clear()
+    try:
+        assert provenance.harness_digest() == other != harness
+        with pytest.raises(ValueError, match=rf"eval\.harness={harness[:12]}: this harness is {other}"):
+            evaluate(script, tasks, tmp_path / "new", samples=1, settings=settings)
+        with pytest.raises(ValueError, match="holds rollouts of another policy, backend, harness"):
+            evaluate(script, tasks, tmp_path / "old", samples=1)
+        evaluate(script, tasks, tmp_path / "new", samples=1)
+    finally:
+        provenance.harness_digest.cache_clear()
+    assert compare_evals(tmp_path / "old", tmp_path / "new")["harness"] == [harness, other]
+    assert "evaluated by different harnesses" in caplog.text

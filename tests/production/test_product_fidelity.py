@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,20 @@ def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
 
 
 @pytest.mark.parametrize("tools", ["cursor", "tiny", "read_file,run_terminal_cmd"])
-def test_every_tool_is_probed_and_answers_the_same(task: Task, sandboxes: Sandboxes, tools: str) -> None:
+def test_every_tool_is_probed_and_answers_the_same(
+    task: Task, sandboxes: Sandboxes, tools: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pages").write_text('{"url": "u", "title": "parsing", "text": "how text is parsed"}')
+    web = str(tmp_path / "pages") if tools == "cursor" else ""
     tokens = train_tokenizer(["def f(x):"], 400)
     calls, found = differences(
-        task, make_agent(replace(CURSOR, tools=tools, renderer="compact", user="scripted"), tokens, LIMITS, sandboxes)
+        task,
+        make_agent(
+            replace(CURSOR, tools=tools, renderer="compact", user="scripted", web=web), tokens, LIMITS, sandboxes
+        ),
     )
     assert calls > 8 and found == []
-    for made, names in ((probes, set(NAMES)), (tiny_probes, {tool.name for tool in TINY})):
+    for made, names in ((probes, {*NAMES, "web_search"}), (tiny_probes, {tool.name for tool in TINY})):
         assert {call.name for call in made(task.files)} - {"unknown_tool"} == names
 
 
@@ -71,12 +79,12 @@ def test_a_word_more_in_either_place_is_found(
         toolset: Any = EnvSettings.toolset
         monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
         if where == "system text":
-            monkeypatch.setattr(environment, "system_text", lambda root, answered: f"A coding agent at {root}")
+            monkeypatch.setattr(environment, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
     else:
         original = work.tools_for
         monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
         if where == "system text":
-            monkeypatch.setattr(work, "system_text", lambda root, answered: f"A coding agent at {root}")
+            monkeypatch.setattr(work, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
     _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
     assert {each.what for each in found} == PLANTS[where]
     for each in found:

@@ -57,7 +57,7 @@ def panels(seen: Any) -> dict[str, Any]:
 def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
     seen = read_status(tiny_run.path)
     shown = panels(seen)
-    assert len(shown) == 9
+    assert len(shown) == 11
     faint = [line for line in shown["reward"].lines if line.get_alpha() == 0.3]
     assert list(faint[0].get_ydata()) == [point["reward"] for point in tiny_run.steps("rl")]
     tokens = {why: n for why, n in tiny_run.ledger().items() if n}
@@ -71,7 +71,7 @@ def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
 def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
     seen = read_status(run.path)
     texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
-    assert texts.count("RL has no step yet") == 6 and "none yet" in texts
+    assert texts.count("RL has no step yet") == 8 and "none yet" in texts
     assert dashboard.headline(seen) == "it: dead, tokenizer" and dict(dashboard.facts(seen))["process"].startswith(
         "none"
     )

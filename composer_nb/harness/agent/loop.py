@@ -26,7 +26,7 @@ from composer_nb.harness.tools.toolset import ToolSet
 LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
 # System text of every conversation, the same in training, in evaluation and in the product.
 SYSTEM = """\
-You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox without network access, and change it with
+You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox {network}, and change it with
 your tools until the user's request is done. {ends}
 
 Read the code before you change it, and change only what the request needs. A message may have several calls: those that only
@@ -183,6 +183,8 @@ def _news(calls: Sequence[Written], turns: Sequence[Turn]) -> News:
     return [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, turns, strict=True)]
 
 
-def system_text(root: str, answered: bool = False) -> str:
-    """Return the system text. `root`: path of the workspace in the sandbox. `answered`: a user answers questions."""
-    return SYSTEM.format(root=root, ends=ASKS if answered else ENDS)
+def system_text(root: str, answered: bool = False, egress: str = "") -> str:
+    """Return the system text. `root`: path of the workspace in the sandbox. `answered`: a user answers questions. `egress`: hosts
+    that the sandbox of a task that needs a network reaches."""
+    network = f"that reaches no host but {egress}, if the task needs any" if egress else "without network access"
+    return SYSTEM.format(root=root, ends=ASKS if answered else ENDS, network=network)

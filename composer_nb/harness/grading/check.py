@@ -33,20 +33,22 @@ Found = Iterable[tuple[str, Task | ValueError]]  # Places, and the task in each 
 ROW = {"tests": 0, "gold": False, "none": False, "repeatable": False, "guard": {"by": "none"}}
 
 
-def check_tasks(tasks: Found, backend: str = "bwrap", require: Guarding = "none") -> list[dict[str, Any]]:
+def check_tasks(
+    tasks: Found, backend: str = "bwrap", require: Guarding = "none", egress: str = ""
+) -> list[dict[str, Any]]:
     """Return a row for each task: its id and grader, how many tests count, what its solution (`gold`) and its start (`none`)
     score, whether two runs agree, its `guard` (`recorded.Guard`; of the other graders `by` alone), and `ok`, or the `problem`.
     A task that cannot be read, or whose id another has, is a problem of its own.
 
     `require` makes a lesser guard a problem. Tests of the grader `functions` are calls whose values stay outside.
 
-    Raises SandboxUnavailable where the backend does not work here.
+    `egress`: as `env.egress`. Raises SandboxUnavailable where the backend does not work here.
     """
     tasks = list(tasks)
     with ExitStack() as stack:
         kinds = {task.grader for _, task in tasks if isinstance(task, Task)}
         calls = stack.enter_context(SandboxExecutor()) if "functions" in kinds else None
-        boxes = stack.enter_context(open_backend(backend)) if kinds - {"functions"} else None
+        boxes = stack.enter_context(open_backend(backend, egress=egress)) if kinds - {"functions"} else None
         rows: dict[str, dict[str, Any]] = {}
         for where, task in tasks:
             if isinstance(task, ValueError):

@@ -5,18 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.egress import destinations
 
 BACKENDS = ("bwrap", "docker")
 
 
-def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> Backend:
-    """Return a backend by name. Raises ValueError for an unknown name, SandboxUnavailable where it does not work here."""
+def open_backend(name: str, run_id: str | None = None, journal: Path | None = None, egress: str = "") -> Backend:
+    """Return a backend by name. `egress`: allow-list of hosts for tasks that need a network (`egress.destinations`). Raises
+    ValueError for an unknown name or a wrong list, SandboxUnavailable where it does not work here."""
+    allowed = destinations(egress)
+    backend: Backend
     if name == "bwrap":
         from composer_nb.harness.sandbox.bwrap import BwrapBackend
 
-        return BwrapBackend(run_id, journal)
-    if name == "docker":
+        backend = BwrapBackend(run_id, journal)
+    elif name == "docker":
         from composer_nb.harness.sandbox.docker import DockerBackend
 
-        return DockerBackend(run_id, journal)
-    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
+        backend = DockerBackend(run_id, journal)
+    else:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
+    backend.egress = allowed
+    return backend

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, Machine, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.egress import Destination
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest import calls, commands, files, program, values, warm
 from composer_nb.harness.sandbox.reap import Kind, Resource, ResourceJournal
@@ -51,10 +52,11 @@ exec(b[4:].decode())
 LIMITS_INSIDE = {"RLIMIT_CORE": 1, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0}
 # Settings of a resident program: variables that an image sets, by how much commands stand back behind it (0 where they have no
 # CPU group of their own, in which it counts), whether they may run in copies of it (`warm.py`), what `warm.load` is called with,
-# if it is, whether there are the basic programs alone, and the folder of its devices.
+# if it is, whether there are the basic programs alone, the folder of its devices, and the hosts, ports and local addresses of
+# egress.
 USUAL = {
     "role": "resident", "workspace": WORKSPACE, "environment": {}, "nice": 10, "copies": False, "warm": [], "basic": False,
-    "devices": "/dev",
+    "devices": "/dev", "egress": [],
 }  # fmt: skip
 
 
@@ -64,6 +66,7 @@ class ResidentBackend(Backend):
     def __init__(self, run_id: str | None, journal: Path | None, table: Mapping[str, int]) -> None:
         """`journal`: a folder in which resources are noted while they exist (`reap.py`). `table`: of system calls
         (`linux.MACHINES`)."""
+        self.egress: tuple[Destination, ...] = ()
         self.run_id = run_id or uuid.uuid4().hex
         self._journal = None if journal is None else ResourceJournal(journal, self.run_id)
         self._lock = threading.RLock()

@@ -30,6 +30,7 @@ from typing import Any
 
 from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.egress import EgressProxy
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.host import hide_network_counts, sender, socket_pair
 from composer_nb.harness.sandbox.image import UID
@@ -159,6 +160,10 @@ class BwrapBackend(ResidentBackend):
         try:
             if spec.calls is None:
                 self._confine(machine, spec)
+            if spec.egress:
+                assert machine.lifeline is not None
+                descriptors = socket.recv_fds(machine.lifeline, 1, len(spec.egress))[1]
+                machine.proxy = EgressProxy(spec.egress, [socket.socket(fileno=fd) for fd in descriptors])
         except BaseException:
             sandbox.destroy()
             raise
@@ -176,6 +181,7 @@ class BwrapBackend(ResidentBackend):
             copies=True,
             basic=spec.basic,
             devices=f"{KIT}/devices/{id}" if self.devices else "/dev",
+            egress=[(to.host, to.port, to.local) for to in spec.egress],
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from composer_nb.harness.plain import require_ranges
+from composer_nb.harness.sandbox.egress import Destination, EgressProxy
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
@@ -56,6 +57,7 @@ class SandboxSpec:
             `bwrap`; what `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something
             to tell: grades run this way.
         calls: limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`).
+        egress: hosts that the sandbox reaches (`egress.py`); it has no other network.
     """
 
     memory_bytes: Annotated[int, Field(ge=1, le=1 << 46)] = 512 << 20
@@ -68,6 +70,7 @@ class SandboxSpec:
     warm: bool = False
     basic: bool = False
     calls: CallLimits | None = None
+    egress: tuple[Destination, ...] = ()
 
     def __post_init__(self) -> None:
         require_ranges(self, "SandboxSpec")
@@ -197,6 +200,7 @@ class Machine:
     id: str
     channel: Channel
     group: Cgroup | None = None
+    proxy: EgressProxy | None = None
 
     def end(self) -> None:
         """End all processes of the sandbox and remove its resources. Called once."""
@@ -367,6 +371,11 @@ class Sandbox:
                 unanswered -= len(frame)
                 yield _CALL_END.validate_python(facts.get("answer")), data
 
+    @property
+    def egress_log(self) -> tuple[str, ...]:
+        """A line for each connection that went out, or was refused (`egress.py`)."""
+        return () if self._machine.proxy is None else self._machine.proxy.log
+
     def stats(self) -> Stats:
         (processes, disk_bytes, inodes), _ = self._ask("stats", _COUNTS)
         group = self._machine.group
@@ -386,6 +395,8 @@ class Sandbox:
         self._gone = self._gone or why
         with self._ending:
             if not self._ended:
+                if self._machine.proxy is not None:
+                    self._machine.proxy.close()
                 self._machine.end()
                 self._ended = True
         return self._gone
@@ -488,6 +499,8 @@ class Backend(Protocol):
     """Creates sandboxes. As a context manager, it destroys the remaining ones at the end."""
 
     name: str
+    egress: tuple[Destination, ...]
+    """What sandboxes of tasks that need a network may reach."""
 
     def capabilities(self) -> Capabilities: ...
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, WRITABLE, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.egress import EgressProxy, listen_in
 from composer_nb.harness.sandbox.engine import MARK, TIMEOUT_S, connect, remove_container
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
@@ -226,11 +227,16 @@ class DockerBackend(ResidentBackend):
             if machine.group is not None:  # the engine runs on this machine
                 machine.group.limit_sockets(spec.memory_bytes)  # Docker does not
                 hide_network_counts(container["State"]["Pid"])
+            if spec.egress:
+                machine.proxy = EgressProxy(spec.egress, listen_in(container["State"]["Pid"], spec.egress))
         except BaseException as error:
             with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
                 machine.end()
             if isinstance(error, errors()):
                 raise _explained(error, image) from error
+            if spec.egress and isinstance(error, OSError):
+                why = "the network of a container can be entered by root alone, on the engine's machine"
+                raise SandboxUnavailable(f"env.egress with docker: {why} ({error})") from error
             raise
         environment = dict(variable.split("=", 1) for variable in config.get("Env") or ()) if spec.image else {}
         program = resident_program(self.settings(spec, environment=environment))
@@ -300,6 +306,7 @@ class DockerBackend(ResidentBackend):
             "HostConfig": {
                 "Runtime": self._runtime,
                 "NetworkMode": "none",
+                "ExtraHosts": [f"{to.host}:{to.local}" for to in spec.egress],
                 "IpcMode": "private",
                 "Sysctls": {f"net.ipv4.{name}": text for name, text in network_settings().items()},
                 "CapDrop": ["ALL"],

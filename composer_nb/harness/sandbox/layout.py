@@ -234,7 +234,7 @@ class Layout:
         for target, path in files.regular.items() if uid is not None else ():
             if (target.startswith(PLACE) or path == self.interpreter.path) and not open_to_all(path):
                 written[target] = Path(path).read_bytes(), 0o555  # the other user could not, as below a private folder
-        written |= dict.fromkeys(DEVICES, (b"", 0o444))
+        written |= dict.fromkeys(DEVICES, (b"", 0o444)) | {"/etc/hosts": (b"127.0.0.1 localhost\n", 0o444)}
         links = self._links | {f"/dev/{name}": to for name, to in STREAMS.items()}
         copied = {target: path for target, path in files.regular.items() if target not in written}
         folders = {*self.trees, WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", NOTHING, *files.folders}

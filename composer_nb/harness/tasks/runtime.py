@@ -5,8 +5,8 @@ alone, in an image derived from its own. There, the files of the working directo
 which is in memory, and a link replaces the directory, so that scripts find their files. The rest of the image is read-only.
 
 If no sandbox here can meet a task's requests, ValueError is raised before anything starts (`obstacles`). Some defaults are
-stricter than Harbor's: no network, one user, and the agent's workspace and artifacts are carried into a new sandbox
-for grading.
+stricter than Harbor's: no network but the hosts of `env.egress`, one user, and the agent's workspace and artifacts are carried
+into a new sandbox for grading.
 """
 
 from __future__ import annotations
@@ -85,18 +85,26 @@ _NO_EFFECT = re.compile(
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
-def obstacles(task: Task) -> Iterator[str]:
-    """Name the requests of a task that no sandbox here can meet, each by its setting."""
+def needs_network(task: Task) -> str:
+    """Return the setting by which a task asks for a network; empty if none does."""
+    if task.kept is None:
+        return ""
+    settings = task.settings
+    if settings.environment.allow_internet:
+        return "environment.allow_internet = true"
+    modes = settings.environment.network_mode, settings.agent.network_mode, settings.verifier.network_mode
+    named = zip(("environment", "agent", "verifier"), modes, strict=True)
+    return next((f"{name}.network_mode = {mode!r}" for name, mode in named if mode not in (None, "no-network")), "")
+
+
+def obstacles(task: Task, egress: bool = False) -> Iterator[str]:
+    """Name the requests of a task that no sandbox here can meet, each by its setting. `egress`: sandboxes may have a network."""
     settings = task.settings
     environment, verifier = settings.environment, settings.verifier
-    tables = (("environment", environment), ("agent", settings.agent), ("verifier", verifier))
+    network = "" if egress else needs_network(task)
     rest = task.kept.rest if task.kept else {}
     checks: list[tuple[object, str]] = [
-        (environment.allow_internet, "environment.allow_internet = true: sandboxes have no network"),
-        *(
-            (mode not in (None, "no-network"), f"{name}.network_mode = {mode!r}: sandboxes have no network")
-            for name, mode in ((name, table.network_mode) for name, table in tables)
-        ),
+        (network, f"{network}: sandboxes have no network; list the hosts that it may reach in env.egress, as HOST:PORT"),
         *((f"environment/{name}" in rest, f"environment/{name}: a sandbox is one container") for name in harbor.IMAGE_FILES[1:]),
         (environment.gpus, "environment.gpus: sandboxes have none"),
         (environment.os.lower() != "linux", f"environment.os = {environment.os!r}: sandboxes run Linux"),
@@ -165,7 +173,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
     Raises ValueError for requests that no sandbox here can meet, and SandboxUnavailable for an image that cannot be built.
     """
-    if problem := next(obstacles(task), ""):
+    if problem := next(obstacles(task, bool(backend.egress)), ""):
         raise ValueError(f"task {task.id}: {problem}")
     named = task.metadata.get("image", "")
     if named and backend.name != "docker":
@@ -177,7 +185,9 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
             f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
             "enough"
         )
-    return replace(limits_spec(task), image=_image(task) if task.image else named, warm=task.grader == "pytest")
+    egress = backend.egress if needs_network(task) else ()
+    image = _image(task) if task.image else named
+    return replace(limits_spec(task), image=image, warm=task.grader == "pytest", egress=egress)
 
 
 def start_sandbox(task: Task, backend: Backend) -> Sandbox:

@@ -1,4 +1,4 @@
-"""Terms about conduct: to-dos, reads before edits, and what the final message says."""
+"""Terms about conduct: to-dos, reads before edits, reasoning in comments, habits of the terminal, and the final message."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ _CLAIM = re.compile(r"\A(?>.*?\b(tests?|suite|checks?)\b).*\b(pass(es|ed|ing)?|g
 _DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
 _PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")
 _DONE = re.compile(r"\b(fixed|changed|added|updated|implemented|removed|renamed|rewrote|refactored|edited)\b", re.I)
+# Words of a block of comments from which on it is reasoning, and phrases that only reasoning has.
+LONG_COMMENT = 60
+_THINKING = re.compile(
+    r"\b(hmm+|wait,|actually,|let me|let's (see|think|try|check)|on second thought|i (think|guess|wonder|need to|should|will|see"
+    r"|am going)|i'(ll|m|d)|maybe (i|we)|we (need|have) to (figure|check|think|find))\b",
+    re.I,
+)
+_COMMENT = re.compile(r"(?:^|\s)(?:#(?![!:]|include|define|if|end|pragma)|//|/\*|\*(?=\s))\s*(.*)")
+_PROSE = (".md", ".rst", ".txt")
+# Programs whose work a tool does: reading, searching and editing files.
+_REPLACED = frozenset("cat head tail less more nl sed awk perl grep egrep rg ag find ls tree tee touch dd".split())
+_PREFIX = re.compile(r"^[\s({]*((\w+=\S*|sudo|command|env|time)\s+)*")  # before the name of a program
+_FILES_IN_PYTHON = re.compile(r"python3?\b.*(<<|\s-c\s).*(\bopen\(|read_text|write_text|readlines)", re.S)
+_TOOLS = EDITS | {"read_file", "grep", "glob_file_search", "codebase_search", "list_dir", "delete_file"}
 _CODE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`", re.S)
 
 
@@ -66,6 +80,53 @@ def repeated_reads(rollout: Rollout, grade: Grade) -> float:
             again, count = again + (part in parts), count + 1
             parts.add(part)
     return again / max(1, count)
+
+
+def _written(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the text that a call writes into files, or runs in the terminal."""
+    if name == "apply_patch":
+        lines = str(arguments.get("patch", "")).splitlines()
+        return "\n".join(line[1:] for line in lines if line.startswith("+"))
+    if _path(arguments).endswith(_PROSE):
+        return ""
+    old = {line.strip() for line in str(arguments.get("old_string", arguments.get("old", ""))).splitlines()}
+    keys = ("new_string", "contents", "new", "text", "command")
+    lines = "\n".join(str(arguments[key]) for key in keys if key in arguments).splitlines()
+    return "\n".join(line for line in lines if line.strip() not in old)
+
+
+@term
+def reasoning_in_comments(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of the words written into files and the terminal that are comments which reason: blocks of more than
+    LONG_COMMENT words, and comments in the first person or with second thoughts. Comments that a later edit removes count."""
+    reasoning = count = 0
+    for name, arguments in (called(turn) for turn in rollout.turns):
+        block: list[str] = []
+        for line in (*_written(name, arguments).splitlines(), ""):
+            count += len(line.split())
+            if comment := _COMMENT.search(line):
+                block.append(comment[1])
+            elif block:
+                text, block = " ".join(block), []
+                words = len(text.split())
+                reasoning += words if words > LONG_COMMENT or _THINKING.search(text) else 0
+    return reasoning / max(1, count)
+
+
+@term
+def terminal_only(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of reads, searches and edits of files that went through the terminal. Programs behind a pipe, which read
+    what another wrote, do not count. Use it where tools for these are offered."""
+    by_terminal = by_tool = 0
+    for name, arguments in (called(turn) for turn in rollout.turns):
+        by_tool += name in _TOOLS
+        if name == "run_terminal_cmd":
+            command = str(arguments.get("command", ""))
+            parts = (_PREFIX.sub("", part).split() for part in re.split(r"&&|\|\||[;\n]", command))
+            programs = {posixpath.basename(words[0]) for words in parts if words}
+            writes = re.search(r"(<<.*>|>.*<<|\becho\b[^|;&]*>)", command) is not None
+            by_terminal += bool(programs & _REPLACED) or writes or _FILES_IN_PYTHON.search(command) is not None
+    return by_terminal / max(1, by_terminal + by_tool)
 
 
 def final_message(rollout: Rollout) -> str:

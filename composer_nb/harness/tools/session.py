@@ -19,6 +19,7 @@ from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 if TYPE_CHECKING:
     from composer_nb.harness.search.index import Hit
+    from composer_nb.harness.tools.web import WebPages
 
 # File of a workspace with the whole conversation before the last summary. Grading ignores it.
 HISTORY = ".composer_nb/history.txt"
@@ -111,6 +112,7 @@ class Session:
     restless: bool = False
     background: bool = False
     search: Search | None = None
+    web: WebPages | None = None
     history: str = ""
     left: Callable[[], float] = lambda: math.inf
     stop: threading.Event = field(default_factory=threading.Event)

@@ -26,6 +26,7 @@ from composer_nb.harness.tools.session import DOING, SHOWN, Observation, Search,
 from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
+from composer_nb.harness.tools.web import WebPages, web_search
 
 # Makes the code search of a session's workspace.
 Finder = Callable[[Session], Search]
@@ -56,6 +57,7 @@ class ToolSet:
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     search: Finder | None = None
+    web: WebPages | None = None
     terse: bool = False
     described: bool = True
     brief: bool = False
@@ -89,6 +91,10 @@ class ToolSet:
             return cls.tiny(offer)
         tools = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
         return replace(tools, brief=name != "cursor")
+
+    def with_web(self, pages: WebPages | None) -> ToolSet:
+        """Return these tools, with `web_search` on recorded pages if there are any."""
+        return replace(self, tools={**self.tools, web_search.name: web_search}, web=pages) if pages else self
 
     @property
     def needs_sandbox(self) -> bool:
@@ -145,7 +151,7 @@ class ToolSet:
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")
         session = Session(sandbox=sandbox, root=root, cwd=root)
         session.environment = {"PYTHONPATH": ":".join(filter(None, (modules, testing, PACKAGES_AT)))} if testing else {}
-        session.search = self.search and self.search(session)
+        session.search, session.web = self.search and self.search(session), self.web
         return session
 
     def run(self, session: Session, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
@@ -218,7 +224,7 @@ class ToolSet:
 def _called(tool: Tool, session: Session, arguments: BaseModel) -> Any:
     """Return what a tool answers. A tool of the user's own has until the end of the rollout's time, since it may block for ever;
     ours set limits themselves. Raises ToolError (Timeout, UserAborted), and what the tool raises."""
-    if tool in TOOLS or tool in TINY:
+    if tool in (*TOOLS, *TINY, web_search):
         return tool(session, arguments)
     try:
         return within(session.left, f"the tool {tool.name}", functools.partial(tool, session, arguments), session.stop)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled, dot, exp2, largest, total
 from composer_nb.kernels.tiles import LANES, dots, mixed
-from composer_nb.kernels.triton_runtime import choose
+from composer_nb.kernels.triton_runtime import choose, fused
 
 
 def cached_attention(
@@ -26,11 +26,11 @@ def cached_attention(
     them. All are of one dtype: float32, float64, or bfloat16 in Triton, which sums in float32. `scale` is that of the scores,
     C^-½ if not given."""
     where = q_NQC.device
-    if where.type != "cpu" and q_NQC.dtype != torch.float64 and choose(where)[0] == "triton":
+    if where.type != "cpu" and q_NQC.dtype != torch.float64 and choose(where, kernel="attention")[0] == "triton":
         from composer_nb.kernels.attention.cached_triton import attend
 
         return attend(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
-    if where.type != "cpu" or q_NQC.dtype != torch.float32:
+    if where.type != "cpu" or q_NQC.dtype != torch.float32 or not fused("attention"):
         return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
     q_NQC = q_NQC.contiguous()
     out = q_NQC.new_empty(*q_NQC.shape[:2], v_SGTC.shape[-1])

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from composer_nb.kernels.compiled import compiled, exp2, largest, total, zeros
 from composer_nb.kernels.linear import widened
+from composer_nb.kernels.triton_runtime import fused
 
 # Queries of a block: few products, and little that the mask then hides.
 BLOCK = 96
@@ -46,7 +47,7 @@ def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Seque
         raise ValueError(f"rows of {list(lengths)} tokens, and {len(q_NQC)} tokens")
     dtype = q_NQC.dtype
     q_NQC, k_NGC, v_NGV = widened(q_NQC, k_NGC, v_NGV)
-    if q_NQC.dtype == torch.float32 and q_NQC.device.type == "cpu" and max(lengths) >= LONG:
+    if q_NQC.dtype == torch.float32 and q_NQC.device.type == "cpu" and max(lengths) >= LONG and fused("attention"):
         blocked: Tensor = _Causal.apply(q_NQC, k_NGC, v_NGV, tuple(lengths), scale)
         return blocked.to(dtype)
     q, k, v = (padded(x, lengths) for x in (q_NQC, k_NGC, v_NGV))

@@ -30,6 +30,10 @@ Rule = Literal["rceil", "floor"]
 # Sharing of NVFP4's float32 scale.
 Share = Literal["token", "tensor"]
 
+# Division of NVFP4. ieee rounds as IEEE 754 says (`__fdiv_rn`). fast multiplies by a reciprocal, which on a GPU is approximate
+# (`__fdividef`): training in RL diverged with it (Composer 2 technical report, §6.1).
+Division = Literal["ieee", "fast"]
+
 MX_BLOCKS = (32, 128)
 NVFP4_BLOCK = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -140,24 +144,29 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     return MXTensor(qdata=qdata, scale=scale, block=block, rows=rows)
 
 
-def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tensor:
+def divide(a: Tensor, b: Tensor, division: Division) -> Tensor:
+    """Return a / b, or a · (1/b)."""
+    return a / b if division == "ieee" else a * b.reciprocal()
+
+
+def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token", division: Division = "ieee") -> NVFP4Tensor:
     """Quantise x [..., K] (float32, bfloat16 or float16; K a multiple of 16) to NVFP4.
 
     With A the largest magnitude of a token (or of the tensor) and a that of a block: g = max(A / 2688, 2^-126),
     s = e4m3(min((a / 6) / g, 448)), code = e2m1(x / (s · g)), all in float32, every division and product rounded as IEEE 754
-    says, which approximate division on a GPU is not. A block whose s is 0 has codes of ±0. If A is not finite, g and every s that
+    says, unless `division` is fast. A block whose s is 0 has codes of ±0. If A is not finite, g and every s that
     shares it are NaN, and their codes 0. Raises ValueError for other dtypes, shapes or shares.
     """
-    check_nvfp4(x, share)
+    check_nvfp4(x, share, division)
     blocks = x.detach().float().unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
     a_B = blocks.abs().amax(-1)
-    global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax())
+    global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax(), division)
     is_nan = global_scale.isnan()
-    exact_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
+    exact_B = divide(divide(a_B, torch.full_like(a_B, E2M1_MAX), division), global_scale, division)
     scale_B = exact_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     step_B = scale_B.float() * global_scale
     step_B = torch.where(step_B > 0, step_B, math.inf)
-    code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(is_nan, 0)
+    code = e2m1_codes(divide(blocks, step_B[..., None], division)).flatten(-2).masked_fill(is_nan, 0)
     scale_B = scale_B.view(torch.uint8).masked_fill(is_nan, E4M3_NAN).view(torch.float8_e4m3fn)
     qdata = code[..., ::2] | (code[..., 1::2] << 4)
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
@@ -167,29 +176,31 @@ def mx_quantize(x: Tensor, *, block: int = 32, rows: int = 1, backend: str | Non
     """Quantise x [..., R, K] to MXFP8 by the back end that is there; see `mx_quantize_reference`. `backend` as `choose` takes
     it."""
     check_mx(x, block, rows)
-    if choose(x.device, backend)[0] == "torch":
+    if choose(x.device, backend, "quantize")[0] == "torch":
         return mx_quantize_reference(x, block=block, rows=rows)
     from composer_nb.kernels.formats import quantize_triton
 
     return quantize_triton.mx_quantize(x, block, rows)
 
 
-def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:
+def nvfp4_quantize(
+    x: Tensor, *, share: Share = "token", division: Division = "ieee", backend: str | None = None
+) -> NVFP4Tensor:
     """Quantise x [..., K] to NVFP4 by the back end that is there; see `nvfp4_quantize_reference`. `backend` as `choose` takes
     it."""
-    check_nvfp4(x, share)
-    if choose(x.device, backend)[0] == "torch":
-        return nvfp4_quantize_reference(x, share=share)
+    check_nvfp4(x, share, division)
+    if choose(x.device, backend, "quantize")[0] == "torch":
+        return nvfp4_quantize_reference(x, share=share, division=division)
     from composer_nb.kernels.formats import quantize_triton
 
-    return quantize_triton.nvfp4_quantize(x, share)
+    return quantize_triton.nvfp4_quantize(x, share, division)
 
 
-def nvfp4_global_scale(largest: Tensor) -> Tensor:
+def nvfp4_global_scale(largest: Tensor, division: Division) -> Tensor:
     """Return float32 scales for largest magnitudes: NaN where those are not finite."""
     # A tensor: by a number torch multiplies with its inverse on a GPU.
     divisor = torch.full_like(largest, E4M3_MAX * E2M1_MAX)
-    return (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
+    return divide(largest, divisor, division).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
 
 
 def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:
@@ -209,11 +220,13 @@ def check_mx(x: Tensor, block: int, rows: int) -> None:
         raise ValueError(f"x of shape {tuple(x.shape)} has no columns to quantise")
 
 
-def check_nvfp4(x: Tensor, share: str) -> None:
+def check_nvfp4(x: Tensor, share: str, division: str) -> None:
     """Raise ValueError unless `nvfp4_quantize` can take these."""
     _check_dtype(x)
     if share not in get_args(Share):
         raise ValueError(f"share={share!r} must be token or tensor")
+    if division not in get_args(Division):
+        raise ValueError(f"division={division!r} must be ieee or fast")
     if x.dim() < 1 or not x.shape[-1] or x.shape[-1] % NVFP4_BLOCK:
         raise ValueError(f"x of shape {tuple(x.shape)} must have a multiple of 16 columns")
     if not x.numel() and share == "tensor":

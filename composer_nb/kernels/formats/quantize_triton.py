@@ -1,8 +1,8 @@
 """Quantisation to MXFP8 and NVFP4 in Triton: equal to the references of `formats.py`, to the byte.
 
 Scales of MXFP8 are made from the bits of the largest magnitude by one addition and a shift: no logarithm, no division, nothing
-to round. NVFP4 divides as IEEE 754 says (`div_rn`), while `/` is an approximation on a GPU. The largest magnitude is an integer
-maximum of bits, in which infinity and NaN win.
+to round. NVFP4 divides as IEEE 754 says (`div_rn`), or by a reciprocal, for which a GPU has an approximation. The largest
+magnitude is an integer maximum of bits, in which infinity and NaN win.
 
 Dimensions: B matrices, R rows, K columns; H rows and W columns of a tile.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import (
     NVFP4_BLOCK,
+    Division,
     MXTensor,
     NVFP4Tensor,
     Share,
@@ -157,8 +158,15 @@ def _pack(low, high, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _divide(a, b, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a / b, or a · (1/b)."""
+    return a * (1.0 / b) if FAST else tl.div_rn(a, b)
+
+
+@triton.jit
 def nvfp4_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, q_ptr, s_ptr, g_ptr, R, K, stride_r, TOKEN: tl.constexpr, HARDWARE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, g_ptr, R, K, stride_r, TOKEN: tl.constexpr, FAST: tl.constexpr, HARDWARE: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     """Quantise x [R, K]. With TOKEN a first pass finds and stores a float32 scale for each row; else g_ptr holds one scale."""
     r = tl.program_id(0) * H + tl.arange(0, H)
@@ -170,7 +178,10 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_row + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         largest = tl.max(most, axis=1)
-        g = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), 2688.0), 1.1754943508222875e-38)
+        g = tl.maximum(
+            _divide(largest.to(tl.float32, bitcast=True), tl.full([H], 2688.0, tl.float32), FAST),
+            1.1754943508222875e-38,
+        )
         g = tl.where(largest >= 0x7F800000, float("nan"), g)
         tl.store(g_ptr + r, g, mask=r < R)
     else:
@@ -181,11 +192,12 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_row + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
         blocks = tl.reshape(x, [H, W // 16, 16])
         a = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
-        exact_scale = tl.div_rn(tl.div_rn(a, tl.full([H, W // 16], 6.0, tl.float32)), g[:, None] + tl.zeros_like(a))
+        sixth = _divide(a, tl.full([H, W // 16], 6.0, tl.float32), FAST)
+        exact_scale = _divide(sixth, g[:, None] + tl.zeros_like(a), FAST)
         scale = tl.minimum(exact_scale, 448.0).to(tl.float8e4nv)
         step = scale.to(tl.float32) * g[:, None]
         step = tl.where(step > 0, step, float("inf"))
-        y = tl.div_rn(blocks, step[:, :, None] + tl.zeros_like(blocks))
+        y = _divide(blocks, step[:, :, None] + tl.zeros_like(blocks), FAST)
         y = tl.where(bad[:, None, None], 0.0, y)
         low, high = tl.split(tl.reshape(y, [H, W // 2, 2]))
         kq = col // 2 + tl.arange(0, W // 2)
@@ -197,7 +209,7 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, bits, mask=(r < R)[:, None] & (ks < K // 16)[None, :])
 
 
-def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
+def nvfp4_quantize(x: Tensor, share: Share, division: Division) -> NVFP4Tensor:
     """Quantise x [..., K] to NVFP4 in Triton kernels; see `nvfp4_quantize_reference`."""
     x = x.detach()
     x_RK = x.reshape(-1, x.shape[-1])
@@ -206,7 +218,7 @@ def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
     if share == "token":
         global_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     else:
-        global_scale = nvfp4_global_scale(x.abs().amax().float())
+        global_scale = nvfp4_global_scale(x.abs().amax().float(), division)
     qdata = torch.empty(*x.shape[:-1], K // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(*x.shape[:-1], K // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
     height, width = 4, min(1024, triton.next_power_of_2(K))
@@ -214,7 +226,7 @@ def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
         hardware = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 10
         nvfp4_kernel[(triton.cdiv(R, height),)](
             x_RK, qdata, scale.view(torch.uint8), global_scale, R, K, x_RK.stride(0),
-            TOKEN=share == "token", HARDWARE=hardware, H=height, W=width, num_warps=4,
+            TOKEN=share == "token", FAST=division == "fast", HARDWARE=hardware, H=height, W=width, num_warps=4,
         )  # fmt: skip
     return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share)
 

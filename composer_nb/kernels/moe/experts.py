@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot3, exp2
 from composer_nb.kernels.linear import HALF_IS_SLOW, compiles, grouped_mm
+from composer_nb.kernels.triton_runtime import fused
 
 # For bf16 on a CPU, the rows of an expert are padded to a multiple of this: the GEMM is compiled again, in a millisecond, for
 # every number of rows that is not cached.
@@ -57,7 +58,7 @@ def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF
 
 def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:
     """Return [N, D], the sum of each token's K rows, in order."""
-    if compiles(x_PD):
+    if compiles(x_PD) and fused("experts"):
         out_ND = x_PD.new_empty(len(place_NK), x_PD.shape[1])
         _add_up(x_PD.detach().contiguous().numpy(), place_NK.numpy(), out_ND.numpy())
         return out_ND
@@ -114,7 +115,7 @@ class _SwiGlu(torch.autograd.Function):
         hidden_MF, gate_M = hidden_MF.contiguous(), gate_M.contiguous()
         ctx.save_for_backward(hidden_MF, gate_M)
         a_MH, b_MH = hidden_MF.chunk(2, dim=-1)
-        if not compiles(hidden_MF):
+        if not (compiles(hidden_MF) and fused("experts")):
             return F.silu(a_MH).mul_(b_MH).mul_(gate_M[:, None])
         y_MH = hidden_MF.new_empty(a_MH.shape)
         _forward(hidden_MF.detach().numpy(), gate_M.detach().numpy(), y_MH.numpy())
@@ -126,7 +127,7 @@ class _SwiGlu(torch.autograd.Function):
         hidden_MF, gate_M = ctx.saved_tensors
         dy_MH = gradients[0].contiguous()
         d_MF, d_M = torch.empty_like(hidden_MF), torch.empty_like(gate_M)
-        if compiles(hidden_MF):
+        if compiles(hidden_MF) and fused("experts"):
             arrays = (x.detach().numpy() for x in (dy_MH, hidden_MF, gate_M, d_MF, d_M))
             _backward(*arrays)
             return d_MF, d_M

@@ -128,7 +128,7 @@ def _of_rows(a_MA: Tensor, ends_E: Tensor) -> DispatchPlan:
 
 def _backend(x: Tensor, backend: str | None) -> BackendName:
     """Return the back end from `choose`, or torch for float64, which only references need."""
-    name, _ = choose(x.device, backend)
+    name, _ = choose(x.device, backend, "experts")
     if name == "triton" and x.dtype == torch.float64:
         if backend == "triton":
             raise ValueError("backend='triton': its kernels are for float32 and bfloat16, and x is torch.float64")

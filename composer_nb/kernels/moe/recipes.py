@@ -5,6 +5,7 @@
     mxfp8         e4m3, a power of two per 32        the same                     as they are
     fp8_block128  e4m3, a power of two per 128       the same                     as they are
     nvfp4         e2m1, e4m3 per 16, fp32 a row      mxfp8                        as they are
+    nvfp4_fast    the same, divided by reciprocals   mxfp8                        as they are
 
 mxfp8 is Cursor's recipe (scales rounded up). nvfp4 is the recipe of Composer 2's RL (technical report §6.1: NVFP4 forward to
 match inference, MXFP8 backward). fp8_block128 is fast on Hopper's tensor cores, and its numbers are valid MXFP8. Gradients of
@@ -25,19 +26,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor, mx_quantize, nvfp4_quantize
+from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor, Share, mx_quantize, nvfp4_quantize
 from composer_nb.kernels.triton_runtime import BackendName, choose, interpreting
 
 # Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does; it exists to show the
-# consequences.
-Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
+# consequences, and nvfp4_fast divides by a reciprocal.
+Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor", "nvfp4_fast"]
 
-RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4"]
+RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4", "nvfp4_fast"]
 
 Operand = Tensor | MXTensor | NVFP4Tensor
 
 # Required divisor of the widths of a layer.
-MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32}
+MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32, "nvfp4_fast": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ RECIPES: dict[RecipeName, Recipe] = {
     "mxfp8": Recipe(name="mxfp8", forward="mxfp8", dgrad="mxfp8"),
     "fp8_block128": Recipe(name="fp8_block128", forward="fp8_block128", dgrad="fp8_block128"),
     "nvfp4": Recipe(name="nvfp4", forward="nvfp4", dgrad="mxfp8"),
+    "nvfp4_fast": Recipe(name="nvfp4_fast", forward="nvfp4_fast", dgrad="mxfp8"),
 }
 
 
@@ -74,8 +76,9 @@ def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = Non
     """Quantize activations or gradients in blocks along the last dimension, with separate scales for each row."""
     if format is None:
         return x_RK
-    if format in ("nvfp4", "nvfp4_tensor"):
-        return nvfp4_quantize(x_RK, share="token" if format == "nvfp4" else "tensor", backend=backend)
+    if format.startswith("nvfp4"):
+        share: Share = "tensor" if format == "nvfp4_tensor" else "token"
+        return nvfp4_quantize(x_RK, share=share, division="fast" if format == "nvfp4_fast" else "ieee", backend=backend)
     return mx_quantize(x_RK, block=32 if format == "mxfp8" else 128, backend=backend)
 
 
@@ -153,4 +156,4 @@ def _instruction(name: BackendName, format: Format | None, arch: int) -> str:
         return "Triton's interpreter: NumPy in float32"
     family = 100 if 100 <= arch < 110 else 90 if 90 <= arch < 100 else 0
     unseen = f"whatever Triton makes of it for sm_{arch}, which no gate has seen", ""
-    return INSTRUCTIONS.get(("nvfp4" if format == "nvfp4_tensor" else format, family), unseen)[0]
+    return INSTRUCTIONS.get(("nvfp4" if format and format.startswith("nvfp4") else format, family), unseen)[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import compiles, linear
+from composer_nb.kernels.triton_runtime import fused
 
 # The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
 # gates, through which no gradient reaches the router.
@@ -146,7 +147,7 @@ def _choose(choice_NE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
 def _best(score_NE: Tensor, count: int) -> Tensor:
     """Return the indices, int64 [N, count], of the largest scores, largest first. In float32 on a CPU, equal scores are in the
     order of their indices, as in the engine."""
-    if not compiles(score_NE):
+    if not (compiles(score_NE) and fused("experts")):
         return score_NE.topk(count, dim=-1).indices
     best_NK = score_NE.new_empty(len(score_NE), count, dtype=torch.int64)
     _fill_best(score_NE.contiguous().numpy(), best_NK.numpy())

@@ -26,6 +26,7 @@ from random import Random
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.rollout import Hint
@@ -103,7 +104,7 @@ class Learner:
         shuffled_families = families(streams)
         rng.shuffle(shuffled_families)
         totals: Counter[str] = Counter()
-        norms = []
+        norms, gaps = list[float](), [np.zeros(0, np.float32)]
         # Without streams there is no step: momentum would move the weights even without a gradient.
         step_count = min(minibatches, len(shuffled_families))
         families_by_step = [shuffled_families[step::minibatches] for step in range(step_count)]
@@ -116,7 +117,8 @@ class Learner:
         for step_batches, rate in zip(steps, rates, strict=True):
             self.optimizer.zero_()
             for microbatch, batch in step_batches:
-                loss, metrics = self._loss(batch, denominator / minibatches)
+                loss, metrics, gap_S = self._loss(batch, denominator / minibatches)
+                gaps.append(gap_S)
                 if self.settings.feedback and any(stream.hints for stream in microbatch):
                     assert self.reference is not None
                     kl_S = feedback_kl(self.model, self.reference, microbatch)
@@ -131,6 +133,7 @@ class Learner:
         token_count, forwarded_rows, agreed, choices, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
         results = {name: ratio(value, token_count) for name, value in sums.items()}
         results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        results["logprob_gap_p99"] = _p99(ranks, gaps)
         if self.settings.feedback:
             results |= {"hinted": hinted, "feedback_kl": ratio(kl, hinted)}
         if ranks.world > 1 and dealt:
@@ -167,8 +170,9 @@ class Learner:
             score(self.model, batch, routed=routings)
         return replace(batch, recorded=own_routes(routings, self.replay))
 
-    def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a micro-batch, and sums over its tokens (0 where another rank counts them)."""
+    def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float], NDArray[np.float32]]:
+        """Return the loss of a micro-batch, sums over its tokens, and |Δ log p| of engine and trainer at each (0 and none where
+        another rank counts them)."""
         s, routings = self.settings, list[Routing]()
         if not s.centre_scores:
             logprob_S, entropy_S = score(self.model, batch, batch.recorded, routed=routings)
@@ -194,9 +198,16 @@ class Learner:
                 sampler_SV, _ = distributions(self.sampler, batch, batch.recorded if self.replay.recorded else None)
             loss = loss + centring(logprob_SV, sampler_SV, advantage_S, s, denominator, batch.length_S)
         sums = {"entropy": float(entropy_S.sum()), **metrics}
+        gap_S = (logprob_S.detach() - batch.sampled_S).abs().float().cpu().numpy()
         if not batch.counts:
-            sums = dict.fromkeys(sums, 0.0)
-        return loss, sums | (overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {})
+            sums, gap_S = dict.fromkeys(sums, 0.0), gap_S[:0]
+        sums |= overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {}
+        return loss, sums, gap_S
+
+
+def _p99(ranks: Ranks, gaps: Sequence[NDArray[np.float32]]) -> float:
+    gap_N = np.concatenate(ranks.gather(np.concatenate(gaps)))
+    return float(np.quantile(gap_N, 0.99)) if len(gap_N) else math.nan
 
 
 def ratio(part: float, whole: float) -> float:

@@ -48,13 +48,17 @@ class ReplaySettings:
     or limits of groups, as in DeepSeek-V3, are ignored here)."""
     missing: Share = 0.0
     """Share of a rollout's forwarded tokens that may lack routes; these use the trainer's own experts."""
+    completion_only: bool = False
+    """Replay the routes of the tokens that the policy wrote alone. The tokens that it read use the trainer's own experts, need no
+    routes, and so may come from an engine's cache of prompts."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "replay")
-        if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
+        if self.level == "none" and (self.source != "engine" or self.plausible or self.missing or self.completion_only):
             raise ValueError("replay.level is none, so other replay settings do nothing: set it, as to 'ids+order'")
-        if self.source == "trainer" and self.missing:
-            raise ValueError("replay.missing is of routes on record, and replay.source=trainer makes its own")
+        if self.source == "trainer" and (self.missing or self.completion_only):
+            name = "missing" if self.missing else "completion_only"
+            raise ValueError(f"replay.{name} is of routes on record, and replay.source=trainer makes its own")
 
     @property
     def on(self) -> bool:
@@ -110,15 +114,20 @@ class Stream:
     whole: Whole | None = None
     hints: tuple[Hint, ...] = ()
 
+    def replayed(self, replay: ReplaySettings) -> NDArray[np.bool_]:
+        """Return the mask [T] of the tokens whose recorded routes are replayed."""
+        return self.route_valid & self.acted if replay.completion_only else self.route_valid
+
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed, as far as the stream alone shows; empty if they can."""
         tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
         if rows != {tokens}:
             return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
         valid = self.route_valid[:-1]
-        if tokens > 1 and (lacking := 1 - float(valid.mean())) > replay.missing:
+        lacking_T = ~valid & (self.acted[:-1] if replay.completion_only else True)
+        if tokens > 1 and (lacking := float(lacking_T.mean())) > replay.missing:
             more = f"; {lacking:.1%} have none, replay.missing is {replay.missing:.1%}" if replay.missing else ""
-            return f"token {int(valid.argmin())} of {tokens} was forwarded and has no routes{more}"
+            return f"token {int(lacking_T.argmax())} of {tokens} was forwarded and has no routes{more}"
         if self.route_valid[-1:].any():
             return "routes of the last token, which is never forwarded"
         matches = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
@@ -273,7 +282,9 @@ def _recorded(
     return Replay(
         experts=of_tokens([stream.routes.astype(np.int64) for stream in streams]),
         gates=of_tokens([stream.gates for stream in streams]) if replay.level == "weights" else None,
-        valid_N=of_tokens([stream.route_valid for stream in streams]) if replay.missing else None,
+        valid_N=of_tokens([stream.replayed(replay) for stream in streams])
+        if replay.missing or replay.completion_only
+        else None,
         level=replay.level,
         plausible=replay.plausible,
     )
@@ -384,9 +395,10 @@ def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np
     """Return signatures [T - 1, …], which are equal for equal forwarded tokens. Their bytes sort shared prefixes together."""
     parts: list[NDArray[Any]] = [stream.token_ids[:-1, None]]
     if replay.recorded:
-        parts += [stream.route_valid[:-1, None], stream.routes[:-1].reshape(len(parts[0]), -1)]
+        replayed = stream.replayed(replay)[:-1, None]
+        parts += [replayed, stream.routes[:-1].reshape(len(parts[0]), -1) * replayed]
     if replay.recorded and replay.level == "weights":
-        parts.append(stream.gates[:-1].reshape(len(parts[0]), -1).view(np.int32))
+        parts.append(stream.gates[:-1].reshape(len(parts[0]), -1).view(np.int32) * replayed)
     return np.ascontiguousarray(np.concatenate(parts, 1), np.int32)
 
 

@@ -21,7 +21,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
-from composer_nb.trainer.records.provenance import CAPSULE, capsule
+from composer_nb.trainer.records.provenance import CAPSULE, capsule, require_harness
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
@@ -197,6 +197,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     """Run what is left of a run. Raises ValueError for settings that do not fit this machine and if the gate refuses RL, and
     RunFailed if a process fails or the run is not complete afterwards."""
     start_s = time.perf_counter()
+    require_harness(settings.eval.harness)
     _reap(run, say)
     run.clean()
     if run.finished("midtrain") is None:

@@ -31,7 +31,7 @@ from composer_nb.harness.rewards import own_reward
 from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks.functions import parse_test_files
-from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start_sandbox
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, needs_network, start_sandbox
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import call
 from composer_nb.trainer.learning.data import GAP_TOKENS, demonstration_rows, gap_tokens, read_corpus, save_rows
@@ -308,8 +308,8 @@ def try_sandboxes(tasks: Iterable[Task], env: EnvSettings) -> None:
     or both. Raises ValueError if the executor or `env.backend` cannot provide it."""
     in_plain_files = not env.toolset.needs_sandbox
     metadata_keys = ("image", PACKAGES, PACKAGES_DIGEST)
-    task_by_kind = {(task.grader, *map(task.metadata.get, metadata_keys)): task for task in tasks}
-    with Sandboxes(env.backend) as sandboxes:
+    task_by_kind = {(task.grader, needs_network(task), *map(task.metadata.get, metadata_keys)): task for task in tasks}
+    with Sandboxes(env) as sandboxes:
         for task in task_by_kind.values():
             try:
                 if task.grader == "functions":

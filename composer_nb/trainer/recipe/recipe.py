@@ -59,6 +59,7 @@ from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
+from composer_nb.trainer.records.provenance import harness_digest
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
@@ -139,7 +140,7 @@ def midtrain(s: Stages) -> None:
             how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
             begin = min(round(m.constant * m.steps), m.steps - 1)
             plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _mixture(s, s.settings.seed, m, rehearsal_rows=own_rows[HELD:]), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed, m, m.row_tokens, own_rows[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
@@ -159,17 +160,19 @@ def _own_text(s: Stages) -> list[TokenRow]:
     if not m.rehearsal:
         return []
     if not path.is_file():
-        row_count = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
+        row_count = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share, m.row_tokens)
         numbers = range(HELD + min(REHEARSED, math.ceil(row_count)))[s.ranks.rank :: s.ranks.world]
         begin = s.agent().renderer.read([User(text="")])[:1]
         slots = min(s.settings.engine.slots, len(numbers))
-        engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
+        engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=m.row_tokens, seed=s.settings.seed)
         rows = list[TokenRow]()
         for at in range(0, len(numbers), slots):
-            requests = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
+            requests = [
+                Request(rollout=n, token_ids=begin, max_tokens=m.row_tokens - 1) for n in numbers[at : at + slots]
+            ]
             for completion in engine.generate(requests):
                 ids = np.array([*begin, *completion.token_ids], np.int32)
-                rows.append(TokenRow(ids, np.ones(CODE_ROW, np.float32)))
+                rows.append(TokenRow(ids, np.ones(m.row_tokens, np.float32)))
                 engine.release(completion.rollout)
         save_rows(rows, path)
     s.ranks.barrier()
@@ -191,7 +194,12 @@ def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[TokenRow]]) 
 
 def _watched(s: Stages) -> dict[str, list[TokenRow]]:
     corpus = read_corpus(s.settings.data.code)
-    code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=48)
+    length = s.settings.midtrain.row_tokens
+    code = code_rows(
+        corpus.validation, s.tokenizer(), 1.0, limit=max(s.ranks.world, 48 * CODE_ROW // length), length=length
+    )
+    if len(code) < s.ranks.world:
+        raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
 
 
@@ -199,7 +207,7 @@ def _mixture(
     stages: Stages,
     seed: int,
     phase: MidtrainSettings | ExtendSettings,
-    length: int = CODE_ROW,
+    length: int,
     rehearsal_rows: Sequence[TokenRow] = (),
 ) -> Iterator[list[TokenRow]]:
     """Yield the batches of a phase: demonstrations mixed with rows of code of `length` tokens. The share `midtrain.rehearsal` of
@@ -356,7 +364,7 @@ def evaluate(s: Stages, name: str) -> None:
         if s.ranks.first:
             sampled, greedy = attempts_by_kind["heldout"]
             custom = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy)
+            info |= summarise(sampled, greedy) | {"harness": harness_digest()}
             info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
             if "structures" in attempts_by_kind:
                 info["structures"] = summarise(*attempts_by_kind["structures"])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.bench import bootstrap, tool_errors
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.trainer.recipe.launch import STAGES, stages_of
@@ -42,6 +42,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors, flagged rollouts and timeouts;
                        `flagged_share`, the highest share of flagged rollouts (`monitor.*`)
+    `errors`           calls of RL rollouts by tool, and errors by tool and kind (`bench.tool_errors`)
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
     `fidelity`         number of calls compared between the sandboxes of training and product, and their `differences`; null if
                        no task has its own sandbox; `error` if the two could not be compared
@@ -102,7 +103,8 @@ def _built(run: RunDir) -> dict[str, Any]:
     if steps := run.steps("rl"):  # the durable ones
         ledger = run.ledger()
         report["train"] = training(steps, settings, infos.get("rl", {}), ledger, wall_s["rl"])
-        report |= {"rewards": rewards(run, steps), "ledger": ledger}
+        errors = tool_errors(step.get("errors", {}) for step in steps)  # old runs have none
+        report |= {"rewards": rewards(run, steps), "ledger": ledger, "errors": errors}
     if numerics := infos.get("numerics"):
         report["replay"], report["fidelity"] = numerics["replay"], numerics.get("fidelity")
         published = {name: value for name, value in infos.get("rl", {}).items() if name in ("versions", "store")}

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
         print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
     try:
-        with Sandboxes(settings.env.backend, run.path.name, run.path / FOLDER) as sandboxes:
+        with Sandboxes(settings.env, run.path.name, run.path / FOLDER) as sandboxes:
             ranks = _ranks(settings, int(rank), int(world), Path(rendezvous))
             run_recipe(Stages(run, settings, ranks, sandboxes, say))
             ranks.close()

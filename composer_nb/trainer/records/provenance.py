@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from composer_nb.harness.environment import EnvSettings
@@ -14,12 +15,29 @@ CAPSULE = "capsule.json"
 ROOT = Path(__file__).parents[2]
 
 
-def package_digest() -> str:
-    """Return the SHA-256 of this package's source, and of the texts and data beside it."""
+def package_digest(folder: str = "") -> str:
+    """Return the SHA-256 of this package's source, or of a folder of it, and of the texts and data beside it."""
     digest = hashlib.sha256()
-    for file in sorted(path for path in ROOT.rglob("*.*") if "__pycache__" not in path.parts):
+    for file in sorted(path for path in (ROOT / folder).rglob("*.*") if "__pycache__" not in path.parts):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+@cache
+def harness_digest() -> str:
+    """Return the SHA-256 of what a score depends on besides policy, tasks and settings: the code of the harness, and the
+    interpreter and programs of its sandboxes. Images that tasks name are in the tasks."""
+    image = Path(Interpreter.find().path).read_bytes() + b"".join(made_programs().values())
+    return hashlib.sha256(package_digest("harness").encode() + image).hexdigest()
+
+
+def require_harness(pinned: str) -> None:
+    """Raise ValueError if the digest of the harness does not begin with `pinned`."""
+    if not harness_digest().startswith(pinned):
+        raise ValueError(
+            f"eval.harness={pinned}: this harness is {harness_digest()}: use the version of the package, and the interpreter, "
+            "ruff and ripgrep, that the pinned scores were made with, or pin this one"
+        )
 
 
 def capsule(run: Path, env: EnvSettings) -> dict[str, str]:

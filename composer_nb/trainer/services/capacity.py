@@ -78,12 +78,15 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
         _require_gpus(s, [machine], s.meshed and s.supervised)
         return
     mesh_settings = s.mesh if s.meshed and s.supervised else MeshSettings()
-    tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
+    row = s.midtrain.row_tokens if s.midtrain.steps else 0
+    tokens = max([1, row, *(stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps)])
 
     def need(ranks: int, again: bool) -> int:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
         mesh, half = Mesh.of(mesh_settings, ranks), mesh_settings.compute == "bfloat16" and not HALF_IS_SLOW
-        tokens_per_rank = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
+        tokens_per_rank = (
+            tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + max(row, s.limits.tokens))
+        )
         load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))

@@ -113,9 +113,9 @@ class EnvironmentService:
         rollout at once, so that the number of ended ones does not depend on a clock, and one seed gives one result."""
         run = local_run(run, store)
         self._reward = env.reward_function(limits.seconds)
-        sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
+        sandboxes = Sandboxes(env, run.name, run / FOLDER)
         # Their own, because those that call functions serve one batch at a time.
-        self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env.backend, run.name, run / FOLDER)
+        self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, sandboxes)
         self._group, self._lockstep = group, lockstep
         self._driver: Driver[Attempt] = Driver(

@@ -171,7 +171,7 @@ class EvaluationService:
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
-        with Sandboxes(s.env.backend, self._run.name, self._run / FOLDER) as sandboxes:
+        with Sandboxes(s.env, self._run.name, self._run / FOLDER) as sandboxes:
             agent = make_agent(s.env, tokenizer, s.limits, sandboxes)
             engine = make_engine(model, s, agent.renderer.stop, seed=s.seed + 17, version=version, temperature=1.0)
             return tuning_scores(list(run_eval(engine, agent, tasks, sandboxes, s.eval.samples)))

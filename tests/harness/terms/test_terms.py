@@ -16,6 +16,7 @@ from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox.toolchain import host_programs
 from composer_nb.harness.terms import style
 from composer_nb.harness.terms.registry import TERMS, term_named
+from composer_nb.harness.tools.tool_call import call as tool_call
 
 GRADE = Grade(status="graded", tests={"t": True})
 CLEAN = "def f(x):\n    return x + 1\n"
@@ -204,3 +205,53 @@ def test_conduct(name: str, turns: list[tuple[Any, ...]], value: float) -> None:
 def test_a_claim_names_a_file_that_differs(said: str, value: float) -> None:
     files = {"before": {"src/a.py": "1", "data.py": "x"}, "files": {"src/a.py": "2", "data.py": "x"}}
     assert term_named("vague_claims")(replace(talk((said,)), **files), FAILED) == value
+
+
+def acts(*calls: tuple[str, dict[str, str]]) -> Rollout:
+    turns = tuple(Turn(call=tool_call(name, **arguments).json, observation="") for name, arguments in calls)
+    return Rollout(task_id="t", segments=(), turns=turns, files={}, stop="finished")
+
+
+PLAIN = "def f(x):\n    # The caller has checked x.\n    return x + 1  # in metres\n"
+THOUGHT = "# Wait, the loop ends early. Let me think: maybe we want range(n + 1).\n"
+ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right side of it.\n" for n in range(8))
+
+
+@pytest.mark.parametrize(
+    ("written", "share"),
+    [
+        ({"contents": PLAIN}, 0.0),
+        ({"contents": "#!/bin/sh\n#include <a.h>\n"}, 0.0),
+        ({"contents": THOUGHT + "x = 1\n"}, 12 / 16),
+        ({"contents": ESSAY}, 1.0),
+        ({"contents": ESSAY, "file_path": "notes.md"}, 0.0),  # prose is no comment
+        ({"new_string": ESSAY + "x", "old_string": ESSAY}, 0.0),  # the repository's own
+        ({"command": f"cat > a.py <<E\n{ESSAY}E"}, 1.0),
+        ({"command": "ls # list"}, 0.0),
+    ],
+)
+def test_reasoning_in_comments(written: dict[str, str], share: float) -> None:
+    name = "run_terminal_cmd" if "command" in written else "search_replace" if "old_string" in written else "write"
+    assert term_named("reasoning_in_comments")(acts((name, written)), GRADE) == pytest.approx(share, abs=0.1)
+    patch = "*** Begin Patch\n*** Update File: a.py\n" + "".join(f"+{line}\n" for line in THOUGHT.splitlines())
+    assert term_named("reasoning_in_comments")(acts(("apply_patch", {"patch": patch})), GRADE) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("command", "counts"),
+    [
+        ("cat a.py", True),
+        ("cd src && A=1 sudo /bin/sed -i s/a/b/ a.py", True),
+        ("echo 'x = 1' > a.py", True),
+        ("python - <<E\nopen('a.py').read()\nE", True),
+        ("cat > a.py <<E\nx\nE", True),
+        ("python -m pytest -q 2>&1 | tail -5", False),
+        ("git log --oneline | head", False),
+        ("make; ./run.sh", False),
+        ("", False),
+    ],
+)
+def test_work_of_tools_by_the_terminal(command: str, counts: bool) -> None:
+    terminal, read = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
+    assert term_named("terminal_only")(acts(terminal), GRADE) == float(counts)
+    assert term_named("terminal_only")(acts(terminal, read, read, read), GRADE) == counts / 4

@@ -121,6 +121,19 @@ def test_nvfp4_is_what_numpy_computes(share: str, seed: int, rows: int, blocks: 
     assert np.abs(q.dequantize().double().numpy() - exact.reshape(rows, -1)).max() <= np.abs(exact).max() * 2.0**-24
 
 
+def test_fast_division_changes_bits_in_ties_alone():
+    """Quotients of bfloat16 numbers often lie between two scales: a scale, or a code under one scale, moves to its neighbour."""
+    torch.manual_seed(1)
+    x = (torch.randn(256, 512) * torch.logspace(-2, 2, 256)[:, None]).bfloat16()
+    exact, fast = (nvfp4_quantize_reference(x, division=division) for division in ("ieee", "fast"))
+    moved = exact.scale.view(torch.uint8).int() - fast.scale.view(torch.uint8).int()
+    assert 0 < int((moved != 0).sum()) < 0.01 * moved.numel() and int(moved.abs().max()) == 1
+    codes = [unpack_e2m1(q.qdata).unflatten(-1, (-1, 16)).int() for q in (exact, fast)]
+    assert int(((codes[0] - codes[1]).abs() * (moved == 0)[..., None]).max()) <= 1
+    with pytest.raises(ValueError, match="division='approx' must be ieee or fast"):
+        nvfp4_quantize_reference(x, division="approx")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("share, hit", [("token", 32), ("tensor", 96)])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_is_not_finite_spoils_all_that_share_its_scale(share: str, hit: int, bad: float):

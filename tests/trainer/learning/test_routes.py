@@ -12,11 +12,12 @@ import torch
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rewards import Reward
+from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, Stream
+from composer_nb.trainer.learning.packing import FULL, ReplaySettings, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
@@ -134,3 +135,44 @@ def test_families_with_and_without_experts_learn_from_their_own_rollouts(make_mo
     assert figures["grad_norm"] > 0
     assert np.isnan(figures["replay_overlap"]) == (family != "mixtral"), "nothing is replayed where nothing is routed"
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+COMPLETION = replace(FULL, completion_only=True)
+
+
+def test_routes_of_the_completion_alone(make_model, streams) -> None:
+    """Routes of what the policy read are neither needed nor used, those of what it wrote are both; prefixes stay shared."""
+    model = make_model(3)
+
+    def without(stream: Stream, tokens: np.ndarray) -> Stream:
+        """`stream` from an engine that reports no routes of these tokens."""
+        routes = np.where(tokens[:, None, None], 0, stream.routes).astype(stream.routes.dtype)
+        return replace(stream, routes=routes, route_valid=stream.route_valid & ~tokens)
+
+    def experts(stream: Stream, replay: ReplaySettings) -> np.ndarray:
+        routings: list[Routing] = []
+        batch = flatten([stream], replay)
+        score(model, batch, batch.recorded, seen=routings)
+        return np.stack([routing.experts_NK.numpy() for routing in routings], 1)
+
+    stream = streams[0]
+    read, written = ~stream.acted, stream.acted
+    bare = without(stream, read)
+    assert bare.route_fault(FULL) and not bare.route_fault(COMPLETION)
+    first = int(np.flatnonzero(written)[0])
+    assert (
+        without(stream, written).route_fault(COMPLETION)
+        == f"token {first} of {len(read)} was forwarded and has no routes"
+    )
+    swapped = other(stream, stream.routes[:, :, ::-1].copy())  # an order that the trainer's router does not have
+    got = experts(without(swapped, read), COMPLETION)
+    own = experts(stream, ReplaySettings())
+    assert np.array_equal(got[:first], own[:first])
+    assert np.array_equal(got[written[:-1]], swapped.routes[:-1][written[:-1]])
+    assert np.array_equal(experts(swapped, COMPLETION), got)
+    pair = [stream, without(swapped, read)]
+    assert len(flatten(pair, COMPLETION).inputs_N) < len(flatten([stream, swapped], FULL).inputs_N)
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=COMPLETION)
+    assert np.isfinite(learner.learn([without(s, ~s.acted) for s in streams], Ranks(), Random(0), **LEARN)["k3"])
+    with pytest.raises(ValueError, match="replay.completion_only is of routes on record"):
+        ReplaySettings(level="ids", source="trainer", completion_only=True)

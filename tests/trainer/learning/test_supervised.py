@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from itertools import islice
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +23,11 @@ from composer_nb.trainer.learning.data import CODE_ROW, TokenRow, deal, mixture,
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.learning.supervised import cross_entropy, rows_of_rank, supervise, train_step
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows, balance_loss
+from composer_nb.trainer.recipe import recipe
 from composer_nb.trainer.recipe.recipe import midtrain_plan
-from composer_nb.trainer.settings import MidtrainSettings
+from composer_nb.trainer.settings import MidtrainSettings, Settings, override
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64
@@ -198,3 +203,36 @@ def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeyp
     assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
     assert precision == ["medium", "medium", "highest"]
     assert torch.get_num_threads() == 1 and os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@pytest.mark.parametrize("length", [CODE_ROW, 1024])
+def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both parts of mid-training, of the held-out rows too, and however many tokens a step has."""
+    corpus = SimpleNamespace(train=[f"value_{n} = {n}\n" * 60 for n in range(200)], validation=["x = 1\n" * 4000])
+    monkeypatch.setattr(recipe, "read_corpus", lambda path: corpus)
+    words = train_tokenizer(corpus.train, 300)
+    shown = [TokenRow(np.zeros(40, np.int32), np.ones(40, np.float32))] * 50
+    sizes = {"midtrain.row_tokens": length, "model.max_position_embeddings": 1024}
+    chosen = override(Settings(), sizes | {"midtrain.steps": 40, "midtrain.code_share": 0.5})
+    stages: Any = SimpleNamespace(settings=chosen, tokenizer=lambda: words, rows=lambda name: shown, ranks=Ranks())
+    batches = list(recipe._mixture(stages, 0, chosen.midtrain, chosen.midtrain.row_tokens))
+    code = [len(row.token_ids) for batch in batches for row in batch if len(row.token_ids) != 40]
+    assert {*code} == {length} and len(batches) == 40
+    assert len({len(row.token_ids) for row in recipe._watched(stages)["heldout_code_loss"]}) == 1
+    assert sum(code) == pytest.approx(768 * (2 + 0.5 * 38), rel=0.1)
+    with pytest.raises(ValueError, match="must be at least 100000, the length of a row of code"):
+        override(Settings(), {"midtrain.row_tokens": 100_000})
+
+
+@pytest.mark.slow
+def test_a_row_of_32k_tokens_trains_the_same_with_recomputed_layers() -> None:
+    """The bulk phase of Composer 2 has rows of this length."""
+    row = TokenRow(np.random.default_rng(0).integers(0, 31, 32_768).astype(np.int32), np.ones(32_768, np.float32))
+    weights = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        net = Model(replace(CONFIG, max_position_embeddings=32_768))
+        net.recompute = again
+        train_step(net, [row], FlatOptimizer(net), Ranks(), lr=1e-3, balance=0.0, clip=1.0)
+        weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    assert torch.equal(*weights)

@@ -70,7 +70,7 @@ SHARES = {
     "user/max_inotify_instances": "8",
     "user/max_inotify_watches": "4096",
 }  # the kernel counts them per user of all sandboxes
-HOST = 0  # the descriptor on which the host asks
+HOST, LIFELINE = 0, 3  # the descriptors on which the host asks, and by which a new sandbox hands it sockets
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 
@@ -209,6 +209,13 @@ def furnish(settings: Header, layout: Header) -> None:
         overlay(scratch, layout["counters"])
         hide_counters(new, scratch, layout)
         umount(scratch)
+    if settings["egress"]:
+        mount("sandbox", scratch, "tmpfs", nosuid | nodev, "size=64k,mode=0755")
+        with open(scratch + "/hosts", "w") as hosts:
+            hosts.writelines(local + " " + host + "\n" for host, _, local in settings["egress"])
+        mount(scratch + "/hosts", new + "/etc/hosts", "", bind)
+        mount("", new + "/etc/hosts", "", bind | remount | read_only | nosuid | nodev)
+        umount(scratch)
     os.chdir(new)
     check(libc.pivot_root(b".", b"."), "pivot_root")
     umount(".")  # the old root, which lies over the new one
@@ -230,9 +237,20 @@ def hide_counters(new: str, stand_ins: str, layout: Header) -> None:
             mount(new + layout["nothing"] if os.path.isdir(path) else file, path, "", bind)
 
 
+def hand_out_listeners(egress: typing.List[typing.List[typing.Any]]) -> None:  # noqa: UP006
+    """Listen where connections to allowed hosts arrive, and send the host the sockets over the lifeline, which is closed here."""
+    with socket.socket(fileno=LIFELINE) as lifeline:
+        listeners = [socket.create_server((local, port)) for _, port, local in egress]
+        if listeners:
+            socket.send_fds(lifeline, [b"."], [listener.fileno() for listener in listeners])
+        for listener in listeners:
+            listener.close()
+
+
 def resident(settings: Header, layout: typing.Optional[Header] = None) -> None:  # noqa: UP045
     if layout is not None:
         furnish(settings, layout)
+        hand_out_listeners(settings["egress"])
     confine(settings)
     if settings["calls"]:
         Caller(settings).serve()
@@ -286,19 +304,26 @@ def zygote(layouts: Header) -> None:
                     os.close(fd)
                 continue
             if pid == 0:
-                _hatch(settings, layouts, channel, maps, max([channel, lifeline, *lifelines, 4096]))
+                _hatch(settings, layouts, (channel, lifeline), maps, max([channel, lifeline, *lifelines, 4096]))
             os.close(channel)
             lifelines[lifeline] = pid
             poller.register(lifeline, select.POLLIN)
 
 
-def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, most: int) -> typing.NoReturn:
-    """Become the first process of a new sandbox. `most`: the highest descriptor."""
+def _hatch(
+    settings: Header,
+    layouts: Header,
+    fds: tuple[int, int],
+    maps: typing.Any,
+    most: int,
+) -> typing.NoReturn:
+    """Become the first process of a new sandbox. `fds`: its channel and its lifeline. `most`: the highest descriptor."""
     try:
         signal.set_wakeup_fd(-1)
-        os.dup2(channel, 0)
-        os.dup2(channel, 1)
-        os.closerange(3, most + 1)
+        os.dup2(fds[0], 0)
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], LIFELINE)
+        os.closerange(LIFELINE + 1, most + 1)
         write_ids(maps)
         resident(settings, layouts["calls" if settings["calls"] else "basic" if settings["basic"] else "host"])
     except Become:

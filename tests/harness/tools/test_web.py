@@ -1,0 +1,44 @@
+"""The tool `web_search` on recorded pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tools.tool_call import call
+
+PAGES = [
+    {
+        "url": "https://docs.test/bisect",
+        "title": "bisect",
+        "text": "Insert into a sorted list. " * 40 + "bisect_left finds it.",
+    },
+    {"url": "https://docs.test/heapq", "title": "heapq", "text": "A priority queue. heappush adds an item.\x1b[2J"},
+    {"url": "https://docs.test/json", "title": "json", "text": "dumps encodes, loads decodes."},
+]
+
+
+def test_a_search_shows_passages_and_a_url_its_page(tmp_path: Path, backend: Backend) -> None:
+    (tmp_path / "pages.jsonl").write_text("\n".join(map(json.dumps, PAGES)))
+    tools = EnvSettings(tools="cursor", web=str(tmp_path / "pages.jsonl")).toolset
+    assert tools.schemas[-1]["function"]["parameters"]["required"] == ["search_term"]
+    with backend.create() as box:
+        session = tools.open(box)
+        queries = ["priority queue heappush", PAGES[0]["url"], "zzyzx"]
+        found, page, nothing = tools.run(session, [call("web_search", search_term=query) for query in queries])
+    assert found.text.startswith("https://docs.test/heapq\nheapq\n") and "\x1b" not in found.text
+    assert page.text == f"{PAGES[0]['url']}\nbisect\n{PAGES[0]['text']}"
+    assert nothing.error is None and nothing.text == "(nothing found)"
+    assert "web_search" not in EnvSettings(tools="cursor").toolset.tools
+
+
+def test_a_wrong_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pages.jsonl").write_text(json.dumps(PAGES[0]) + "\n{}\n")
+    with pytest.raises(ValueError, match=r"env\.web=.*pages\.jsonl:2: a line needs"):
+        _ = EnvSettings(tools="cursor", web=str(tmp_path / "pages.jsonl")).toolset
+    with pytest.raises(ValueError, match=r"env\.web: web_search is beside the product's tools"):
+        EnvSettings(web="pages.jsonl")
