@@ -8,12 +8,14 @@ reported. A batch takes over the packed rollouts as they are (`batches.py`).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from composer_nb.harness.files import write_atomic
+from composer_nb.harness.files import WAITS_S, patiently, write_atomic
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
@@ -28,6 +30,7 @@ class FinishedRollouts:
     def __init__(self, run: Path, store: str = "") -> None:
         url = f"{store.rstrip('/')}/{run.name}/finished" if store else str(run / "rollouts" / "finished")
         self._fs, self._folder = url_to_fs(url, use_listings_cache=False)
+        self._waits_s = () if isinstance(self._fs, LocalFileSystem) else WAITS_S
         self._fs.makedirs(self._folder, exist_ok=True)
 
     def _file(self, name: RolloutName) -> str:
@@ -37,21 +40,26 @@ class FinishedRollouts:
         if isinstance(self._fs, LocalFileSystem):
             write_atomic(Path(self._file(name)), pack_attempt(attempt), sync=True)
         else:
-            self._fs.pipe_file(self._file(name), pack_attempt(attempt))
+            data = pack_attempt(attempt)
+            patiently(lambda: self._fs.pipe_file(self._file(name), data), self._waits_s)
+
+    def _read(self, name: RolloutName) -> bytes:
+        return bytes(patiently(lambda: self._fs.cat_file(self._file(name)), self._waits_s))
 
     def packed(self, names: Iterable[RolloutName]) -> list[bytes]:
-        return [self._fs.cat_file(self._file(name)) for name in names]
+        return [self._read(name) for name in names]
 
     def load(self, name: RolloutName, task: Task) -> Attempt:
         """Return a rollout at `task`. Raises ValueError, which names the file, if it is damaged."""
         try:
-            return unpack_attempt(self._fs.cat_file(self._file(name)), task)
+            return unpack_attempt(self._read(name), task)
         except ValueError as error:
             raise ValueError(f"{self._file(name)}: {error}; without this file a resumed run samples it again") from None
 
     def names(self) -> set[RolloutName]:
         try:
-            files = [PurePosixPath(file) for file in self._fs.ls(self._folder, detail=False)]
+            listing = patiently(lambda: self._fs.ls(self._folder, detail=False), self._waits_s)
+            files = [PurePosixPath(file) for file in listing]
         except FileNotFoundError:  # an object store has no empty folders
             files = []
         names = [file.stem.split("-") for file in files if file.suffix == ".safetensors"]
@@ -62,4 +70,5 @@ class FinishedRollouts:
         or left over at the end."""
         for name in self.names():
             if name[0] not in slots:
-                self._fs.rm_file(self._file(name))
+                with suppress(FileNotFoundError):  # the listing was old
+                    patiently(partial(self._fs.rm_file, self._file(name)), self._waits_s)

@@ -59,13 +59,17 @@ class RunningVersion:
 
 
 def fetch(receiver: Receiver, version: int) -> Fetched:
-    """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
-    deadline = time.monotonic() + APPEARS_S
-    while (newest := receiver.newest()) is None or newest < version:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+    """Fetch a version that may still be on its way, from a store that may refuse for a while. Raises TimeoutError when it does
+    not appear, WeightFault if it is damaged."""
+    deadline, reason = time.monotonic() + APPEARS_S, "see the trainer's log"
+    while time.monotonic() < deadline:
+        try:
+            if receiver.appeared(version):
+                return receiver.fetch(version)
+        except StoreError as error:
+            reason = str(error)
         time.sleep(0.01)
-    return receiver.fetch(version)
+    raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; {reason}")
 
 
 class Updates:

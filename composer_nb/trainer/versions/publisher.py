@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from composer_nb.harness.files import patiently
 from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
@@ -127,6 +128,9 @@ class Publisher:
                 raise result
         return outcomes
 
+    def _patiently(self, act: Callable[[], T]) -> T:
+        return patiently(act, self._store.waits_s)
+
     def publish(
         self, version: int, tensors: Weights, files: SideFiles, hashed: Callable[[str], None] = lambda hash: None
     ) -> Manifest:
@@ -145,11 +149,11 @@ class Publisher:
             return self._states[version].entries
 
         surveys = self._on_all(survey)
-        plan = self._on_first(lambda: self._begin(version, surveys, files))
+        plan = self._patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
         hashed(plan.hash)
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
-        manifest = self._write(plan, files)
+        manifest = self._patiently(lambda: self._write(plan, files))
         anchor_plan = self._on_first(lambda: self._anchor(manifest))
         if anchor_plan is not None:
             with suppress(StoreError):
@@ -315,8 +319,13 @@ class BackgroundPublisher:
         return hash_future
 
     def prune(self, keep: int, since: float) -> None:
-        """Queue `Publisher.prune`."""
-        self._under_way.append(self._pool.submit(self._publisher.prune, keep, since=since))
+        """Queue `Publisher.prune`. What the store does not remove now, a later call does."""
+
+        def work() -> None:
+            with suppress(StoreError):
+                self._publisher.prune(keep, since=since)
+
+        self._under_way.append(self._pool.submit(work))
 
     def close(self) -> None:
         """Wait until everything is published, end the thread, and raise the first error."""

@@ -138,6 +138,10 @@ class Receiver:
         versions = (v for v in reversed(self._store.folders()) if v not in self._refused)
         return next((v for v in versions if self._store.exists(v)), None)
 
+    def appeared(self, version: int) -> bool:
+        """Return whether a version or a newer one is there. The listing may be old, so it is asked last. Raises StoreError."""
+        return self._store.exists(version) or (self.newest() or -1) > version
+
     def fetch(self, version: int) -> Fetched:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
         weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from composer_nb.harness.files import WAITS_S
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
@@ -89,6 +90,8 @@ class VersionStore:
         self.url = str(url)
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
         self._local = isinstance(self._fs, LocalFileSystem)
+        # For `patiently`: a store on this machine does not mend itself.
+        self.waits_s = () if self._local else WAITS_S
 
     def _at(self, name: str) -> str:
         """Return the path of a file or folder. Raises StoreError for a name that leads out of the store."""
@@ -217,7 +220,7 @@ class VersionStore:
         return manifest
 
     def prune(
-        self, keep: int, needed: Iterable[int] = (), since: float = math.inf, last: float = math.inf
+        self, keep: int, needed: Collection[int] = (), since: float = math.inf, last: float = math.inf
     ) -> list[int]:
         """Remove versions up to `last`, and anchors, and return the versions' numbers. Kept are the newest `keep`, those from
         `since` on, `needed`, what receivers report to run (unless they lag by more than 2 · `keep` versions), and all
@@ -225,10 +228,11 @@ class VersionStore:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         folders = [v for v in self.folders() if v <= last]
-        complete = [v for v in folders if self.exists(v)]
+        complete = [v for v in sorted({*folders, *needed}) if self.exists(v)]  # the listing may be old
         needed_versions = {*complete[-keep:], *(v for v in complete if v >= since), *needed}
         needed_versions |= {report.version for report in self.reports()} & set(complete[-2 * keep :])
-        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
+        anchor_folders = self.anchors()
+        anchors = [v for v in anchor_folders if self.exists(v, anchor(v))]
         retained, anchors_kept = needed_versions & set(complete), set(anchors[-1:])
         try:
             for version in sorted(retained):
@@ -238,7 +242,7 @@ class VersionStore:
                 anchors_kept |= {version} & set(anchors)
         except WeightFault:
             return []
-        for version in set(self.anchors()) - anchors_kept:
+        for version in set(anchor_folders) - anchors_kept:
             self.remove(anchor(version))
         removed = [v for v in folders if v not in retained]
         for version in removed:

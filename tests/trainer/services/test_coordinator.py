@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
@@ -32,6 +33,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
+from composer_nb.trainer.services.run_copy import RunCopy, RunMoved, restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
@@ -228,6 +230,36 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
     assert sum(run.ledger().values()) == info["sampled"]
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
+def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
+    begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
+):
+    """Cut off when others know a batch that the store's copy does not yet call trained, or before that copy is made."""
+    store = f"{tmp_path}/store"
+    changes = {"services.store": store, "services.ahead": 1, "services.bound": 2, "rl.steps": 6}
+    run, settings = begun("lost", changes)
+    cut_off(run, settings, after, method)
+    published = {line.version: line.hash for line in VersionStore(store_url(run.path, settings)).ledger()}
+    shutil.rmtree(run.path)
+    elsewhere = RunDir(restore(f"{store}/{run.path.name}", tmp_path / "runs"))
+    assert (tmp_path / "runs" / "lost").resolve() == elsewhere.path and elsewhere.checkpoint("rl") is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedRollouts, "names", lambda self: set())
+        info = go(elsewhere, settings)
+    ids = [task for _, tasks in trained(elsewhere) for task in tasks]
+    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
+    assert sum(elsewhere.ledger().values()) == info["sampled"]
+    made, served = versions(elsewhere), elsewhere.query("SELECT version, hash FROM served")
+    assert sorted(made) == [2, 4, 6, 8, 10, 12] and all(made[version] == hash for version, hash in served)
+    assert len(published) >= 2 * after and all(published[v] == made[v] for v in published.keys() & made.keys())
+    assert all(each.same for each in replay(elsewhere, settings, 6))
+    first, second = RunCopy(elsewhere.path, store), RunCopy(elsewhere.path, store)
+    for copy in (first, second):
+        copy.push()
+    with pytest.raises(RunMoved, match="goes on elsewhere"):
+        first.push()
 
 
 def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still_replays(begun):

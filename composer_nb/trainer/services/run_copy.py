@@ -1,0 +1,156 @@
+"""A run directory in `services.store`: for machines that do not see it, and to go on elsewhere when its machine is lost.
+
+    <store>/<run>/run/index.json   the files of the run and their hashes; written last
+    <store>/<run>/run/<hash>       the bytes of a file
+
+    RUN ── RunCopy.push ──▶ store ── local_run ──▶ FOLDER/<run>/ of a node (`composer-nb up FOLDER --join`): inputs alone
+                                 └── restore ──▶ RUN on another machine
+
+The coordinator pushes before a batch is learned. So a restored run learns the same batches again, and publishes the versions that
+others may have fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from composer_nb.harness.files import patiently, point, replacing
+from composer_nb.harness.untrusted import beneath
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.cluster import NODE
+from composer_nb.trainer.versions.manifest import MissingVersion, PayloadFile, SealedRecord
+from composer_nb.trainer.versions.store import CHUNK, VersionStore, check_file
+
+CONFIG, DATABASE, INDEX = "weights/start/config.json", "run.db", "index.json"
+# What services read besides the weights, which are for the trainer alone.
+INPUTS = ("data/tokenizer.json", "data/tune.jsonl", CONFIG)
+FOLDERS = ("data", "weights", "rollouts", "figures")
+
+
+class NotSeen(ValueError):
+    """A machine of the cluster does not see the run directory."""
+
+
+class RunMoved(ValueError):
+    """The run goes on elsewhere."""
+
+
+class RunIndex(SealedRecord):
+    """The files of a run by name, and the coordinator that wrote them."""
+
+    writer: str
+    files: dict[str, PayloadFile]
+
+
+def _store_of(run: str, store: str) -> VersionStore:
+    return VersionStore(f"{store.rstrip('/')}/{run}/run")
+
+
+def _index(store: VersionStore) -> RunIndex:
+    """Read the index. Raises MissingVersion, DamagedVersion or StoreError."""
+    return RunIndex.load(store.read(INDEX), f"{store.url}/{INDEX}")
+
+
+class RunCopy:
+    """The copy of a run directory in a store, for its only coordinator."""
+
+    def __init__(self, run: Path, store: str) -> None:
+        self._run, self._store, self._writer = RunDir(run), _store_of(run.name, store), uuid.uuid4().hex
+        # Hashes of files by name, size and time of change.
+        self._hashes: dict[tuple[str, int, int], str] = {}
+        self._begun = False
+
+    def push(self) -> None:
+        """Bring the copy up to date, once the store does not refuse. Raises RunMoved if another coordinator has written since the
+        last call, and StoreError."""
+        patiently(self._push, self._store.waits_s)
+
+    def _push(self) -> None:
+        try:
+            index = _index(self._store)
+        except MissingVersion:
+            index = RunIndex(writer=self._writer, files={})
+        if self._begun and index.writer != self._writer:
+            raise RunMoved(f"{self._run.path.name} goes on elsewhere: another coordinator writes {self._store.url}")
+        stored, files = {file.hash for file in index.files.values()}, dict[str, PayloadFile]()
+        database = self._run.path / f"{DATABASE}.part"
+        with closing(self._run.connect()) as source, closing(sqlite3.connect(database)) as target:
+            source.backup(target)
+        for path in [*self._files(), database]:
+            name = DATABASE if path == database else path.relative_to(self._run.path).as_posix()
+            size, changed = path.stat().st_size, path.stat().st_mtime_ns
+            with path.open("rb") as content:
+                if (name, size, changed) not in self._hashes:
+                    digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=20))  # type: ignore[arg-type]
+                    self._hashes[name, size, changed] = digest.hexdigest()
+                    content.seek(0)
+                file = files[name] = PayloadFile(bytes=size, hash=self._hashes[name, size, changed])
+                if file.hash not in stored:
+                    self._store.put(file.hash, iter(lambda: content.read(CHUNK), b""))
+        database.unlink()
+        self._store.write(INDEX, RunIndex(writer=self._writer, files=files).dump())
+        self._begun = True
+        for hash in stored - {file.hash for file in files.values()}:
+            self._store.remove(hash)
+
+    def _files(self) -> Iterator[Path]:
+        """Yield all files that the run needs besides its database."""
+        for folder in FOLDERS:
+            yield from (
+                path for path in (self._run.path / folder).rglob("*") if path.is_file() and ".part" not in path.name
+            )
+        for (name,) in self._run.query("SELECT file FROM checkpoint"):
+            checkpoint = beneath(self._run.path / "checkpoints", name)
+            yield from checkpoint.rglob("*") if checkpoint.is_dir() else [checkpoint]
+        yield from self._run.path.glob("*.json*")
+
+
+def _fetch(store: VersionStore, file: PayloadFile, path: Path) -> None:
+    """Write a file of a copy to `path`, unless it is there. Raises WeightFault or StoreError."""
+    if path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_file(store, file.hash, file)
+    with replacing(path) as part, part.open("wb") as content:
+        content.writelines(store.chunks(file.hash))
+
+
+def local_run(run: Path, store: str = "", weights: bool = False) -> Path:
+    """Return the run directory, or this node's copy of its inputs from `store`. Services ask before they make files there. Raises
+    NotSeen if there is neither."""
+    if (run / CONFIG).is_file():
+        return run
+    node = os.environ.get(NODE, "")
+    if not (node and store):
+        raise NotSeen(
+            f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
+            "under the same path; or set services.store, and start the nodes with composer-nb up --join"
+        )
+    source = _store_of(run.name, store)
+    for name, file in _index(source).files.items():
+        if name in INPUTS or (weights and name.startswith("weights/start/")):
+            _fetch(source, file, beneath(Path(node, run.name), name))
+    return Path(node, run.name)
+
+
+def restore(run: str, runs: Path) -> Path:
+    """Bring a run (`services.store`/NAME) back from its store into `runs`, ready to be resumed, and return its directory. A call
+    that was cut off goes on. Raises ValueError for a run that is there, WeightFault or StoreError."""
+    store, _, name = run.rstrip("/").rpartition("/")
+    path, part = runs / name, runs / f"{name}.part"
+    if path.exists():
+        raise ValueError(f"{path} is there: resume it, or give another folder by --runs")
+    source = _store_of(name, store)
+    for file_name, file in _index(source).files.items():
+        _fetch(source, file, beneath(part, file_name))
+    part.rename(path)
+    point(runs / re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name), path)
+    return path
