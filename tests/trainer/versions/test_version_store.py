@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from composer_nb.trainer.services.inference import fetch
 from composer_nb.trainer.versions.manifest import DamagedVersion, MisplacedVersion, MissingVersion, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher, VersionReused
 from composer_nb.trainer.versions.receiver import Receiver
@@ -247,6 +248,50 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
     manifest = publisher.publish(1, weights(1), FILES)
     assert manifest.base is not None and manifest.base.version == 0
     assert_right(receiver, 1)
+
+
+def test_a_far_store_that_refuses_for_a_while_costs_time_alone(monkeypatch):
+    monkeypatch.setattr("composer_nb.trainer.versions.store.WAITS_S", (0, 0))
+    publisher, receiver = Publisher(url := f"memory://{uuid.uuid4().hex}", owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    refusals, placing, existing = iter([1, 1]), VersionStore._placing, VersionStore.exists
+
+    def refuse(act):
+        def acting(*values):
+            if next(refusals, None):
+                raise StoreError("try again later")
+            return act(*values)
+
+        return acting
+
+    monkeypatch.setattr(VersionStore, "_placing", refuse(placing))
+    assert publisher.publish(1, weights(1), FILES).base is not None
+    monkeypatch.setattr(VersionStore, "exists", refuse(existing))
+    refusals = iter([1, 1])
+    publisher.acknowledge(1, receiver.install(fetch(receiver, 1)))
+    refusals = iter([1, 1, 1])
+    with pytest.raises(StoreError, match="try again later"):
+        publisher.publish(2, weights(2), FILES)
+    assert publisher.publish(2, weights(2), FILES).base.version == 1
+
+
+def test_an_old_listing_hides_no_version_and_costs_none(url: str, monkeypatch):
+    publisher, receiver = Publisher(url, owner="run", full_every=2), Receiver(url)
+    for version in range(6):
+        follow(publisher, receiver, version)
+    names, old = VersionStore.names, {}
+    for name in ("", "anchors"):
+        old[name] = VersionStore(url).names(name)
+    monkeypatch.setattr(VersionStore, "names", lambda store, name="": old.get(name) or names(store, name))
+    for version in range(6, 9):
+        publisher.publish(version, weights(version), FILES)
+        publisher.acknowledge(version, receiver.install(fetch(receiver, version)))
+    assert publisher.prune(1) == [0, 1, 2, 3]
+    monkeypatch.undo()
+    assert VersionStore(url).folders() == [4, 5, 6, 7, 8] and VersionStore(url).anchors()[-1] == 8
+    assert_right(Receiver(url), 8)
+    with pytest.raises(VersionReused):
+        Publisher(url, owner="run").publish(8, weights(9), FILES)
 
 
 # In the background
