@@ -27,6 +27,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
+from composer_nb.trainer.services.relay import RelayedStore
 from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver, VersionRule
 from composer_nb.trainer.versions.store import StoreError
@@ -86,7 +87,7 @@ class Updates:
         device: str = "cpu",
     ) -> None:
         """`numerics`: the engine's number format; `device`: where it computes."""
-        self.receiver, self.rule = Receiver(url, name=name), VersionRule()
+        self.receiver, self.rule = Receiver(RelayedStore(url), name=name), VersionRule()
         # Versions that cannot be used.
         self.left_out = set[int]()
         self.config, self.kernels, self.numerics, self.device = config, kernels, numerics, device

@@ -12,7 +12,6 @@ others may have fetched.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import socket
@@ -20,13 +19,14 @@ import sqlite3
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-from composer_nb.harness.files import patiently, point, replacing
+from composer_nb.harness.files import file_digest, patiently, point, replacing
 from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.cluster import NODE
-from composer_nb.trainer.versions.manifest import MissingVersion, PayloadFile, SealedRecord
+from composer_nb.trainer.versions.manifest import BLAKE, MissingVersion, PayloadFile, SealedRecord
 from composer_nb.trainer.versions.store import CHUNK, VersionStore, check_file
 
 CONFIG, DATABASE, INDEX = "weights/start/config.json", "run.db", "index.json"
@@ -87,14 +87,12 @@ class RunCopy:
         for path in [*self._files(), database]:
             name = DATABASE if path == database else path.relative_to(self._run.path).as_posix()
             size, changed = path.stat().st_size, path.stat().st_mtime_ns
-            with path.open("rb") as content:
-                if (name, size, changed) not in self._hashes:
-                    digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=20))  # type: ignore[arg-type]
-                    self._hashes[name, size, changed] = digest.hexdigest()
-                    content.seek(0)
-                file = files[name] = PayloadFile(bytes=size, hash=self._hashes[name, size, changed])
-                if file.hash not in stored:
-                    self._store.put(file.hash, iter(lambda: content.read(CHUNK), b""))
+            if (name, size, changed) not in self._hashes:
+                self._hashes[name, size, changed] = file_digest(path, BLAKE)
+            file = files[name] = PayloadFile(bytes=size, hash=self._hashes[name, size, changed])
+            if file.hash not in stored:
+                with path.open("rb") as content:
+                    self._store.put(file.hash, iter(partial(content.read, CHUNK), b""))
         database.unlink()
         self._store.write(INDEX, RunIndex(writer=self._writer, files=files).dump())
         self._begun = True

@@ -126,9 +126,9 @@ def read_version(store: VersionStore, version: int, states: Mapping[int, WeightS
 class Receiver:
     """Follows a store. Call `fetch` in any thread while an engine runs, and `install` once the engine has loaded the version."""
 
-    def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
+    def __init__(self, store: str | Path | VersionStore, *, name: str = "receiver") -> None:
         """`name` distinguishes the receivers of a store in their notes and reports."""
-        self._store, self._name = VersionStore(url), name
+        self._store, self._name = store if isinstance(store, VersionStore) else VersionStore(store), name
         self._states: dict[int, WeightState] = {}
         self._refused: set[int] = set()
         self.version = -1

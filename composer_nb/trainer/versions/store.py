@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from composer_nb.harness.files import WAITS_S
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
+    BLAKE,
     MANIFEST,
     DamagedVersion,
     Manifest,
@@ -34,6 +34,7 @@ from composer_nb.trainer.versions.manifest import (
     PayloadFile,
     SealedRecord,
     WeightFault,
+    digest,
 )
 
 R = TypeVar("R", bound=SealedRecord)
@@ -123,6 +124,13 @@ class VersionStore:
         with self._reading(name) as path:
             return bytes(self._fs.cat_file(path))
 
+    def read_file(self, name: str, file: PayloadFile) -> bytes:
+        """Return a file's bytes. Raises DamagedVersion if they are not `file`, MissingVersion or StoreError."""
+        data = self.read(name)
+        if (len(data), digest(data)) != (file.bytes, file.hash):
+            raise DamagedVersion(f"{self.url}/{name} ({len(data)} bytes of {file.bytes}) is not what was published")
+        return data
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield a file's bytes piece by piece. Raises MissingVersion or StoreError."""
         with self._reading(name) as path, self._fs.open(path, "rb") as stream:
@@ -139,18 +147,18 @@ class VersionStore:
 
     def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
-        path, byte_count, digest = self._at(name), 0, hashlib.blake2b(digest_size=20)
+        path, byte_count, hasher = self._at(name), 0, BLAKE()
         with self._placing(path) as part:
             with self._fs.open(part, "wb") as stream:
                 for piece in pieces:
                     view = memoryview(piece).cast("B")
                     for begin in range(0, len(view), CHUNK):
                         stream.write(view[begin : begin + CHUNK])
-                    digest.update(view)
+                    hasher.update(view)
                     byte_count += len(view)
             if part != path:
                 os.replace(part, path)
-        return PayloadFile(bytes=byte_count, hash=digest.hexdigest())
+        return PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:
@@ -301,9 +309,9 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
 
 def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:
     """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
-    byte_count, digest = 0, hashlib.blake2b(digest_size=20)
+    byte_count, hasher = 0, BLAKE()
     for piece in store.chunks(name):
-        digest.update(piece)
+        hasher.update(piece)
         byte_count += len(piece)
-    if (byte_count, digest.hexdigest()) != (file.bytes, file.hash):
+    if (byte_count, hasher.hexdigest()) != (file.bytes, file.hash):
         raise DamagedVersion(f"{store.url}/{name} ({byte_count} bytes of {file.bytes}) is not what was published")
