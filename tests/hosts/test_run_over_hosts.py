@@ -141,11 +141,11 @@ def assert_whole(run: RunDir, steps: int) -> dict[str, Any]:
 def test_nothing_is_lost_whoever_is_cut_off_or_dies(
     network: Network, store: ObjectStore, tiny_run: RunDir, tmp_path: Path
 ) -> None:
-    """An engine's host is cut off for 30 s, another dies for good, and then the head; the run goes on from its store."""
+    """The host of the trainer is cut off for 30 s, another dies for good, and then the head; the run goes on from its store."""
     head, steps = start_head(network, store, "first-head"), 14
-    trainer, cut, dead = (network.host(name, Link(rate=200, delay=5)) for name in ("learner", "cut", "dead"))
-    for host, roles in ((trainer, "trainer"), (cut, "engine,environment"), (dead, "engine,environment")):
-        join(host, head, store, roles)
+    cut, dead = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
+    join(cut, head, store, "trainer,engine,environment")
+    join(dead, head, store, "engine,environment")
     run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": steps, "services.engines": 2})
     process = head.start(*RUN, run, env=store.environment, stdout=None, stderr=None)
 
@@ -164,20 +164,10 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
     wait_for(6)
     head.kill()
     head = start_head(network, store, "second-head")
-    head.run(
-        "python",
-        "-P",
-        "-m",
-        "composer_nb.cli",
-        "restore",
-        f"{store.url}/{Path(run).name}",
-        "--runs",
-        HOME,
-        env=store.environment,
-    )
-    for host, roles in ((trainer, "trainer"), (cut, "engine,environment")):
-        host.run(*UP, "--down")  # it may still wait for its first head
-        join(host, head, store, roles)
+    restore = ("restore", f"{store.url}/{Path(run).name}", "--runs", HOME)
+    head.run("python", "-P", "-m", "composer_nb.cli", *restore, env=store.environment)
+    cut.run(*UP, "--down")  # it may still wait for its first head
+    join(cut, head, store, "trainer,engine,environment")
     head.run(*RUN, run, seconds=600, env=store.environment)
     head.take(run, tmp_path / "result")
     result = RunDir(tmp_path / "result")
