@@ -6,19 +6,15 @@ import hashlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from composer_nb.harness.plain import to_json
 
 # Maximum bytes of a Unix socket's path.
 SOCKET_PATH = 107
-# Seconds between the calls of something that an object store refuses: two minutes in all.
-WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
-T = TypeVar("T")
 
 
 def socket_folder(below: int) -> str:
@@ -44,19 +40,6 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def patiently(act: Callable[[], T], waits_s: Sequence[float]) -> T:
-    """Return what `act` returns, called again after each OSError but that of a missing file. Raises the last one. The number of
-    calls is fixed, so that ranks which share their errors stay together."""
-    for wait_s in waits_s:
-        try:
-            return act()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(wait_s)
-    return act()
 
 
 def write_atomic(path: Path, data: bytes | str, *, sync: bool = False) -> None:

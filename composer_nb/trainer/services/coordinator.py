@@ -30,11 +30,11 @@ from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
-from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
+from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import (

@@ -24,6 +24,7 @@ from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
 from composer_nb.harness.files import file_digest, replacing
+from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.services.cluster import token
 from composer_nb.trainer.versions.manifest import BLAKE, PayloadFile, WeightFault, digest
 from composer_nb.trainer.versions.store import StoreError, VersionStore
@@ -75,7 +76,7 @@ class Relay(ThreadingHTTPServer):
         """Open a file, after fetching it unless it is there. Raises WeightFault or StoreError."""
         if not re.fullmatch(r"[0-9a-f]{40}", hash):
             raise WeightFault(f"{hash!r} is no hash")
-        path = self._folder / hash
+        path = beneath(self._folder, hash)
         with self._locks[hash]:
             if not path.is_file():
                 with replacing(path) as part:

@@ -22,7 +22,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from composer_nb.harness.files import file_digest, patiently, point, replacing
+from composer_nb.harness.files import file_digest, point, replacing
 from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.cluster import NODE
@@ -71,7 +71,7 @@ class RunCopy:
     def push(self) -> None:
         """Bring the copy up to date, once the store does not refuse. Raises RunMoved if another coordinator has written since the
         last call, and StoreError."""
-        patiently(self._push, self._store.waits_s)
+        self._store.patiently(self._push)
 
     def _push(self) -> None:
         try:
@@ -97,7 +97,7 @@ class RunCopy:
         self._store.write(INDEX, RunIndex(writer=self._writer, files=files).dump())
         self._begun = True
         for hash in stored - {file.hash for file in files.values()}:
-            self._store.remove(hash)
+            self._store.remove_file(hash)
 
     def _files(self) -> Iterator[Path]:
         """Yield all files that the run needs besides its database."""
@@ -143,7 +143,7 @@ def restore(run: str, runs: Path) -> Path:
     """Bring a run (`services.store`/NAME) back from its store into `runs`, ready to be resumed, and return its directory. A call
     that was cut off goes on. Raises ValueError for a run that is there, WeightFault or StoreError."""
     store, _, name = run.rstrip("/").rpartition("/")
-    path, part = runs / name, runs / f"{name}.part"
+    path, part = beneath(runs, name), beneath(runs, f"{name}.part")
     if path.exists():
         raise ValueError(f"{path} is there: resume it, or give another folder by --runs")
     source = _store_of(name, store)

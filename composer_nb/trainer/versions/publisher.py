@@ -26,7 +26,6 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from composer_nb.harness.files import patiently
 from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
@@ -128,9 +127,6 @@ class Publisher:
                 raise result
         return outcomes
 
-    def _patiently(self, act: Callable[[], T]) -> T:
-        return patiently(act, self._store.waits_s)
-
     def publish(
         self, version: int, tensors: Weights, files: SideFiles, hashed: Callable[[str], None] = lambda hash: None
     ) -> Manifest:
@@ -149,11 +145,11 @@ class Publisher:
             return self._states[version].entries
 
         surveys = self._on_all(survey)
-        plan = self._patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
+        plan = self._store.patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
         hashed(plan.hash)
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
-        manifest = self._patiently(lambda: self._write(plan, files))
+        manifest = self._store.patiently(lambda: self._write(plan, files))
         anchor_plan = self._on_first(lambda: self._anchor(manifest))
         if anchor_plan is not None:
             with suppress(StoreError):
@@ -192,7 +188,7 @@ class Publisher:
         """Return the base of the next version, after reading refusals and reports."""
         refusals = self._store.names("refused")
         for name in refusals:  # before the answer is written: a later note refers to the answer
-            self._store.remove(f"refused/{name}")
+            self._store.remove_file(f"refused/{name}")
         for report in self._store.reports():
             with suppress(ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)

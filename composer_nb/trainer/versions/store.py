@@ -13,8 +13,9 @@ import math
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from composer_nb.harness.files import WAITS_S
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
     BLAKE,
@@ -38,9 +38,12 @@ from composer_nb.trainer.versions.manifest import (
 )
 
 R = TypeVar("R", bound=SealedRecord)
+T = TypeVar("T")
 ANCHORS = "anchors"
 # Number of bytes in memory while a file is copied or hashed.
 CHUNK = 1 << 24
+# Seconds between the calls of something that an object store refuses: two minutes in all.
+WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
 
 
 class StoreError(OSError):
@@ -91,8 +94,6 @@ class VersionStore:
         self.url = str(url)
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
         self._local = isinstance(self._fs, LocalFileSystem)
-        # For `patiently`: a store on this machine does not mend itself.
-        self.waits_s = () if self._local else WAITS_S
 
     def _at(self, name: str) -> str:
         """Return the path of a file or folder. Raises StoreError for a name that leads out of the store."""
@@ -102,6 +103,15 @@ class VersionStore:
             return f"{self._root}/{checked(name)}"
         except UnsafeName as error:
             raise StoreError(f"{self.url}: {error}") from None
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns, called again after each StoreError of an object store. The number of calls is fixed, so that
+        ranks which share their errors stay together."""
+        for wait_s in () if self._local else WAITS_S:
+            with suppress(StoreError):
+                return act()
+            time.sleep(wait_s)
+        return act()
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -139,11 +149,7 @@ class VersionStore:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
-        path = self._at(name)
-        with self._placing(path) as part:
-            self._fs.pipe_file(part, data)
-            if part != path:
-                os.replace(part, path)
+        self.put(name, [data])
 
     def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
@@ -156,6 +162,9 @@ class VersionStore:
                         stream.write(view[begin : begin + CHUNK])
                     hasher.update(view)
                     byte_count += len(view)
+                if self._local:  # what is reported afterwards survives a power failure
+                    stream.flush()
+                    os.fsync(stream.fileno())
             if part != path:
                 os.replace(part, path)
         return PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
@@ -192,8 +201,13 @@ class VersionStore:
                 return []
         return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
+    def remove_file(self, name: str) -> None:
+        """Remove a file, if it is there. Raises StoreError."""
+        with self._doing(f"{name} cannot be removed"), suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name))
+
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its contents. The manifest is removed first, so that no partial version is visible.
+        """Remove a folder with its contents. The manifest is removed first, so that no partial version is visible.
         Raises StoreError."""
         path = self._at(name)
         with self._doing(f"{name} cannot be removed"):

@@ -27,11 +27,11 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.replay import branch, other_origins, replay
-from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.run_copy import RunCopy, RunMoved, restore
 from composer_nb.trainer.services.services import store_url
