@@ -32,12 +32,15 @@ class FinishedRollouts:
         self._store.patiently(partial(self._store.write, _file(name), pack_attempt(attempt)))
 
     def packed(self, names: Iterable[RolloutName]) -> list[bytes]:
-        return [self._store.patiently(partial(self._store.read, _file(name))) for name in names]
+        return list(map(self._read, names))
+
+    def _read(self, name: RolloutName) -> bytes:
+        return self._store.patiently(partial(self._store.read, _file(name)))
 
     def load(self, name: RolloutName, task: Task) -> Attempt:
         """Return a rollout at `task`. Raises ValueError, which names the file, if it is damaged."""
         try:
-            return unpack_attempt(*self.packed([name]), task)
+            return unpack_attempt(self._read(name), task)
         except ValueError as error:
             file = f"{self._store.url}/{_file(name)}"
             raise ValueError(f"{file}: {error}; without this file a resumed run samples it again") from None

@@ -23,10 +23,9 @@ from typing import IO
 from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
-from composer_nb.harness.files import file_digest, replacing
 from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.services.cluster import token
-from composer_nb.trainer.versions.manifest import BLAKE, PayloadFile, WeightFault, digest
+from composer_nb.trainer.versions.manifest import PayloadFile, WeightFault, digest
 from composer_nb.trainer.versions.store import StoreError, VersionStore
 
 # Environment variable with the address of this region's relay.
@@ -67,7 +66,6 @@ class Relay(ThreadingHTTPServer):
     def __init__(self, store: str, folder: Path, host: str, port: int = 0, keep: int = 20 << 30) -> None:
         """Raises OSError if it cannot listen at `host`."""
         super().__init__((host, port), _Requests)
-        folder.mkdir(parents=True, exist_ok=True)
         self._store, self._folder, self._keep = VersionStore(store), folder, keep
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -79,11 +77,7 @@ class Relay(ThreadingHTTPServer):
         path = beneath(self._folder, hash)
         with self._locks[hash]:
             if not path.is_file():
-                with replacing(path) as part:
-                    with part.open("wb") as draft:
-                        draft.writelines(self._store.chunks(name))
-                    if file_digest(part, BLAKE) != hash:
-                        raise WeightFault(f"{name} is not {hash}")
+                self._store.copy(name, hash, path)
                 self._make_room()
             content = path.open("rb")
         with content:

@@ -17,17 +17,17 @@ import re
 import socket
 import sqlite3
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from composer_nb.harness.files import file_digest, point, replacing
+from composer_nb.harness.files import file_digest, point
 from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.cluster import NODE
 from composer_nb.trainer.versions.manifest import BLAKE, MissingVersion, PayloadFile, SealedRecord
-from composer_nb.trainer.versions.store import CHUNK, VersionStore, check_file
+from composer_nb.trainer.versions.store import CHUNK, VersionStore
 
 CONFIG, DATABASE, INDEX = "weights/start/config.json", "run.db", "index.json"
 # What services read besides the weights, which are for the trainer alone.
@@ -111,14 +111,12 @@ class RunCopy:
         yield from self._run.path.glob("*.json*")
 
 
-def _fetch(store: VersionStore, file: PayloadFile, path: Path) -> None:
-    """Write a file of a copy to `path`, unless it is there. Raises WeightFault or StoreError."""
-    if path.is_file():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_file(store, file.hash, file)
-    with replacing(path) as part, part.open("wb") as content:
-        content.writelines(store.chunks(file.hash))
+def _fetch(store: VersionStore, folder: Path, accept: Callable[[str], bool]) -> None:
+    """Copy the files whose names are accepted into a folder, unless they are there. Raises WeightFault or StoreError."""
+    for name, file in _index(store).files.items():
+        path = beneath(folder, name)
+        if accept(name) and not (path.is_file() and file_digest(path, BLAKE) == file.hash):
+            store.copy(file.hash, file.hash, path)
 
 
 def local_run(run: Path, store: str = "", weights: bool = False) -> Path:
@@ -132,11 +130,13 @@ def local_run(run: Path, store: str = "", weights: bool = False) -> Path:
             f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
             "under the same path; or set services.store, and start the nodes with composer-nb up --join"
         )
-    source = _store_of(run.name, store)
-    for name, file in _index(source).files.items():
-        if name in INPUTS or (weights and name.startswith("weights/start/")):
-            _fetch(source, file, beneath(Path(node, run.name), name))
-    return Path(node, run.name)
+    folder = Path(node, run.name)
+    _fetch(
+        _store_of(run.name, store),
+        folder,
+        lambda name: name in INPUTS or (weights and name.startswith("weights/start/")),
+    )
+    return folder
 
 
 def restore(run: str, runs: Path) -> Path:
@@ -146,9 +146,7 @@ def restore(run: str, runs: Path) -> Path:
     path, part = beneath(runs, name), beneath(runs, f"{name}.part")
     if path.exists():
         raise ValueError(f"{path} is there: resume it, or give another folder by --runs")
-    source = _store_of(name, store)
-    for file_name, file in _index(source).files.items():
-        _fetch(source, file, beneath(part, file_name))
+    _fetch(_store_of(name, store), part, lambda file: True)
     part.rename(path)
     point(runs / re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name), path)
     return path

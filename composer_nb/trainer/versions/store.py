@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from composer_nb.harness.files import file_digest, replacing
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
     BLAKE,
@@ -146,6 +147,15 @@ class VersionStore:
         with self._reading(name) as path, self._fs.open(path, "rb") as stream:
             while data := stream.read(CHUNK):
                 yield data
+
+    def copy(self, name: str, hash: str, path: Path) -> None:
+        """Copy a file to `path` on this machine. Raises DamagedVersion if it has another hash, MissingVersion or StoreError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            with part.open("wb") as draft:
+                draft.writelines(self.chunks(name))
+            if file_digest(part, BLAKE) != hash:
+                raise DamagedVersion(f"{self.url}/{name} is not what was published")
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
