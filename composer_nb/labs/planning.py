@@ -333,7 +333,7 @@ FIRST_WINDOW, PAYLOAD = 14_600, 1448 / 1514
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class RegionLink:
     """A link into a region: Mbit/s, and seconds of a round trip."""
 
     rate: float
@@ -346,7 +346,7 @@ class Link:
         return (rounds + math.log2(1 + begin / FIRST_WINDOW)) * self.round_trip + (byte_count - begin) / bytes_s
 
 
-def deliveries(byte_count: float, link: Link, engines: int, local_s: float) -> tuple[float, float]:
+def deliveries(byte_count: float, link: RegionLink, engines: int, local_s: float) -> tuple[float, float]:
     """Return the seconds in which a version reaches all engines of a region, from the store and by a relay. `local_s`: seconds
     over a link without a limit, for encoding, checking and decoding."""
     return (

@@ -65,14 +65,14 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan_link(args: argparse.Namespace) -> int:
     """Estimate bytes and seconds of a weight version over a link."""
-    from composer_nb.labs.planning import Link, deliveries
+    from composer_nb.labs.planning import RegionLink, deliveries
 
     try:
         rate, round_trip_ms = map(float, args.link.split(","))
         sizes = dict(zip(("full", "delta"), map(float, args.bytes.split(",")), strict=True))
     except (ValueError, AttributeError):
         raise ValueError("--link wants MBIT,MS and --bytes FULL,DELTA: plan --link 100,80 --bytes 64e6,6e6") from None
-    link, rows = Link(rate=rate, round_trip=round_trip_ms / 1000), []
+    link, rows = RegionLink(rate=rate, round_trip=round_trip_ms / 1000), []
     for kind, size in sizes.items():
         direct_s, relayed_s = deliveries(size, link, args.engines, args.publish_s)
         rows.append({"version": kind, "bytes": size * args.engines, "seconds": direct_s})

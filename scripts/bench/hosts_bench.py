@@ -24,10 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "hosts"))
 
-from network import Host, Network, ObjectStore  # noqa: E402
-from network import Link as Wire  # noqa: E402
+from network import Host, Link, Network, ObjectStore  # noqa: E402
 
-from composer_nb.labs.planning import Link, deliveries  # noqa: E402
+from composer_nb.labs.planning import RegionLink, deliveries  # noqa: E402
 
 WORKER = """
 import json, sys
@@ -103,7 +102,7 @@ def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float
 
 
 def measure(
-    network: Network, store: ObjectStore, trainer: Worker, wire: Wire, relay: bool, args: argparse.Namespace
+    network: Network, store: ObjectStore, trainer: Worker, wire: Link, relay: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return medians over `args.rounds` of a full version and two deltas: seconds, bytes of the version, bytes into a region."""
     name = f"{wire.rate:g}-{wire.delay:g}-{relay:d}"
@@ -144,17 +143,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "data" / "links.csv")
     args = parser.parse_args()
-    links = (Link(rate=100, round_trip=0.08), Link(rate=1000, round_trip=0.02))
+    links = (RegionLink(rate=100, round_trip=0.08), RegionLink(rate=1000, round_trip=0.02))
     rows = []
     with Network() as network:
         store = ObjectStore(network.host("store"), "versions")
         trainer = Worker(network.host("trainer"), store, args.millions)
-        local = {relay: measure(network, store, trainer, Wire(), relay, args) for relay in (False, True)}
+        local = {relay: measure(network, store, trainer, Link(), relay, args) for relay in (False, True)}
         for link, relay in product(links, (False, True)):
             sizes = {kind: local[relay][kind]["bytes"] for kind in ("full", "delta")}
             local_s = {kind: local[relay][kind]["seconds"] for kind in ("full", "delta")}
             predicted = {kind: deliveries(sizes[kind], link, args.engines, local_s[kind])[relay] for kind in sizes}
-            wire = Wire(rate=link.rate, delay=link.round_trip * 500)
+            wire = Link(rate=link.rate, delay=link.round_trip * 500)
             measured = measure(network, store, trainer, wire, relay, args)
             for kind, row in measured.items():
                 rows.append({
