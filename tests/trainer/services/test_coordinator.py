@@ -122,6 +122,15 @@ def versions(run: RunDir) -> dict[int, str]:
     return dict(run.query("SELECT version, hash FROM version"))
 
 
+def assert_whole(run: RunDir, info: dict[str, Any], steps: int = 6) -> None:
+    """Assert that every prompt was trained once, and that the ledger adds up."""
+    ids = [task for _, tasks in trained(run) for task in tasks]
+    assert len(set(ids)) == steps * 2 and all(ids.count(task) == 4 for task in set(ids)), (
+        "no prompt skipped, none twice"
+    )
+    assert sum(run.ledger().values()) == info["sampled"] > 0
+
+
 def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     run, settings = begun("services", IN_STEP)
     info = go(run, settings)
@@ -164,14 +173,12 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
     info = go(run, settings)
     batches = trained(run)
-    ids = [task for _, tasks in batches for task in tasks]
     assert [step for step, _ in batches] == list(range(8))
-    assert len(set(ids)) == 8 * 2 and all(ids.count(task) == 4 for task in set(ids)), "no prompt skipped, none twice"
+    assert_whole(run, info, 8)
     steps = run.steps("rl")
     assert [step["step"] for step in steps] == list(range(1, 9))
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
-    assert sum(run.ledger().values()) == info["sampled"] > 0
     assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
     made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
@@ -226,9 +233,7 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     actors = Flaky(**dies)
     info = go(run, settings, actors)
     assert all(actors.calls[method] >= min(numbers) for method, numbers in dies.items()), "they did die"
-    ids = [task for _, tasks in trained(run) for task in tasks]
-    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
-    assert sum(run.ledger().values()) == info["sampled"]
+    assert_whole(run, info)
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
 
 
@@ -248,9 +253,7 @@ def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(FinishedRollouts, "names", lambda self: set())
         info = go(elsewhere, settings)
-    ids = [task for _, tasks in trained(elsewhere) for task in tasks]
-    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
-    assert sum(elsewhere.ledger().values()) == info["sampled"]
+    assert_whole(elsewhere, info)
     made, served = versions(elsewhere), elsewhere.query("SELECT version, hash FROM served")
     assert sorted(made) == [2, 4, 6, 8, 10, 12] and all(made[version] == hash for version, hash in served)
     assert len(published) >= 2 * after and all(published[v] == made[v] for v in published.keys() & made.keys())
