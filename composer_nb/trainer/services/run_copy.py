@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from composer_nb.harness.files import file_digest, point
@@ -67,6 +68,8 @@ class RunCopy:
         # Hashes of files by name, size and time of change.
         self._hashes: dict[tuple[str, int, int], str] = {}
         self._begun = False
+        # Hashes of files that pushes have written which were then cut off.
+        self._written: set[str] = set()
 
     def push(self) -> None:
         """Bring the copy up to date, once the store does not refuse. Raises RunMoved if another coordinator has written since the
@@ -80,7 +83,7 @@ class RunCopy:
             index = RunIndex(writer=self._writer, files={})
         if self._begun and index.writer != self._writer:
             raise RunMoved(f"{self._run.path.name} goes on elsewhere: another coordinator writes {self._store.url}")
-        stored, files = {file.hash for file in index.files.values()}, dict[str, PayloadFile]()
+        stored, files = self._written | {file.hash for file in index.files.values()}, dict[str, PayloadFile]()
         database = self._run.path / f"{DATABASE}.part"
         with closing(self._run.connect()) as source, closing(sqlite3.connect(database)) as target:
             source.backup(target)
@@ -93,22 +96,22 @@ class RunCopy:
             if file.hash not in stored:
                 with path.open("rb") as content:
                     self._store.put(file.hash, iter(partial(content.read, CHUNK), b""))
+                self._written.add(file.hash)
         database.unlink()
         self._store.write(INDEX, RunIndex(writer=self._writer, files=files).dump())
         self._begun = True
         for hash in stored - {file.hash for file in files.values()}:
             self._store.remove_file(hash)
+        self._written.clear()
 
     def _files(self) -> Iterator[Path]:
         """Yield all files that the run needs besides its database."""
-        for folder in FOLDERS:
-            yield from (
-                path for path in (self._run.path / folder).rglob("*") if path.is_file() and ".part" not in path.name
-            )
+        tops = [self._run.path / folder for folder in FOLDERS]
         for (name,) in self._run.query("SELECT file FROM checkpoint"):
-            checkpoint = beneath(self._run.path / "checkpoints", name)
-            yield from checkpoint.rglob("*") if checkpoint.is_dir() else [checkpoint]
-        yield from self._run.path.glob("*.json*")
+            tops.append(beneath(self._run.path / "checkpoints", name))
+        for path in chain(tops, *(top.rglob("*") for top in tops), self._run.path.glob("*.json*")):
+            if path.is_file() and ".part" not in path.name:
+                yield path
 
 
 def _fetch(store: VersionStore, folder: Path, accept: Callable[[str], bool]) -> None:
