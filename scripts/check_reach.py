@@ -33,6 +33,8 @@ REACHED_OTHERWISE = {
     "on_visit": "of libcst's visitors",
     "on_leave": "of libcst's visitors",
     "process_renderables": "of rich's progress bars",
+    "do_GET": "of http.server's handlers",
+    "log_message": "of http.server's handlers",
     "exchange": "called on a Ray actor",
     "meet": "called on a Ray actor",
     "__getattr__": "of modules, by Python",

@@ -62,10 +62,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+def file_digest(path: Path, algorithm: Any = "sha256") -> str:
+    """Return the hash of a file. `algorithm`: a name or a constructor of hashlib."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def point(link: Path, folder: Path) -> None:

@@ -325,6 +325,36 @@ class RunSpeed:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+# Round trips of requests before an engine has the files of a version: half a look in vain, which takes three, and one that finds
+# it; anchors, manifest, config.json, payload. A relay first asks for the sizes of the two files.
+ROUNDS, RELAY_ROUNDS = 6.5, 8.5
+# TCP's first window (RFC 6928), and the share of payload in its frames.
+FIRST_WINDOW, PAYLOAD = 14_600, 1448 / 1514
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionLink:
+    """A link into a region: Mbit/s, and seconds of a round trip."""
+
+    rate: float
+    round_trip: float = 0.0
+
+    def seconds(self, byte_count: float, rounds: float = 0.0) -> float:
+        """Return the seconds of `rounds` requests and a transfer. Its window doubles every round trip until the link is full."""
+        bytes_s = self.rate * 1e6 / 8 * PAYLOAD
+        begin = min(byte_count, bytes_s * self.round_trip)
+        return (rounds + math.log2(1 + begin / FIRST_WINDOW)) * self.round_trip + (byte_count - begin) / bytes_s
+
+
+def deliveries(byte_count: float, link: RegionLink, engines: int, local_s: float) -> tuple[float, float]:
+    """Return the seconds in which a version reaches all engines of a region, from the store and by a relay. `local_s`: seconds
+    over a link without a limit, for encoding, checking and decoding."""
+    return (
+        local_s + link.seconds(engines * byte_count, ROUNDS),
+        local_s + link.seconds(byte_count, RELAY_ROUNDS),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """A trainer, its engines and its sandboxes, as somebody assumes them. A rollout holds a sandbox from start to end.

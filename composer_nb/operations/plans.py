@@ -44,10 +44,15 @@ HEAD = (
     arg("--train-s S", "seconds of a training step", 60.0),
     arg("--publish-s S", "seconds until engines serve new weights", 0.0),
     arg("--steps N", "training steps to simulate", 200),
+    arg("--link MBIT,MS", "link into a region: seconds of a weight version, with --bytes, --engines and --publish-s"),
+    arg("--bytes FULL,DELTA", "with --link: bytes of a full version and of a delta"),
+    arg("--engines N", "with --link: engines of the region", 1),
     JSON,
 )
 def plan(args: argparse.Namespace) -> int:
     """Estimate costs: schedules by replayed durations, a model by its config.json."""
+    if args.link is not None:
+        return _plan_link(args)
     if args.mesh is not None:
         return _plan_mesh(args)
     if args.model is not None:
@@ -56,6 +61,25 @@ def plan(args: argparse.Namespace) -> int:
         sizes = plan_memory(_config(args.model))
         return emit(args, sizes, lambda: _size_table(sizes))
     return _plan_schedules(args)
+
+
+def _plan_link(args: argparse.Namespace) -> int:
+    """Estimate bytes and seconds of a weight version over a link."""
+    from composer_nb.labs.planning import RegionLink, deliveries
+
+    try:
+        rate, round_trip_ms = map(float, args.link.split(","))
+        sizes = dict(zip(("full", "delta"), map(float, args.bytes.split(",")), strict=True))
+    except (ValueError, AttributeError):
+        raise ValueError("--link wants MBIT,MS and --bytes FULL,DELTA: plan --link 100,80 --bytes 64e6,6e6") from None
+    link, rows = RegionLink(rate=rate, round_trip=round_trip_ms / 1000), []
+    for kind, size in sizes.items():
+        direct_s, relayed_s = deliveries(size, link, args.engines, args.publish_s)
+        rows.append({"version": kind, "bytes": size * args.engines, "seconds": direct_s})
+        rows.append({"version": f"{kind}, relay", "bytes": size, "seconds": relayed_s})
+    lines = ["| version | MB into the region | seconds |", "|---|---|---|"]
+    lines += [f"| {row['version']} | {row['bytes'] / 1e6:,.1f} | {row['seconds']:.2f} |" for row in rows]
+    return emit(args, rows, lambda: "\n".join(lines))
 
 
 def _plan_schedules(args: argparse.Namespace) -> int:

@@ -342,6 +342,20 @@ def follow(args: argparse.Namespace) -> int:
     return int(follow(args.path.resolve(), log.info) != "complete")
 
 
+@command(
+    "restore",
+    arg("run STORE/NAME", "a run's name below its services.store, as s3://bucket/runs/tour-20260101-120000"),
+    arg("--runs DIR", "folder of runs", Path("runs")),
+    JSON,
+)
+def restore(args: argparse.Namespace) -> int:
+    """Bring a run back whose machine is lost, from services.store, as of the last batch that it learned; then resume it."""
+    from composer_nb.trainer.services.run_copy import restore
+
+    path = restore(args.run, args.runs)
+    return emit(args, {"run": str(path)}, lambda: str(path))
+
+
 @command("stop", TOUR, JSON, lines=True)
 def stop(args: argparse.Namespace) -> int:
     """End a live run, wherever it was started; it can be resumed. It is killed if it has not ended after a minute."""

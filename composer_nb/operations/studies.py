@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,29 @@ def revert(args: argparse.Namespace) -> int:
     version = publish(args.store, args.to)
     line = f"version {version} of {args.store} has the weights of version {args.to}"
     return emit(args, {"version": version, "weights_of": args.to}, lambda: line)
+
+
+@command(
+    "weights relay",
+    arg("store STORE", "services.store of the runs whose versions it serves"),
+    arg("--host ADDRESS", "this machine's address for its region", "127.0.0.1"),
+    arg("--port N", "", 8700),
+    arg("--folder DIR", "folder for the files, of which it has the newest 20 GiB", Path("runs/relay")),
+    lines=True,
+)
+def relay(args: argparse.Namespace) -> int:
+    """Serve weight versions to a region until Ctrl-C, so that each file crosses the link to the store once.
+
+    Engines of a node ask it if COMPOSER_NB_RELAY=HOST:PORT is set where composer-nb up is called.
+    """
+    from composer_nb.trainer.services.cluster import token
+    from composer_nb.trainer.services.relay import Relay
+
+    token()
+    with Relay(args.store, args.folder, args.host, args.port) as server, suppress(KeyboardInterrupt):
+        print(f"{args.host}:{server.server_port} serves {args.store}", flush=True)
+        server.serve_forever()
+    return 0
 
 
 @command("weights log", arg("store STORE"), JSON)

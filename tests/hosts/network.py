@@ -89,7 +89,9 @@ class Space:
     def kill(self) -> None:
         """End all processes inside, as a loss of power would."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def configure(self, *commands: str) -> None:
         for command in commands:

@@ -1,8 +1,9 @@
-"""A Ray head on one host, nodes on two more, and RL over them without a shared folder."""
+"""A Ray head on one host, nodes on others, and RL over them without a shared folder, whoever is cut off or dies."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 from network import HOME, Host, Link, Network, ObjectStore
 
+from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe.launch import fork
+from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.settings import Settings, override
+from composer_nb.trainer.settings import Settings, from_dict, override
 from tests.conftest import TINY
 
 pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
 pytestmark = pytest.mark.slow
 
+RUN = ("python", "-m", "composer_nb.trainer.services.run")
 UP = ("python", "-P", "-m", "composer_nb.cli", "up", "node")
 START_S = 300.0
 TOKEN = ".ray/auth_token"
@@ -49,27 +53,39 @@ def store(network: Network) -> ObjectStore:
 
 @pytest.fixture(scope="module")
 def head(network: Network, store: ObjectStore) -> Host:
-    host = network.host("head")
-    host.run(*UP, "--host", host.address, seconds=START_S, env=store.environment)
-    return host
+    return start_head(network, store, "head")
 
 
 @pytest.fixture(scope="module")
 def address(head: Host) -> str:
+    return address_of(head)
+
+
+def start_head(network: Network, store: ObjectStore, name: str) -> Host:
+    host = network.host(name)
+    host.run(*UP, "--host", host.address, seconds=START_S, env=store.environment)
+    return host
+
+
+def address_of(head: Host) -> str:
     return str(json.loads(head.run("cat", "node/head.json"))["address"])
+
+
+def join(host: Host, head: Host, store: ObjectStore, roles: str) -> None:
+    """Have a host join a head as a node, with the head's token."""
+    host.run("sh", "-c", f"umask 77; mkdir -p .ray; printf %s $TOKEN > {TOKEN}", env={"TOKEN": head.run("cat", TOKEN)})
+    words = (*UP, "--join", address_of(head), "--host", host.address, "--roles", roles)
+    host.run(*words, seconds=START_S, env=store.environment)
 
 
 @pytest.fixture(scope="module")
 def nodes(network: Network, store: ObjectStore, head: Host, address: str) -> Iterator[list[Host]]:
     """The trainer's host, and one of engines and environments."""
     hosts = [network.host(name, Link(rate=200, delay=5)) for name in ("trainer", "engines")]
-    token = {"TOKEN": head.run("cat", TOKEN)}
     for host, roles in zip(hosts, ("trainer", "engine,environment"), strict=True):
-        join = (*UP, "--join", address, "--host", host.address, "--roles", roles)
         with pytest.raises(AssertionError, match=r"auth_token is missing: copy it from the head's machine"):
-            host.run(*join, seconds=START_S)
-        host.run("sh", "-c", f"umask 77; mkdir .ray; printf %s $TOKEN > {TOKEN}", env=token)
-        host.run(*join, seconds=START_S, env=store.environment)
+            host.run(*UP, "--join", address, "--host", host.address, seconds=START_S)
+        join(host, head, store, roles)
     yield hosts
     for host in hosts:
         assert "ended" in host.run(*UP, "--down")
@@ -81,29 +97,82 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     network: Network, store: ObjectStore, head: Host, address: str, nodes: list[Host], tiny_run: RunDir, tmp_path: Path
 ) -> None:
     trainer, engines = nodes
-    changes: dict[str, Any] = {
-        "services.on": True, "services.address": f"{HOME}/node", "services.store": store.url, "rl.steps": 4, "rl.prompts": 2,
-        "rl.max_seconds": 0.0, "rl.evaluate_every": 0,
-    }  # fmt: skip
-    source = fork(tiny_run, override(Settings(), TINY | changes), runs=tmp_path, name="far")
-    run = f"{HOME}/{source.path.name}"
-    head.send(source.path, run)
-    said = head.run("python", "-m", "composer_nb.trainer.services.run", run, seconds=600, env=store.environment)
+    run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4})
+    said = head.run(*RUN, run, seconds=600, env=store.environment)
     assert "died" not in said and "rl: done" in said
     places = {tuple(row) for row in json.loads(head.python(NODES, address))}
     services = {(name, engines.address) for name in ("EngineService", "EnvironmentService")}
     assert places == services | {("TrainerRank", trainer.address)}
     head.take(run, tmp_path / "result")
     result = RunDir(tmp_path / "result")
-    info = result.finished("rl")
-    assert info is not None
-    files = sorted((result.path / "rollouts").glob("rl_*.parquet"))
-    tasks = [task for file in files for task in pq.read_table(file, columns=["task_id"])["task_id"].to_pylist()]
-    assert len(files) == 4 and Counter(Counter(tasks).values()) == {4: 4 * 2}, "no prompt skipped, none twice"
-    assert sum(result.ledger().values()) == info["sampled"] > 0
+    info = assert_whole(result, 4)
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
     print(said, info["store"])
+
+
+def send_run(tiny_run: RunDir, head: Host, store: ObjectStore, tmp_path: Path, changes: dict[str, Any]) -> str:
+    """Send a run that is about to begin RL to its head, and return its path there."""
+    changes |= {
+        "services.on": True, "services.address": f"{HOME}/node", "services.store": store.url, "rl.prompts": 2,
+        "rl.max_seconds": 0.0, "rl.evaluate_every": 0,
+    }  # fmt: skip
+    source = fork(tiny_run, override(Settings(), TINY | changes), runs=tmp_path, name="far")
+    head.send(source.path, f"{HOME}/{source.path.name}")
+    return f"{HOME}/{source.path.name}"
+
+
+def assert_whole(run: RunDir, steps: int) -> dict[str, Any]:
+    """Assert that nothing was lost and nothing came twice; return the results of RL."""
+    info = run.finished("rl")
+    assert info is not None
+    files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
+    tasks = [task for file in files for task in pq.read_table(file, columns=["task_id"])["task_id"].to_pylist()]
+    assert len(files) == steps and Counter(Counter(tasks).values()) == {4: steps * 2}, "no prompt skipped, none twice"
+    assert sum(run.ledger().values()) == info["sampled"] > 0
+    trained = dict(run.query("SELECT version, hash FROM version"))
+    served = run.query("SELECT version, hash FROM served")
+    assert served and all(trained[version] == hash for version, hash in served if version), (
+        "engines run what was trained"
+    )
+    return info
+
+
+def test_nothing_is_lost_whoever_is_cut_off_or_dies(
+    network: Network, store: ObjectStore, tiny_run: RunDir, tmp_path: Path
+) -> None:
+    """The host of the trainer is cut off for 30 s, another dies for good, and then the head; the run goes on from its store."""
+    head, steps = start_head(network, store, "first-head"), 14
+    cut, dead = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
+    join(cut, head, store, "trainer,engine,environment")
+    join(dead, head, store, "engine,environment")
+    run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": steps, "services.engines": 2})
+    process = head.start(*RUN, run, env=store.environment, stdout=None, stderr=None)
+
+    def wait_for(step: int) -> None:
+        deadline = time.monotonic() + patience(600)
+        while int(head.run("sh", "-c", f"grep -c '\"rl\"' {run}/metrics.jsonl || true")) < step:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+
+    wait_for(1)
+    network.cut(cut)
+    time.sleep(30)
+    network.cut(cut, down=False)
+    wait_for(4)
+    dead.kill()
+    wait_for(6)
+    head.kill()
+    head = start_head(network, store, "second-head")
+    restore = ("restore", f"{store.url}/{Path(run).name}", "--runs", HOME)
+    head.run("python", "-P", "-m", "composer_nb.cli", *restore, env=store.environment)
+    cut.run(*UP, "--down")  # it may still wait for its first head
+    join(cut, head, store, "trainer,engine,environment")
+    head.run(*RUN, run, seconds=600, env=store.environment)
+    head.take(run, tmp_path / "result")
+    result = RunDir(tmp_path / "result")
+    assert_whole(result, steps)
+    assert all(step.same for step in replay(result, from_dict(result.settings()), steps))
 
 
 def test_a_machine_without_the_token_gets_nowhere(network: Network, address: str, nodes: list[Host]) -> None:

@@ -18,7 +18,7 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.environments import EnvironmentService
-from composer_nb.trainer.services.inputs import NotSeen
+from composer_nb.trainer.services.run_copy import NotSeen
 from composer_nb.trainer.services.services import EngineService, EvaluationService
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, override

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
-from composer_nb.trainer.services.inputs import NotSeen
+from composer_nb.trainer.services.run_copy import NotSeen
 
 # CPUs that a service occupies in Ray's accounting.
 RANK_CPU = 0.1

@@ -15,8 +15,8 @@ from composer_nb.kernels.linear import HALF_IS_SLOW
 from composer_nb.trainer.parallel.memory import RankLoad, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
-from composer_nb.trainer.services.inputs import NotSeen, local_run
 from composer_nb.trainer.services.machine import available_memory
+from composer_nb.trainer.services.run_copy import NotSeen, local_run
 from composer_nb.trainer.settings import Settings
 
 # A node that has to start a worker and import torch first answers within so long.

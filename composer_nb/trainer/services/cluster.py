@@ -167,7 +167,7 @@ def attach(address: str, namespace: str, ours: bool = False) -> None:
     ignores the token. Raises ConnectionError, and nothing else, if no cluster answers.
     """
     if ours or address == "auto" or _is_here(address):
-        if "RAY_AUTH_TOKEN" in os.environ or _token().is_file():
+        if "RAY_AUTH_TOKEN" in os.environ or _token_file().is_file():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         if address.startswith(LOCAL):
             os.environ.update(LOOPBACK)
@@ -177,17 +177,19 @@ def attach(address: str, namespace: str, ours: bool = False) -> None:
         ray.init(address=address, namespace=namespace, **QUIET)
     except Exception as error:  # Ray raises many kinds, including Exception
         is_named = os.environ.get("RAY_AUTH_MODE") == "token"
-        hint = "" if is_named else f" (a cluster with a token wants RAY_AUTH_MODE=token, and its token in {_token()})"
+        hint = (
+            "" if is_named else f" (a cluster with a token wants RAY_AUTH_MODE=token, and its token in {_token_file()})"
+        )
         raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}{hint}") from error
 
 
 def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
     """Start a node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails. The path of
     `folder` must be short, because it becomes part of paths of sockets."""
-    if machine.join and "RAY_AUTH_TOKEN" not in os.environ and not _token().is_file():
-        raise ConnectionError(f"{_token()} is missing: copy it from the head's machine, readable by you alone")
+    if machine.join:
+        token()
     if "RAY_AUTH_TOKEN" not in os.environ:
-        make_token(_token())
+        make_token(_token_file())
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((machine.host or "127.0.0.1", 0))) for _ in PORTS]
         ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
@@ -251,5 +253,15 @@ def _is_here(address: str) -> bool:
     return True
 
 
-def _token() -> Path:
+def _token_file() -> Path:
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+
+
+def token() -> str:
+    """Return the cluster's token. Raises ConnectionError if this machine has none."""
+    try:
+        return os.environ.get("RAY_AUTH_TOKEN") or _token_file().read_text().strip()
+    except FileNotFoundError:
+        raise ConnectionError(
+            f"{_token_file()} is missing: copy it from the head's machine, readable by you alone"
+        ) from None

@@ -8,7 +8,8 @@ events to it, and records both.
 The loop waits in `next_batch` for a batch and in `learn` for the trainer; meanwhile `_turn` serves everything else. The
 orchestrator decides, and its state is in `run.db` before a command is executed. So any process may be killed at any time. A
 worker or an engine is made again, and its rollouts are dispatched again. The trainer returns to its checkpoint and learns the
-logged batches again. The coordinator itself resumes from `run.db`.
+logged batches again. The coordinator itself resumes from `run.db`, on another machine
+from its copy in the store (`run_copy.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
-from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
+from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import (
@@ -56,6 +57,7 @@ from composer_nb.trainer.services.orchestrator import (
     Trained,
     TrainerLost,
 )
+from composer_nb.trainer.services.run_copy import RunCopy
 from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
 from composer_nb.trainer.settings import Settings, override
@@ -78,6 +80,7 @@ class Coordinator:
         # Settings without live changes. The trainer uses them, so that it repeats a batch exactly.
         self.started_with = settings
         self.journal, self.finished = Journal(run), FinishedRollouts(run.path, settings.services.store)
+        self.copy = RunCopy(run.path, settings.services.store) if settings.services.store else None
         self.settings = reduce(override, run.changed_live().values(), settings)
         self.journal.plan(settings.services.changes)
         self.tasks = prompt_order(run.path, Order.of(settings))
@@ -148,8 +151,11 @@ class Coordinator:
         if snapshot is None:
             self.orchestrator = Orchestrator(schedule)
         else:
-            redo = self.journal.batches(self.saved, snapshot["version"])
-            self.orchestrator = Orchestrator.restore(schedule, snapshot, redo=redo, stored=self.finished.names())
+            redo, stored = self.journal.batches(self.saved, snapshot["version"]), self.finished.names()
+            for train in self.journal.batches(snapshot["version"], snapshot["version"] + 1):
+                if batch_file(self.run.path, train.step).is_file():  # it is whole, whatever the store lists
+                    stored |= {*train.rollouts}
+            self.orchestrator = Orchestrator.restore(schedule, snapshot, redo=redo, stored=stored)
             self.lost = self.orchestrator.books.counts["faulted"]
             if self.orchestrator.training is None:  # some of the rollouts are gone: it will be another batch
                 batch_file(self.run.path, self.orchestrator.version).unlink(missing_ok=True)
@@ -398,7 +404,13 @@ class Coordinator:
         columns = {"slot": slots, "dispatch": dispatches}
         save_batch(batch_file(self.run.path, batch.step), groups, columns, self.finished.packed(rollout_keys))
 
+    def push(self) -> None:
+        """Bring the run's copy in the store up to date."""
+        if self.copy is not None:
+            self.copy.push()
+
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
+        self.push()
         self.live = batch.step if streams else self.live
         rate, shared = self.journal.rate(batch.step), self.actors.share(streams)
         reply = self.trainer.call("learn", batch.step, rate, shared, self.running, min(self.saved, self.live))

@@ -27,10 +27,10 @@ from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.models.tokenizer import load_tokenizer
-from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.services.actors import RemoteService
-from composer_nb.trainer.services.inputs import local_run
+from composer_nb.trainer.services.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
+from composer_nb.trainer.services.run_copy import local_run
 
 # What a worker reports; the coordinator, which has the clock, stamps it.
 Report = Finished | Faulted | Alive

@@ -27,6 +27,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
+from composer_nb.trainer.services.relay import RelayedStore
 from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver, VersionRule
 from composer_nb.trainer.versions.store import StoreError
@@ -59,13 +60,17 @@ class RunningVersion:
 
 
 def fetch(receiver: Receiver, version: int) -> Fetched:
-    """Fetch a version that may still be on its way. Raises TimeoutError when it does not appear, WeightFault if it is damaged."""
-    deadline = time.monotonic() + APPEARS_S
-    while (newest := receiver.newest()) is None or newest < version:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; see the trainer's log")
+    """Fetch a version that may still be on its way, from a store that may refuse for a while. Raises TimeoutError when it does
+    not appear, WeightFault if it is damaged."""
+    deadline, reason = time.monotonic() + APPEARS_S, "see the trainer's log"
+    while time.monotonic() < deadline:
+        try:
+            if receiver.appeared(version):
+                return receiver.fetch(version)
+        except StoreError as error:
+            reason = str(error)
         time.sleep(0.01)
-    return receiver.fetch(version)
+    raise TimeoutError(f"version {version} did not appear within {APPEARS_S:.0f} s; {reason}")
 
 
 class Updates:
@@ -82,7 +87,7 @@ class Updates:
         device: str = "cpu",
     ) -> None:
         """`numerics`: the engine's number format; `device`: where it computes."""
-        self.receiver, self.rule = Receiver(url, name=name), VersionRule()
+        self.receiver, self.rule = Receiver(RelayedStore(url), name=name), VersionRule()
         # Versions that cannot be used.
         self.left_out = set[int]()
         self.config, self.kernels, self.numerics, self.device = config, kernels, numerics, device

@@ -1,6 +1,6 @@
 """The records of asynchronous RL in `run.db`: the orchestrator's state, the log of batches and of versions, live settings.
 
-With the stored rollouts (`records/finished.py`, `records/batches.py`), they give three levels of checkpoint. A finished rollout
+With the stored rollouts (`finished.py`, `records/batches.py`), they give three levels of checkpoint. A finished rollout
 is not sampled again. A complete group stays complete. A batch that was trained after the last checkpoint of the weights is
 trained again, on the same rollouts in the same order.
 """

@@ -16,7 +16,6 @@ from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.head import held
-from composer_nb.trainer.services.inputs import publish_inputs
 from composer_nb.trainer.settings import from_dict
 
 # Time limit of Ray's start, which takes ten seconds, or a minute on a busy machine.
@@ -65,13 +64,14 @@ def main(arguments: list[str]) -> None:
         has_begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
-        if address and settings.services.store:
-            publish_inputs(run.path, settings.services.store)
+        coordinator = Coordinator(run, settings, actors, say)
+        coordinator.push()  # before nodes look for their inputs
         if address and not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
             require_room_for_rl(settings, machines_of_cluster(run.path, settings.services.store))
-        info = Coordinator(run, settings, actors, say).go()
+        info = coordinator.go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)
+        coordinator.push()
         say(f"rl: done in {seconds:.0f} s")
     except ActorDied as died:  # without a replacement: the launcher starts this process again
         print(died, file=sys.stderr)

@@ -42,7 +42,7 @@ from composer_nb.trainer.models.variants import ENGINES, variant
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter, tuning_scores
 from composer_nb.trainer.services.inference import Inference, Updates, fetch
-from composer_nb.trainer.services.inputs import local_run
+from composer_nb.trainer.services.run_copy import local_run
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.receiver import Receiver
 

@@ -31,7 +31,7 @@ from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_plac
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.inference import RunningVersion
-from composer_nb.trainer.services.inputs import local_run
+from composer_nb.trainer.services.run_copy import local_run
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import Weights, state_hash

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -25,6 +26,8 @@ Weights = Mapping[str, Tensor]
 # Files beside the weights of a version, by name.
 SideFiles = Mapping[str, bytes]
 MANIFEST = "manifest.json"
+# The hash of everything: BLAKE2b with 160 bits.
+BLAKE = partial(hashlib.blake2b, digest_size=20)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS.values()}
 
 
@@ -55,8 +58,8 @@ class ForeignBase(WeightFault):
 
 
 def digest(data: Any) -> str:
-    """Return the BLAKE2b hash, 160 bits in hex, of bytes or a contiguous array."""
-    return hashlib.blake2b(data, digest_size=20).hexdigest()
+    """Return the hash (`BLAKE`), in hex, of bytes or a contiguous array."""
+    return BLAKE(data).hexdigest()
 
 
 class SealedRecord(BaseModel):

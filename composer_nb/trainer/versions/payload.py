@@ -146,9 +146,7 @@ def read_link(store: VersionStore, where: str, manifest: Manifest, *, mapped: bo
                 check_file(store, f"{where}/{name}", file)
                 shards.append(read_shard(beneath(Path(what), name)))
                 continue
-            data = store.read(f"{where}/{name}")
-            if (len(data), digest(data)) != (file.bytes, file.hash):
-                raise DamagedVersion(f"{what}/{name} ({len(data)} bytes of {file.bytes}) is not what was published")
+            data = store.read_file(f"{where}/{name}", file)
             if name.endswith(_SUFFIX):
                 payload |= safetensors.torch.load(data)
             else:

@@ -145,11 +145,11 @@ class Publisher:
             return self._states[version].entries
 
         surveys = self._on_all(survey)
-        plan = self._on_first(lambda: self._begin(version, surveys, files))
+        plan = self._store.patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
         hashed(plan.hash)
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
-        manifest = self._write(plan, files)
+        manifest = self._store.patiently(lambda: self._write(plan, files))
         anchor_plan = self._on_first(lambda: self._anchor(manifest))
         if anchor_plan is not None:
             with suppress(StoreError):
@@ -188,7 +188,7 @@ class Publisher:
         """Return the base of the next version, after reading refusals and reports."""
         refusals = self._store.names("refused")
         for name in refusals:  # before the answer is written: a later note refers to the answer
-            self._store.remove(f"refused/{name}")
+            self._store.remove_file(f"refused/{name}")
         for report in self._store.reports():
             with suppress(ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)
@@ -315,8 +315,13 @@ class BackgroundPublisher:
         return hash_future
 
     def prune(self, keep: int, since: float) -> None:
-        """Queue `Publisher.prune`."""
-        self._under_way.append(self._pool.submit(self._publisher.prune, keep, since=since))
+        """Queue `Publisher.prune`. What the store does not remove now, a later call does."""
+
+        def work() -> None:
+            with suppress(StoreError):
+                self._publisher.prune(keep, since=since)
+
+        self._under_way.append(self._pool.submit(work))
 
     def close(self) -> None:
         """Wait until everything is published, end the thread, and raise the first error."""

@@ -126,9 +126,9 @@ def read_version(store: VersionStore, version: int, states: Mapping[int, WeightS
 class Receiver:
     """Follows a store. Call `fetch` in any thread while an engine runs, and `install` once the engine has loaded the version."""
 
-    def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
+    def __init__(self, store: str | Path | VersionStore, *, name: str = "receiver") -> None:
         """`name` distinguishes the receivers of a store in their notes and reports."""
-        self._store, self._name = VersionStore(url), name
+        self._store, self._name = store if isinstance(store, VersionStore) else VersionStore(store), name
         self._states: dict[int, WeightState] = {}
         self._refused: set[int] = set()
         self.version = -1
@@ -137,6 +137,10 @@ class Receiver:
         """Return the newest version that was not refused here; None if there is none."""
         versions = (v for v in reversed(self._store.folders()) if v not in self._refused)
         return next((v for v in versions if self._store.exists(v)), None)
+
+    def appeared(self, version: int) -> bool:
+        """Return whether a version or a newer one is there. The listing may be old, so it is asked last. Raises StoreError."""
+        return self._store.exists(version) or (self.newest() or -1) > version
 
     def fetch(self, version: int) -> Fetched:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running

@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +23,10 @@ from typing import Any, TypeVar
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from composer_nb.harness.files import file_digest, replacing
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
+    BLAKE,
     MANIFEST,
     DamagedVersion,
     Manifest,
@@ -33,12 +35,16 @@ from composer_nb.trainer.versions.manifest import (
     PayloadFile,
     SealedRecord,
     WeightFault,
+    digest,
 )
 
 R = TypeVar("R", bound=SealedRecord)
+T = TypeVar("T")
 ANCHORS = "anchors"
 # Number of bytes in memory while a file is copied or hashed.
 CHUNK = 1 << 24
+# Seconds between the calls of something that an object store refuses: two minutes in all.
+WAITS_S = (1, 2, 4, 8, 15, 30, 30, 30)
 
 
 class StoreError(OSError):
@@ -99,6 +105,15 @@ class VersionStore:
         except UnsafeName as error:
             raise StoreError(f"{self.url}: {error}") from None
 
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns, called again after each StoreError of an object store. The number of calls is fixed, so that
+        ranks which share their errors stay together."""
+        for wait_s in () if self._local else WAITS_S:
+            with suppress(StoreError):
+                return act()
+            time.sleep(wait_s)
+        return act()
+
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         try:
@@ -120,34 +135,49 @@ class VersionStore:
         with self._reading(name) as path:
             return bytes(self._fs.cat_file(path))
 
+    def read_file(self, name: str, file: PayloadFile) -> bytes:
+        """Return a file's bytes. Raises DamagedVersion if they are not `file`, MissingVersion or StoreError."""
+        data = self.read(name)
+        if (len(data), digest(data)) != (file.bytes, file.hash):
+            raise DamagedVersion(f"{self.url}/{name} ({len(data)} bytes of {file.bytes}) is not what was published")
+        return data
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield a file's bytes piece by piece. Raises MissingVersion or StoreError."""
         with self._reading(name) as path, self._fs.open(path, "rb") as stream:
             while data := stream.read(CHUNK):
                 yield data
 
+    def copy(self, name: str, hash: str, path: Path) -> None:
+        """Copy a file to `path` on this machine. Raises DamagedVersion if it has another hash, MissingVersion or StoreError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            with part.open("wb") as draft:
+                draft.writelines(self.chunks(name))
+            if file_digest(part, BLAKE) != hash:
+                raise DamagedVersion(f"{self.url}/{name} is not what was published")
+
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
-        path = self._at(name)
-        with self._placing(path) as part:
-            self._fs.pipe_file(part, data)
-            if part != path:
-                os.replace(part, path)
+        self.put(name, [data])
 
     def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
-        path, byte_count, digest = self._at(name), 0, hashlib.blake2b(digest_size=20)
+        path, byte_count, hasher = self._at(name), 0, BLAKE()
         with self._placing(path) as part:
             with self._fs.open(part, "wb") as stream:
                 for piece in pieces:
                     view = memoryview(piece).cast("B")
                     for begin in range(0, len(view), CHUNK):
                         stream.write(view[begin : begin + CHUNK])
-                    digest.update(view)
+                    hasher.update(view)
                     byte_count += len(view)
+                if self._local:  # what is reported afterwards survives a power failure
+                    stream.flush()
+                    os.fsync(stream.fileno())
             if part != path:
                 os.replace(part, path)
-        return PayloadFile(bytes=byte_count, hash=digest.hexdigest())
+        return PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:
@@ -181,8 +211,13 @@ class VersionStore:
                 return []
         return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
+    def remove_file(self, name: str) -> None:
+        """Remove a file, if it is there. Raises StoreError."""
+        with self._doing(f"{name} cannot be removed"), suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name))
+
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its contents. The manifest is removed first, so that no partial version is visible.
+        """Remove a folder with its contents. The manifest is removed first, so that no partial version is visible.
         Raises StoreError."""
         path = self._at(name)
         with self._doing(f"{name} cannot be removed"):
@@ -217,7 +252,7 @@ class VersionStore:
         return manifest
 
     def prune(
-        self, keep: int, needed: Iterable[int] = (), since: float = math.inf, last: float = math.inf
+        self, keep: int, needed: Collection[int] = (), since: float = math.inf, last: float = math.inf
     ) -> list[int]:
         """Remove versions up to `last`, and anchors, and return the versions' numbers. Kept are the newest `keep`, those from
         `since` on, `needed`, what receivers report to run (unless they lag by more than 2 · `keep` versions), and all
@@ -225,10 +260,11 @@ class VersionStore:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         folders = [v for v in self.folders() if v <= last]
-        complete = [v for v in folders if self.exists(v)]
+        complete = [v for v in sorted({*folders, *needed}) if self.exists(v)]  # the listing may be old
         needed_versions = {*complete[-keep:], *(v for v in complete if v >= since), *needed}
         needed_versions |= {report.version for report in self.reports()} & set(complete[-2 * keep :])
-        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
+        anchor_folders = self.anchors()
+        anchors = [v for v in anchor_folders if self.exists(v, anchor(v))]
         retained, anchors_kept = needed_versions & set(complete), set(anchors[-1:])
         try:
             for version in sorted(retained):
@@ -238,7 +274,7 @@ class VersionStore:
                 anchors_kept |= {version} & set(anchors)
         except WeightFault:
             return []
-        for version in set(self.anchors()) - anchors_kept:
+        for version in set(anchor_folders) - anchors_kept:
             self.remove(anchor(version))
         removed = [v for v in folders if v not in retained]
         for version in removed:
@@ -297,9 +333,9 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
 
 def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:
     """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
-    byte_count, digest = 0, hashlib.blake2b(digest_size=20)
+    byte_count, hasher = 0, BLAKE()
     for piece in store.chunks(name):
-        digest.update(piece)
+        hasher.update(piece)
         byte_count += len(piece)
-    if (byte_count, digest.hexdigest()) != (file.bytes, file.hash):
+    if (byte_count, hasher.hexdigest()) != (file.bytes, file.hash):
         raise DamagedVersion(f"{store.url}/{name} ({byte_count} bytes of {file.bytes}) is not what was published")

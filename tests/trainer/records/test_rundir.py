@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.rundir import RunDir, create, provenance, versions
+from composer_nb.trainer.services.finished import FinishedRollouts
 
 
 def state(value: float) -> dict[str, Tensor]:
@@ -36,6 +36,7 @@ def files(run: RunDir) -> list[str]:
 def test_a_damaged_finished_rollout_is_named(run: RunDir):
     (run.path / "rollouts").mkdir(exist_ok=True)
     finished = FinishedRollouts(run.path)
+    (run.path / "rollouts" / "finished").mkdir()
     (run.path / "rollouts" / "finished" / "3-1-0.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"finished/3-1-0\.safetensors: a stored attempt is damaged"):
         finished.load((3, 1, 0), SimpleNamespace(id="t"))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
@@ -26,12 +27,13 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.replay import branch, other_origins, replay
-from composer_nb.trainer.records.finished import FinishedRollouts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.journal import REFUSED, request_change
+from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
@@ -120,6 +122,15 @@ def versions(run: RunDir) -> dict[int, str]:
     return dict(run.query("SELECT version, hash FROM version"))
 
 
+def assert_whole(run: RunDir, info: dict[str, Any], steps: int = 6) -> None:
+    """Assert that every prompt was trained once, and that the ledger adds up."""
+    ids = [task for _, tasks in trained(run) for task in tasks]
+    assert len(set(ids)) == steps * 2 and all(ids.count(task) == 4 for task in set(ids)), (
+        "no prompt skipped, none twice"
+    )
+    assert sum(run.ledger().values()) == info["sampled"] > 0
+
+
 def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     run, settings = begun("services", IN_STEP)
     info = go(run, settings)
@@ -162,14 +173,12 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
     info = go(run, settings)
     batches = trained(run)
-    ids = [task for _, tasks in batches for task in tasks]
     assert [step for step, _ in batches] == list(range(8))
-    assert len(set(ids)) == 8 * 2 and all(ids.count(task) == 4 for task in set(ids)), "no prompt skipped, none twice"
+    assert_whole(run, info, 8)
     steps = run.steps("rl")
     assert [step["step"] for step in steps] == list(range(1, 9))
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
-    assert sum(run.ledger().values()) == info["sampled"] > 0
     assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
     made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
@@ -224,10 +233,31 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
     actors = Flaky(**dies)
     info = go(run, settings, actors)
     assert all(actors.calls[method] >= min(numbers) for method, numbers in dies.items()), "they did die"
-    ids = [task for _, tasks in trained(run) for task in tasks]
-    assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
-    assert sum(run.ledger().values()) == info["sampled"]
+    assert_whole(run, info)
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
+def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
+    begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
+):
+    """Cut off when others know a batch that the store's copy does not yet call trained, or before that copy is made."""
+    store = f"{tmp_path}/store"
+    changes = {"services.store": store, "services.ahead": 1, "services.bound": 2, "rl.steps": 6}
+    run, settings = begun("lost", changes)
+    cut_off(run, settings, after, method)
+    published = {line.version: line.hash for line in VersionStore(store_url(run.path, settings)).ledger()}
+    shutil.rmtree(run.path)
+    elsewhere = RunDir(restore(f"{store}/{run.path.name}", tmp_path / "runs"))
+    assert (tmp_path / "runs" / "lost").resolve() == elsewhere.path and elsewhere.checkpoint("rl") is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedRollouts, "names", lambda self: set())
+        info = go(elsewhere, settings)
+    assert_whole(elsewhere, info)
+    made, served = versions(elsewhere), elsewhere.query("SELECT version, hash FROM served")
+    assert sorted(made) == [2, 4, 6, 8, 10, 12] and all(made[version] == hash for version, hash in served)
+    assert len(published) >= 2 * after and all(published[v] == made[v] for v in published.keys() & made.keys())
+    assert all(each.same for each in replay(elsewhere, settings, 6))
 
 
 def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still_replays(begun):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from torch import Tensor
 
+from composer_nb.trainer.services.inference import fetch
 from composer_nb.trainer.versions.manifest import DamagedVersion, MisplacedVersion, MissingVersion, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher, VersionReused
 from composer_nb.trainer.versions.receiver import Receiver
@@ -44,7 +43,7 @@ def assert_right(receiver: Receiver, version: int) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """On a disk; `test_version_fuzz.py` has stores in memory, and the last test here one on S3."""
+    """On a disk; `test_version_fuzz.py` has stores in memory, `tests/hosts/test_faults_of_hosts.py` one on S3."""
     return f"file://{tmp_path}/store"
 
 
@@ -249,6 +248,50 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
     assert_right(receiver, 1)
 
 
+def test_a_far_store_that_refuses_for_a_while_costs_time_alone(monkeypatch):
+    monkeypatch.setattr("composer_nb.trainer.versions.store.WAITS_S", (0, 0))
+    publisher, receiver = Publisher(url := f"memory://{uuid.uuid4().hex}", owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    refusals, placing, existing = iter([1, 1]), VersionStore._placing, VersionStore.exists
+
+    def refuse(act):
+        def acting(*values):
+            if next(refusals, None):
+                raise StoreError("try again later")
+            return act(*values)
+
+        return acting
+
+    monkeypatch.setattr(VersionStore, "_placing", refuse(placing))
+    assert publisher.publish(1, weights(1), FILES).base is not None
+    monkeypatch.setattr(VersionStore, "exists", refuse(existing))
+    refusals = iter([1, 1])
+    publisher.acknowledge(1, receiver.install(fetch(receiver, 1)))
+    refusals = iter([1, 1, 1])
+    with pytest.raises(StoreError, match="try again later"):
+        publisher.publish(2, weights(2), FILES)
+    assert publisher.publish(2, weights(2), FILES).base.version == 1
+
+
+def test_an_old_listing_hides_no_version_and_costs_none(url: str, monkeypatch):
+    publisher, receiver = Publisher(url, owner="run", full_every=2), Receiver(url)
+    for version in range(6):
+        follow(publisher, receiver, version)
+    names, old = VersionStore.names, {}
+    for name in ("", "anchors"):
+        old[name] = VersionStore(url).names(name)
+    monkeypatch.setattr(VersionStore, "names", lambda store, name="": old.get(name) or names(store, name))
+    for version in range(6, 9):
+        publisher.publish(version, weights(version), FILES)
+        publisher.acknowledge(version, receiver.install(fetch(receiver, version)))
+    assert publisher.prune(1) == [0, 1, 2, 3]
+    monkeypatch.undo()
+    assert VersionStore(url).folders() == [4, 5, 6, 7, 8] and VersionStore(url).anchors()[-1] == 8
+    assert_right(Receiver(url), 8)
+    with pytest.raises(VersionReused):
+        Publisher(url, owner="run").publish(8, weights(9), FILES)
+
+
 # In the background
 
 
@@ -316,44 +359,3 @@ def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_n
     assert publisher.prune(1) == [1] and store.folders() == [0, 2, 9]
     store.write(f"{folder(2)}/manifest.json", b"{}")
     assert publisher.prune(1) == []
-
-
-# On S3: a real server of its protocol on loopback
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    moto_server = pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
-    pytest.importorskip("s3fs", reason="s3fs, a development dependency, speaks to it")
-    with pytest.MonkeyPatch.context() as patch:
-        named = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_REGION": "us-east-1"}
-        for name, value in named.items():
-            patch.setenv(name, value)
-        running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        running.start()
-        host, port = running.get_host_and_port()
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        fsspec.filesystem("s3").mkdir("weights")
-        yield "s3://weights"
-        running.stop()
-        fsspec.filesystem("s3").clear_instance_cache()
-
-
-@pytest.fixture
-def bucket(server: str) -> str:
-    return f"{server}/{uuid.uuid4().hex}"
-
-
-def test_versions_go_through_s3_bit_for_bit(bucket: str, tmp_path):
-    publisher, receiver = Publisher(bucket, owner="run", full_every=3), Receiver(bucket, name="far")
-    for version in range(5):
-        publisher.publish(version, weights(version), FILES)
-        assert_right(receiver, version)
-        receiver.install(receiver.fetch(version))
-        receiver.report()
-    assert VersionStore(bucket).anchors() == [3] and VersionStore(bucket).exists(3, anchor(3))
-    rows = log(bucket)
-    assert [row["base"] for row in rows] == [None, 0, 1, 2, 3] and rows[0]["acknowledged"] == ["far"]
-    publisher.prune(1)
-    assert VersionStore(bucket).folders() == [3, 4]
-    assert_right(Receiver(bucket), 4)
