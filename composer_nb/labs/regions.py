@@ -146,7 +146,7 @@ class _Line(VersionStore):
         super().write(name, data)
 
 
-class _Site:
+class _RegionSite:
     """A region at work: its relay and receivers, with a store that is new after a loss."""
 
     def __init__(self, line: _Line, region: Region) -> None:
@@ -167,7 +167,7 @@ class _Site:
             self.relay.forward()
 
 
-class _Course:
+class _RegionCourse:
     """The simulation: a queue of actions in virtual time, and the events so far."""
 
     def __init__(self, plan: RegionPlan) -> None:
@@ -175,7 +175,7 @@ class _Course:
         self._queue, self._order = list[tuple[float, int, Callable[[float], None]]](), count()
         origin = f"memory://regions/{uuid.uuid4().hex}"
         self._publisher = Publisher(origin, owner="trainer", full_every=plan.full_every)
-        self._sites = [_Site(_Line(origin, region), region) for region in plan.regions]
+        self._sites = [_RegionSite(_Line(origin, region), region) for region in plan.regions]
         self._random = torch.Generator().manual_seed(0)
         self._masters = SIGMA * torch.randn(SIZE, generator=self._random)
 
@@ -206,7 +206,7 @@ class _Course:
             self._publisher.prune(2 * self.plan.full_every)
         self.events.append(RegionEvent(at, "published", "", version))
 
-    def _pull(self, at: float, site: _Site) -> None:
+    def _pull(self, at: float, site: _RegionSite) -> None:
         """Let a relay copy what is new: the store as it is now, until its line has brought it."""
         line, before, relay = site.line, site.relay.version, site.relay
         line.now = at
@@ -223,20 +223,20 @@ class _Course:
             self._later(line.now + self.plan.swap_s, lambda at: self._run(at, site, relay, version))
         self._later(max(line.now, at) + self.plan.poll_s, lambda at: self._pull(at, site))
 
-    def _run(self, at: float, site: _Site, relay: Relay, version: int) -> None:
+    def _run(self, at: float, site: _RegionSite, relay: Relay, version: int) -> None:
         if site.relay is relay:  # otherwise it was lost meanwhile
             site.line.now = at
             site.run(version)
             self.events.append(RegionEvent(at, "running", site.region.name, version, site.line.read_bytes))
 
-    def _lose(self, at: float, site: _Site) -> None:
+    def _lose(self, at: float, site: _RegionSite) -> None:
         site.begin()
         self.events.append(RegionEvent(at, "lost", site.region.name, -1, site.line.read_bytes))
 
 
 def simulate_regions(plan: RegionPlan) -> list[RegionEvent]:
     """Return what happens until the last version's step is over, in order of time."""
-    return _Course(plan).run()
+    return _RegionCourse(plan).run()
 
 
 def staleness(events: Sequence[RegionEvent], region: str, until: float) -> list[tuple[float, float, float]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from composer_nb.harness.sandbox.contract import Backend
+if TYPE_CHECKING:
+    from composer_nb.harness.sandbox.backend import ResidentBackend
 
 BACKENDS = ("bwrap", "docker")
 
 
-def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> Backend:
+def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> ResidentBackend:
     """Return a backend by name. Raises ValueError for an unknown name, SandboxUnavailable where it does not work here."""
     if name == "bwrap":
         from composer_nb.harness.sandbox.bwrap import BwrapBackend

@@ -232,7 +232,14 @@ def hide_counters(new: str, stand_ins: str, layout: Header) -> None:
 
 def resident(settings: Header, layout: typing.Optional[Header] = None) -> None:  # noqa: UP045
     if layout is not None:
-        furnish(settings, layout)
+        # By a copy of this program, which takes the pages of memory that it writes to with it: 1 MiB of an idle sandbox's 3.
+        builder = os.fork()
+        if builder == 0:
+            furnish(settings, layout)
+            os._exit(0)
+        if os.waitpid(builder, 0)[1]:
+            os._exit(1)  # the copy has told why
+        os.chdir("/")
     confine(settings)
     if settings["calls"]:
         Caller(settings).serve()
