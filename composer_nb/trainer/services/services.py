@@ -152,7 +152,8 @@ def make_engine(
 ) -> Engine:
     """Return an engine with the sizes in the settings."""
     size = {"slots": s.slots, "max_length": s.limits.tokens, "step_tokens": s.engine.step_tokens}
-    return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
+    swap: Any = {"reset_cache": s.engine.reset_cache, "transition": s.engine.transition}
+    return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size, **swap)
 
 
 class EvaluationService:
