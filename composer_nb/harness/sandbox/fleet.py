@@ -48,13 +48,10 @@ class HostUse(NamedTuple):
     @classmethod
     def now(cls) -> HostUse:
         """Return the use of this machine, and of the disk of temporary files."""
-        memory, disk = psutil.virtual_memory(), os.statvfs(os.environ.get("TMPDIR", "/tmp"))
-        with contextlib.suppress(OSError, IndexError, ValueError):  # Documentation/accounting/psi.rst
-            avg10 = Path("/proc/pressure/cpu").read_text().split("avg10=")[1].split()[0]
-            return cls(
-                1 - memory.available / memory.total, 1 - disk.f_bavail / max(disk.f_blocks, 1), float(avg10) / 100
-            )
-        return cls(1 - memory.available / memory.total, 1 - disk.f_bavail / max(disk.f_blocks, 1), 0.0)
+        memory, disk, cpu = psutil.virtual_memory(), os.statvfs(os.environ.get("TMPDIR", "/tmp")), 0.0
+        with contextlib.suppress(OSError):  # a kernel without it (Documentation/accounting/psi.rst)
+            cpu = float(Path("/proc/pressure/cpu").read_text().split("avg10=")[1].split()[0]) / 100
+        return cls(1 - memory.available / memory.total, 1 - disk.f_bavail / max(disk.f_blocks, 1), cpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +62,7 @@ class FleetLimits:
         starts: Sandboxes that start at the same time; one while its CPUs are busier than `cpu`, so that work never stops.
         alive: Sandboxes that exist.
         memory, disk: Shares of the host that may be in use before a start.
-        ahead: Idle sandboxes at most, and the share of memory that they leave free.
+        ahead: Idle sandboxes at most, which leave the share `margin` of what may be in use.
     """
 
     starts: int = 4
