@@ -68,7 +68,7 @@ class FleetLimits:
     starts: int = 4
     alive: int = 4096
     memory: float = 0.95
-    disk: float = 0.95
+    disk: float = 0.99
     cpu: float = 0.9
     ahead: int = 32
     margin: float = 0.1

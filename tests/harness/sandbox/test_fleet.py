@@ -71,7 +71,7 @@ def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
     )
     scheduler.report(2, HostUse(0.2, 0.0, 0.99), 9)
     assert [p and p.host for p in (scheduler.place(0.0, (0.1, 0.0)) for _ in range(2))] == [2, None], "busy CPUs: one"
-    scheduler.report(2, HostUse(0.2, 0.97, 0.0), 9)
+    scheduler.report(2, HostUse(0.2, 0.995, 0.0), 9)
     assert scheduler.place(0.0, (0.1, 0.0)) is None and "disk" not in scheduler.shortage()
     alone = FleetScheduler(1, FleetLimits())
     alone.report(0, FULL, 0)
