@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -117,7 +118,7 @@ class ClusterLoad:
     report_s: float = 1.0
 
 
-class _Cluster:
+class _SimulatedCluster:
     """Hosts in virtual time, filled by a scheduler."""
 
     def __init__(self, load: ClusterLoad, scheduler: FleetScheduler) -> None:
@@ -163,7 +164,7 @@ class _Cluster:
             # Nothing of the burst ends before its stream begins: all of it is alive at once.
             rest = max(0.0, load.life_s - self.now) if since == 0.0 else 0.0
             life = rest + self.random.exponential(load.life_s)
-            self.later(life, lambda host=host, use=use: self._end(host, use))  # type: ignore[misc]
+            self.later(life, partial(self._end, host, use))
         ahead = self._demand.ahead(self.now, limits.ahead, load.start_s) - len(self._idle)
         while (missing := len(self._waiting) + max(ahead, 0) - self._starting) > 0:
             margin = limits.margin if missing <= ahead else 0.0
@@ -174,7 +175,7 @@ class _Cluster:
             self.use[placement.host] += self._peak
             # CPUs are shared by what starts and runs.
             seconds = load.start_s * max(1.0, self.use[placement.host, 2])
-            self.later(seconds, lambda placement=placement: self._ready(placement))  # type: ignore[misc]
+            self.later(seconds, partial(self._ready, placement))
 
     def _ready(self, placement: Placement) -> None:
         load, host = self.load, placement.host
@@ -213,7 +214,7 @@ def simulate_fleet(load: ClusterLoad, kind: type[FleetScheduler], ahead: int) ->
     the fewest that would do.
     """
     limits = FleetLimits(starts=load.host_cpus // 4, alive=1 << 20, memory=0.9, ahead=ahead)
-    begin, cluster = time.perf_counter(), _Cluster(load, kind(load.hosts, limits))
+    begin, cluster = time.perf_counter(), _SimulatedCluster(load, kind(load.hosts, limits))
     cluster.run()
     _, hosts, share = cluster.hosts_in_use[-1]
     burst = np.array(cluster.waits[: load.burst])

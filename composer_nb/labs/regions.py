@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any, Literal
 
@@ -184,12 +185,12 @@ class _RegionCourse:
 
     def run(self) -> list[RegionEvent]:
         for version in range(self.plan.versions):
-            self._later(version * self.plan.step_s, lambda at, version=version: self._publish(at, version))
+            self._later(version * self.plan.step_s, partial(self._publish, version=version))
         for site in self._sites:
-            self._later(0.0, lambda at, site=site: self._pull(at, site))
+            self._later(0.0, partial(self._pull, site=site))
             for outage in site.region.outages:
                 if outage.lost:
-                    self._later(outage.begin, lambda at, site=site: self._lose(at, site))
+                    self._later(outage.begin, partial(self._lose, site=site))
         while self._queue[0][0] < self.plan.versions * self.plan.step_s:
             at, _, act = heapq.heappop(self._queue)
             act(at)
@@ -220,8 +221,8 @@ class _RegionCourse:
         if kind:
             self.events.append(RegionEvent(line.now, kind, site.region.name, version, line.read_bytes))  # type: ignore[arg-type]
         elif version != before:
-            self._later(line.now + self.plan.swap_s, lambda at: self._run(at, site, relay, version))
-        self._later(max(line.now, at) + self.plan.poll_s, lambda at: self._pull(at, site))
+            self._later(line.now + self.plan.swap_s, partial(self._run, site=site, relay=relay, version=version))
+        self._later(max(line.now, at) + self.plan.poll_s, partial(self._pull, site=site))
 
     def _run(self, at: float, site: _RegionSite, relay: Relay, version: int) -> None:
         if site.relay is relay:  # otherwise it was lost meanwhile

@@ -19,7 +19,7 @@ import resource
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -170,13 +170,8 @@ class SandboxFleet(Backend):
     image's pages are touched before each start.
     """
 
-    def __init__(
-        self,
-        backends: Sequence[ResidentBackend],
-        limits: FleetLimits = FleetLimits(),
-        use: Callable[[int], HostUse] = lambda host: HostUse.now(),
-    ) -> None:
-        self.backends, self.name, self.limits, self._use = backends, backends[0].name, limits, use
+    def __init__(self, backends: Sequence[ResidentBackend], limits: FleetLimits = FleetLimits()) -> None:
+        self.backends, self.name, self.limits = backends, backends[0].name, limits
         self.scheduler = FleetScheduler(len(backends), limits)
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._idle: dict[SandboxSpec, deque[Sandbox]] = {}
@@ -190,6 +185,10 @@ class SandboxFleet(Backend):
                 resource.setrlimit(
                     resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
                 )
+
+    def use(self, host: int) -> HostUse:
+        """Return the live use of a host. The backends of one process are all on this machine."""
+        return HostUse.now()
 
     def capabilities(self) -> Capabilities:
         return self.backends[0].capabilities()
@@ -257,7 +256,7 @@ class SandboxFleet(Backend):
             if self._closed:
                 raise SandboxFailure("this fleet is closed")
             for host, backend in enumerate(self.backends):
-                self.scheduler.report(host, self._use(host), backend.alive)
+                self.scheduler.report(host, self.use(host), backend.alive)
             return self.scheduler.place(time.monotonic(), peak, margin=margin)
 
     def _make(self, placement: Placement, spec: SandboxSpec) -> Sandbox:
