@@ -35,6 +35,7 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.egress import destinations
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
+from composer_nb.harness.sandbox.fleet import SandboxFleet
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.terms.registry import Term
@@ -261,8 +262,9 @@ class Sandboxes:
 
     @cached_property
     def backend(self) -> Backend:
-        """The backend. Raises SandboxUnavailable if it cannot work here."""
-        return self._stack.enter_context(open_backend(self._env.backend, self._run_id, self._journal, self._env.egress))
+        """The backend, with a fleet before it. Raises SandboxUnavailable if it cannot work here."""
+        backend = open_backend(self._env.backend, self._run_id, self._journal, self._env.egress)
+        return self._stack.enter_context(SandboxFleet([backend]))
 
 
 def require_sandboxes(env: EnvSettings) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
 
+MIRROR_S = 5.0  # between two looks of a mirror
+
 
 @command(
     "microscope",
@@ -190,6 +192,62 @@ def history(args: argparse.Namespace) -> int:
     if not rows:
         raise FileNotFoundError(f"{args.store}: no weight versions here")
     return emit(args, rows, lambda: "\n".join(map(_version_line, rows)))
+
+
+@command(
+    "weights mirror",
+    *(arg("origin STORE"), arg("region STORE")),
+    arg("--name NAME", "of the region, in what its receivers report to the origin", "region"),
+)
+def mirror(args: argparse.Namespace) -> int:
+    """Copy new versions of a store into a region's own, until Ctrl-C: each file crosses the line once."""
+    import sys
+    import time
+
+    from composer_nb.trainer.versions.manifest import WeightFault
+    from composer_nb.trainer.versions.mirror import Mirror
+    from composer_nb.trainer.versions.store import StoreError
+
+    regional = Mirror(args.origin, args.region, name=args.name)
+    while True:
+        before = regional.version
+        try:
+            version = regional.pull()
+            regional.forward()
+            if version is not None and version != before:
+                print(f"version {version} is in {args.region}", flush=True)
+        except (StoreError, WeightFault) as error:
+            print(f"composer-nb: {error}", file=sys.stderr, flush=True)
+        time.sleep(MIRROR_S)
+
+
+@command(
+    "weights regions",
+    arg("--versions N", "versions to publish", 50),
+    arg("--step-s S", "seconds of a training step", 600.0),
+    arg("--minutes N", "minutes that a line is down, or a region lost", 60.0),
+    arg("--png FILE", "also draw staleness and traffic", type=Path),
+    JSON,
+)
+def regions(args: argparse.Namespace) -> int:
+    """Simulate four regions that follow a trainer: bytes, lag, staleness, and what a lost region costs."""
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.labs.regions import REGION_COLUMNS, RegionPlan, draw, outage_study
+    from composer_nb.views.page import text_table
+
+    plan = RegionPlan(versions=args.versions, step_s=args.step_s)
+    study = outage_study(plan, "overseas", plan.versions // 2 * plan.step_s + plan.step_s, 60 * args.minutes)
+    figures = {name: by_region for name, (_, _, by_region) in study.items()}
+    if args.png:
+        write_atomic(args.png, draw(study).png())
+    rows = [
+        (name, region, *(f"{row[column]:,.4g}" for column in REGION_COLUMNS))
+        for name, by_region in figures.items()
+        for region, row in by_region.items()
+        if name == "no outage" or region == "overseas"
+    ]
+    head = ("course", "region", *REGION_COLUMNS.values())
+    return emit(args, figures, lambda: text_table(rows, head, numbers=True))
 
 
 def _store_of(path: str) -> str | Path:

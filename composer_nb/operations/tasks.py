@@ -342,3 +342,32 @@ def attack(args: argparse.Namespace) -> int:
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
     return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)
+
+
+@command(
+    "sandbox fleet",
+    arg("--alive N", "idle sandboxes to make here", 2000),
+    arg("--gib N", "memory of this machine that they may take", 6.0),
+    arg("--simulate", "instead, start 100,000 environments on a cluster in virtual time, by the same scheduler"),
+    JSON,
+)
+def fleet(args: argparse.Namespace) -> int:
+    """Measure how many sandboxes live here at the same time, or simulate a cluster of them."""
+    from composer_nb.labs.fleets import GIB, ClusterLoad, SpreadScheduler, live_at_once, simulate_fleet
+    from composer_nb.views.page import text_table
+
+    if args.simulate:
+        from composer_nb.harness.sandbox.fleet import FleetScheduler
+
+        columns = {
+            "fullest host first, 1,024 ahead": simulate_fleet(ClusterLoad(), FleetScheduler, 1024),
+            "emptiest host first, none ahead": simulate_fleet(ClusterLoad(), SpreadScheduler, 0),
+        }
+    else:
+        columns = {"here": live_at_once(args.alive, args.gib * GIB, lambda alive: log.info(f"{alive} are alive"))}
+    names = next(iter(columns.values()))
+    rows = [
+        (name, *(value if isinstance(value := figures[name], str) else f"{value:,.4g}" for figures in columns.values()))
+        for name in names
+    ]
+    return emit(args, columns, lambda: text_table(rows, ("", *columns), numbers=True))

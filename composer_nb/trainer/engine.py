@@ -46,6 +46,7 @@ from composer_nb.kernels.tiles import Matrix, matrix, panels
 from composer_nb.kernels.triton_runtime import fused
 from composer_nb.trainer.graphs import MOST_TOKENS, Graphs, capturable
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
+from composer_nb.trainer.models.variants import CacheReset, Transition
 
 # Of the forwarded tokens: final hidden states [U, D], experts [U, L, K], gates [U, L, K] and margins [U, L].
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -74,6 +75,7 @@ class Slot:
         length: Number of tokens forwarded so far, which are in the cache.
         tokens: The forwarded tokens. Those after `length` are drafts that were refused.
         weights: Number of the engine's weights when the rollout began.
+        recorded: Number of tokens with records of an earlier version, which stay while the cache is computed again.
         waiting: Whether the turn has ended and the next request has not come.
     """
 
@@ -87,15 +89,22 @@ class Slot:
     length: int = 0
     tokens: list[int] = field(default_factory=list)
     weights: int = 0
+    recorded: int = 0
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     waiting: bool = False
 
+    @property
+    def stored(self) -> int:
+        """Number of tokens with records."""
+        return max(self.length, self.recorded)
+
 
 class Engine:
     """Samples turns from a model. Log-probabilities are those of the sampled distribution; a greedy turn (`temperature` 0) has
     those of temperature 1. `step_tokens`: maximum number of distinct tokens that a step forwards, at least one per slot.
+    `reset_cache` and `transition`: see `EngineSettings`.
 
     Raises ValueError for a request that cannot fit `max_length`, and RuntimeError if more rollouts are alive than slots.
     """
@@ -111,6 +120,8 @@ class Engine:
         seed: int = 0,
         version: int = 0,
         step_tokens: int = 4096,
+        reset_cache: CacheReset = "new_session",
+        transition: Transition = "async",
     ) -> None:
         c = model.config
         if max_length > c.max_position_embeddings:
@@ -124,6 +135,10 @@ class Engine:
             raise ValueError(f"engine.step_tokens={step_tokens} is below engine.slots={slots}: raise it")
         self.model, self.stop, self.max_length, self.step_tokens = model, stop, max_length, step_tokens
         self._packed = pack(model)
+        self.reset_cache, self.transition = reset_cache, transition
+        # In a synchronous transition: the weights that wait for the turns under way, and the requests that wait for them.
+        self._next: tuple[Model, int] | None = None
+        self._held: list[Request] = []
         self.temperature, self.version = temperature, version
         self.seed = seed
         device = model.embed.device
@@ -151,7 +166,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any turn is under way."""
+        """Whether any turn is under way, or waits for other weights."""
+        return self._next is not None or self._decodes
+
+    @property
+    def _decodes(self) -> bool:
         return any(not slot.waiting for slot in self._live.values())
 
     def submit(self, request: Request) -> None:
@@ -180,6 +199,9 @@ class Engine:
         needed_tokens = (slot.length if slot else 0) + len(pending_tokens) + request.max_tokens
         if needed_tokens > self.max_length:
             raise ValueError(f"the turn may reach {needed_tokens} tokens, past limits.tokens={self.max_length}")
+        if self._next is not None:
+            self._held.append(request)
+            return
         if slot is None:
             seed_key = [abs(self.seed), int(self.seed < 0), request.rollout % ATTEMPT_STRIDE]
             uniforms = np.random.default_rng(seed_key).random(self.max_length + 1).tolist()
@@ -188,20 +210,36 @@ class Engine:
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
-        """Use other weights from the next step on. The cache and the turns under way are kept.
+        """Use other weights from the next step on; in a synchronous transition, once the turns under way have ended.
 
         Raises ValueError for a model of another configuration.
         """
         if model.config != self.model.config:
             raise ValueError("the weights are of another model than those that the engine runs")
+        if self.transition == "sync" and self._decodes:
+            self._next = model, version
+            return
         self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
         self._packed = pack(model)
         self._weights += 1
         if self._graphs:
             self._graphs = Graphs(model, spare=self.capacity)
+        for slot in self._live.values() if self.reset_cache == "all" else ():
+            slot.pending = [*slot.tokens[: slot.length], *slot.pending]
+            slot.recorded, slot.length, slot.past = slot.stored, 0, 0
+
+    def _end_transition(self) -> None:
+        """Swap if no turn is under way any more, and begin what waited for it."""
+        if self._next is not None and not self._decodes:
+            (model, version), self._next = self._next, None
+            self.swap(model, version)
+            requests, self._held = self._held, []
+            for request in requests:
+                self.submit(request)
 
     def _placed(self) -> list[tuple[int, Slot]]:
         """Return the turns of this step. Rollouts of lower priority, or without a request, make room for others."""
+        self._end_transition()
         unplaced = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
         pasts: dict[tuple[int, ...], int] = {}
         for slot in sorted(unplaced, key=lambda slot: slot.request.priority):
@@ -210,16 +248,16 @@ class Engine:
                 victim = max(placed, key=lambda other: (other.waiting, other.request.priority))
                 if not victim.waiting and victim.request.priority <= slot.request.priority:
                     break
-                victim.away = self._copy(victim.index, victim.length)
+                victim.away = self._copy(victim.index, victim.stored)
                 self._free.append(victim.index)
                 victim.index = -1
             slot.index = self._free.pop(0)  # that has been free longest: others may still be of use
-            if not slot.length:
+            if not slot.stored:
                 self._begin(slot)
                 slot.past = pasts.setdefault(tuple(slot.tokens), self._pasts + len(pasts) + 1) if slot.tokens else 0
             for record in self._records:
                 record[slot.index] = 0  # tokens that are not forwarded have the same record on every replay
-            for part, copy in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
+            for part, copy in zip(self._parts(slot.index, slot.stored), slot.away, strict=False):
                 part[:] = copy
             slot.away, self._occupants[slot.index] = (), slot
         self._pasts += len(pasts)
@@ -231,7 +269,8 @@ class Engine:
         slot.weights, best_index, best_length = self._weights, 0, 0
         for index, other in self._occupants.items():
             length = min(other.length, len(slot.pending) - 1)
-            alike = other.weights == self._weights and other.tokens[:SHARED_TOKENS] == slot.pending[:SHARED_TOKENS]
+            current = other.weights == self._weights or self.reset_cache == "none"
+            alike = current and other.tokens[:SHARED_TOKENS] == slot.pending[:SHARED_TOKENS]
             if alike and length > best_length:
                 differs = np.array(slot.pending[:length]) != np.array(other.tokens[:length])
                 shared = int(differs.argmax()) if differs.any() else length
@@ -294,18 +333,19 @@ class Engine:
 
     def release(self, rollout: int) -> Trace:
         """End a rollout, free its slot, and return the trace of its tokens; an empty one if its first request was refused."""
+        self._held = [request for request in self._held if request.rollout != rollout]
         slot = self._live.pop(rollout, None)
         if slot is None:  # its first request was refused
             return Trace()
         token_count = slot.length + len(slot.pending)
-        cached_parts = slot.away or tuple(self._parts(slot.index, slot.length))
+        cached_parts = slot.away or tuple(self._parts(slot.index, slot.stored))
         if slot.index >= 0:
             self._free.append(slot.index)
         records = [np.zeros((token_count, *record.shape[2:]), record.dtype) for record in self._records]
-        for record, part in zip(records, cached_parts if slot.length else (), strict=False):
-            record[: slot.length] = part
+        for record, part in zip(records, cached_parts if slot.stored else (), strict=False):
+            record[: slot.stored] = part
         record_names = "routes", "gates", "margins", "checks"
-        return Trace(**dict(zip(record_names, records, strict=True)), route_valid=np.arange(token_count) < slot.length)
+        return Trace(**dict(zip(record_names, records, strict=True)), route_valid=np.arange(token_count) < slot.stored)
 
     @torch.no_grad()
     def _forward(self, slots: list[Slot]) -> Tensor:
@@ -325,11 +365,14 @@ class Engine:
         hidden_UD, routes_ULK, gates_ULK, margins_UL = self._hidden(new)
         is_done = sizes == [len(slots[row].pending) for row in leaders]
         last_S = torch.from_numpy((starts + sizes - 1)[is_done]).to(hidden_UD.device)
+        # Tokens keep the records of the version that they were first forwarded with: it sampled what follows them.
+        unrecorded_N = position_N >= np.repeat([slot.recorded for slot in slots], counts)
+        at, source_N = (row_N[unrecorded_N], position_N[unrecorded_N]), source_N[unrecorded_N]
         routes_NLK = routes_ULK[source_N].astype(self._routes.dtype)
-        self._routes[row_N, position_N] = routes_NLK
-        self._checks[row_N, position_N] = route_checks(position_N, ids_U[source_N], routes_NLK)
-        self._gates[row_N, position_N] = gates_ULK[source_N]
-        self._margins[row_N, position_N] = margins_UL[source_N]
+        self._routes[at] = routes_NLK
+        self._checks[at] = route_checks(at[1], ids_U[source_N], routes_NLK)
+        self._gates[at] = gates_ULK[source_N]
+        self._margins[at] = margins_UL[source_N]
         for slot, count in zip(slots, counts.tolist(), strict=True):
             slot.tokens[slot.length :] = slot.pending[:count]
             slot.length, slot.pending = slot.length + count, slot.pending[count:]

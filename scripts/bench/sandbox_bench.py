@@ -20,19 +20,19 @@ from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
 SPEC = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20)
-CALLS, STARTS, AT_ONCE, ALIVE, LIMITED = 200, 200, 4, 256, 40
+CALLS, STARTS, AT_ONCE, LIMITED = 200, 200, 4, 40
 TIME_LIMIT_S = 0.1
 
 
 def measure(backend: Backend) -> dict[str, float]:
-    """Milliseconds (p50, p95, p99), starts a second, sandboxes alive at once."""
+    """Milliseconds (p50, p95, p99), and starts a second."""
     with backend.create(SPEC) as box:
         found = tools(box)
         found |= _quantiles("timeout_overshoot_ms", overshoot(box), (0.5, 0.99))
     if backend.name == "docker":
         cold = statistics.median(_ms(lambda: backend.create(SPEC).destroy()) for _ in range(5))
         return found | {"cold_start_ms": cold} | docker_peers(backend)
-    found |= starts(backend) | {"alive_at_once": alive_at_once(backend)}
+    found |= starts(backend)
     return found | bwrap_peer() if backend.name == "bwrap" else found
 
 
@@ -61,15 +61,6 @@ def starts(backend: Backend) -> dict[str, float]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         spent = list(pool.map(one, range(STARTS)))
     return {"starts_per_s": STARTS / (time.perf_counter() - begin)} | _quantiles("start_ms", spent, (0.5, 0.95))
-
-
-def alive_at_once(backend: Backend, most: int = ALIVE) -> float:
-    """How many of `most` sandboxes live and answer at the same time."""
-    with contextlib.ExitStack() as stack:
-        boxes = [stack.enter_context(backend.create(SPEC)) for _ in range(most)]
-        for box in boxes:
-            box.exec_background(["sleep", "600"], log="log")
-        return float(sum(box.stats().processes for box in boxes))
 
 
 def bwrap_peer() -> dict[str, float]:

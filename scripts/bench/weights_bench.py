@@ -9,7 +9,8 @@ trained   a Qwen3-MoE of 11 million weights, 60 steps of AdamW on Python's stand
 RL        the example's policy, 12 steps of policy gradient on its stored rollouts; 5e-4 was the rate of the stored example
 
 TRL's gaps and NeMo-RL's layout are written here from their descriptions: gaps between changes in 16 bits, or in 32 where one is
-larger; new values as they are, or XOR and one zstd-1 frame for all tensors. arc_v3 is Fireworks' own package, told to
+larger; new values as they are, or XOR and one zstd-1 frame for all tensors. XOR+zlib is what arc_v1 does, and
+XOR+zstd is arc_v2's way, each tensor alone. arc_v3 is Fireworks' own package, told to
 wait for all of its candidates. Times are CPU seconds of the process, the best of some rounds, codecs in turns, one thread (arc_v3
 has its own pool). The bound is the entropy of what changed and by how many steps, given each base exponent, tensor by tensor.
 """
@@ -20,6 +21,7 @@ import argparse
 import os
 import sysconfig
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ from composer_nb.trainer.rl import to_streams, trains
 DTYPE = "bfloat16"
 Pair = list[tuple[Bits, Bits]]
 Packed = list[Any]
+# Of a codec: to payloads, and back.
+Form = tuple[Callable[[Pair], Packed], Callable[[Pair, Packed], list[Bits]]]
 
 # Pairs
 
@@ -134,13 +138,12 @@ def from_ours(pair: Pair, packed: Packed) -> list[Bits]:
     return [CODECS[name].decode(a, payload, DTYPE) for (a, _), (name, payload) in zip(pair, packed, strict=True)]
 
 
-def xor(pair: Pair) -> Packed:
-    return [zstandard.ZstdCompressor(level=1).compress((a ^ b).data) for a, b in pair]
+def xor(compress: Callable[[Any], bytes], decompress: Callable[[bytes], bytes]) -> Form:
+    def unpack(pair: Pair, packed: Packed) -> list[Bits]:
+        differences = (np.frombuffer(decompress(payload), np.uint16) for payload in packed)
+        return [a ^ difference for (a, _), difference in zip(pair, differences, strict=True)]
 
-
-def from_xor(pair: Pair, packed: Packed) -> list[Bits]:
-    unpacked = (np.frombuffer(zstandard.ZstdDecompressor().decompress(payload), np.uint16) for payload in packed)
-    return [a ^ difference for (a, _), difference in zip(pair, unpacked, strict=True)]
+    return lambda pair: [compress((a ^ b).data) for a, b in pair], unpack
 
 
 def gaps(at: Bits) -> bytes:
@@ -159,7 +162,7 @@ def nemo(pair: Pair) -> Packed:
     return [zstandard.ZstdCompressor(level=1).compress(b"".join(bucket))]
 
 
-def arc() -> tuple[Callable[[Pair], Packed], Callable[[Pair, Packed], list[Bits]]]:
+def arc() -> Form:
     """Raises ImportError where the package is not installed."""
     os.environ["ARC3_CANDIDATE_WAIT_MULTIPLIER"] = "1000"
     from fireworks_delta_compression.backends.arc3 import Arc3Backend
@@ -236,7 +239,8 @@ def main() -> None:
     torch.set_num_threads(1)
     forms: dict[str, Any] = {
         "ours": (ours, from_ours),
-        "XOR+zstd-1": (xor, from_xor),
+        "XOR+zstd-1": xor(lambda data: zstandard.compress(data, 1), zstandard.decompress),
+        "XOR+zlib": xor(zlib.compress, zlib.decompress),
         "NeMo-RL": (nemo, None),
         "TRL": (trl, None),
     }

@@ -7,6 +7,7 @@ sizes PATH …       lines that solutions change, and characters of requests: qu
 during RUN         mean and best of a group while RL runs
 formats            what a later token and another division change in stored numbers
 precision          loss of a tiny mixture of experts whose products are quantised, over three seeds
+routes RUN         experts that engine and trainer share, load of experts over a run's steps, bytes of routes
 zigzag             attention work of the busiest rank of a context, over the mean
 warp               experts of a few tokens by outputs (warp decode) and by experts: error, and bytes of Qwen3-30B-A3B's layer
 """
@@ -18,6 +19,7 @@ import math
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +31,18 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
 from composer_nb.kernels.moe.warp_decode import decode_costs, decode_errors
 from composer_nb.labs.formats import FORMATS, changed_past
+from composer_nb.labs.microscope.routes import load_drift, route_bytes, shared_experts
+from composer_nb.labs.rewards.rescore import weights_of
 from composer_nb.trainer.learning.loss import kl_estimate
+from composer_nb.trainer.learning.retrace import retrace
+from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.config import Kernels, ModelConfig
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import PAIRS, variant
 from composer_nb.trainer.parallel.context import zigzag as zigzag_shares
-from composer_nb.trainer.recipe.reader import open_run
+from composer_nb.trainer.recipe.reader import open_run, stored_groups, stored_steps
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views.rollout import expert_use
 
 Row = tuple[object, ...]
 
@@ -160,6 +169,33 @@ def warp() -> Iterator[Row]:
             yield tokens, name, f"{errors[name]['relative']:.2%}", f"{errors[name]['largest']:.1e}", *moved
 
 
+def routes(run: RunDir, pair: str = "int4-experts-int8-router", most: int = 16) -> Iterator[Row]:
+    yield "what", "of", "figure"
+    stored = stored_steps(run)
+    number, groups = stored_groups(run)
+    model, attempts = load_pretrained(weights_of(run, number)), [scored.attempt for group in groups for scored in group]
+    read = [
+        [attempt.rollout.segments[0].trace for attempt in retrace(variant(model, numerics), attempts[:most])]
+        for numerics in (PAIRS[pair].engine, PAIRS[pair].trainer)
+    ]
+    shared = shared_experts(*read)
+    for count, pairs in enumerate(shared):
+        yield f"tokens and layers that share {count} experts", pair, f"{pairs / shared.sum():.3%}"
+    use = {n: expert_use(sorted((run.path / "rollouts").glob(f"rl_{n - 1:05d}_*.safetensors"))) for n in stored}
+    for before, after in pairwise(stored):
+        moved = load_drift(use[before], use[after])
+        yield "load that moved to other experts", f"RL step {before} to {after}", " ".join(f"{x:.1%}" for x in moved)
+    c = model.config
+    shapes = {
+        "this model": (c.moe_layers, c.num_experts_per_tok, c.num_experts),
+        "DeepSeek-V3": (58, 8, 256),
+        "Kimi K2": (60, 8, 384),
+    }
+    for name, shape in shapes.items():
+        for part, size in route_bytes(*shape).items():
+            yield f"bytes a token, {part}", name, f"{size:,.0f} ({size * 1e5 / 2**20:,.0f} MiB for 100,000 tokens)"
+
+
 def table(rows: Iterable[Row]) -> str:
     head, *others = [" | ".join(map(str, row)) for row in rows]
     rule = "|".join("---" for _ in head.split(" | "))
@@ -169,13 +205,15 @@ def table(rows: Iterable[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag, "warp": warp}
-    parser.add_argument("name", choices=[*alone, "mix", "sizes", "during"])
+    parser.add_argument("name", choices=[*alone, "mix", "sizes", "during", "routes"])
     parser.add_argument("paths", nargs="*", type=Path)
     given = parser.parse_args()
     if (given.name in alone) == bool(given.paths):
         parser.error(f"{given.name}: {'takes no path' if given.paths else 'give a path'}")
     if given.name in alone:
         print(table(alone[given.name]()))
+    elif given.name == "routes":
+        print(table(routes(open_run(given.paths[0]))))
     elif given.name == "during":
         print(table(during(given.paths[0])))
     else:

@@ -158,6 +158,58 @@ def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike
     np.testing.assert_allclose(turns[1].logprobs, wanted.logprobs, atol=3e-5)
 
 
+@pytest.mark.parametrize("reset", ["all", "none", "new_session"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_cache_after_a_swap_is_kept_or_computed_again(make_model, reset: str, slots: int):
+    """Beside full passes of both models. In one slot, the rollout makes room for another in between. Records stay those of the
+    version that a token was first forwarded with."""
+    old, new, system = make_model(3), make_model(4), [*range(20, 50)]
+    engine = Engine(old, stop=NEVER, slots=slots, max_length=60, seed=5, reset_cache=reset, step_tokens=8)
+    [before] = engine.generate([ask(0, system, 4)])
+    if slots == 1:
+        engine.generate([replace(ask(1, [1, 2, 3], 2), priority=-1)])
+        engine.release(1)
+    engine.swap(new, 1)
+    forwarded = engine.forwarded
+    [after] = engine.generate([ask(0, [7], 5)])
+    again = 33 if reset == "all" else 0
+    assert engine.forwarded - forwarded == again + 1 + 5
+    tokens = np.array([*system, *before.token_ids, 7, *after.token_ids])
+    (first, old_routes, _), (second, new_routes, _) = full_forward(old, tokens), full_forward(new, tokens)
+    np.testing.assert_allclose(before.logprobs, first[29:33], atol=3e-5)
+    assert np.allclose(after.logprobs, second[34:], atol=3e-5) == (reset == "all")
+    forwarded = engine.forwarded
+    engine.generate([ask(2, system, 1)] if slots > 1 else [])
+    assert engine.forwarded - forwarded == (0 if slots == 1 else 1 if reset == "none" else 30)
+    trace = engine.release(0)
+    np.testing.assert_array_equal(trace.routes[:33], old_routes[:33])
+    assert trace.route_valid[:-1].all()
+    if reset == "all":
+        np.testing.assert_array_equal(trace.routes[33:-1], new_routes[33:])
+    checks = route_checks(np.arange(len(tokens)), tokens, trace.routes)
+    np.testing.assert_array_equal(trace.checks[:-1], checks[:-1])
+
+
+def test_in_a_synchronous_transition_turns_have_one_version_each(make_model):
+    old, new = make_model(3), make_model(4)
+    engine = Engine(old, stop=NEVER, slots=3, max_length=40, temperature=0.0, transition="sync")
+    engine.submit(ask(0, [1, 2, 3], 4))
+    engine.step()
+    engine.swap(new, 1)
+    for rollout in (1, 2):
+        engine.submit(ask(rollout, [1, 2, 3], 3))
+    engine.release(2)
+    turns: dict[int, Completion] = {}
+    while engine.busy:
+        turns |= {done.rollout: done for done in engine.step()}
+    assert {rollout: turn.policy_versions for rollout, turn in turns.items()} == {0: [0] * 4, 1: [1] * 3}
+    for model, turn in ((old, turns[0]), (new, turns[1])):
+        alone = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
+        assert alone.generate([ask(0, [1, 2, 3], len(turn.token_ids))])[0].token_ids == turn.token_ids
+    engine.swap(old, 2)
+    assert engine.version == 2, "at once where nothing is under way"
+
+
 # What is refused, and that a refusal changes nothing
 
 

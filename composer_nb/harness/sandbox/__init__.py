@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.egress import destinations
+
+if TYPE_CHECKING:
+    from composer_nb.harness.sandbox.backend import ResidentBackend
 
 BACKENDS = ("bwrap", "docker")
 
 
-def open_backend(name: str, run_id: str | None = None, journal: Path | None = None, egress: str = "") -> Backend:
+def open_backend(
+    name: str, run_id: str | None = None, journal: Path | None = None, egress: str = ""
+) -> ResidentBackend:
     """Return a backend by name. `egress`: allow-list of hosts for tasks that need a network (`egress.destinations`). Raises
     ValueError for an unknown name or a wrong list, SandboxUnavailable where it does not work here."""
     allowed = destinations(egress)
-    backend: Backend
+    backend: ResidentBackend
     if name == "bwrap":
         from composer_nb.harness.sandbox.bwrap import BwrapBackend
 

@@ -113,6 +113,11 @@ class ResidentBackend(Backend):
             raise
         return sandbox
 
+    @property
+    def alive(self) -> int:
+        """The number of its sandboxes."""
+        return len(self._live)
+
     def close(self) -> None:
         """Destroy the remaining sandboxes. May be called again; the end of the interpreter calls it too."""
         with self._lock:

@@ -6,13 +6,14 @@ Each figure is drawn from `mismatch.Comparison`s by name, one per pair of numeri
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.policy import Trace
+from composer_nb.harness.policy import Trace, route_dtype
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.recipe.mismatch import Comparison, Gap, gap_figures
 from composer_nb.views import style
@@ -56,6 +57,35 @@ def by_margin(pair: Comparison) -> tuple[NDArray[np.float64], NDArray[np.float64
     there = count >= ENOUGH
     share = np.bincount(bin_of, flipped, BINS)[there] / count[there]
     return np.sqrt(edges[:-1] * edges[1:])[there], share
+
+
+def shared_experts(engine: Sequence[Trace], trainer: Sequence[Trace]) -> NDArray[np.int64]:
+    """Return [K + 1] the number of (token, layer) pairs for which both chose 0, 1, … K of the same experts."""
+    pairs = [(e.routes[e.route_valid], t.routes[e.route_valid]) for e, t in zip(engine, trainer, strict=True)]
+    first, second = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    same = (first[..., :, None] == second[..., None, :]).sum((-2, -1))
+    return np.bincount(same.ravel(), minlength=first.shape[-1] + 1)
+
+
+def load_drift(use_before: NDArray[np.float64], use_after: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [L] the share of the load that moved to other experts between two versions: the total variation of their shares
+    [L, E], which sum to K (`views.rollout.expert_use`)."""
+    wide = max(use_before.shape[1], use_after.shape[1])
+    padded = [np.pad(use, ((0, 0), (0, wide - use.shape[1]))) for use in (use_before, use_after)]
+    return np.abs(padded[0] - padded[1]).sum(1) / 2 / use_before.sum(1)
+
+
+def route_bytes(layers: int, chosen: int, experts: int) -> dict[str, float]:
+    """Return the bytes of a token's routes: of the experts alone, in base64 as a service sends them, with their gates, and with
+    margins and check, all that a rollout keeps."""
+    ids = layers * chosen * np.dtype(route_dtype(experts)).itemsize
+    gates = 4 * layers * chosen
+    return {
+        "experts": ids,
+        "base64": 4 * math.ceil(ids / 3),
+        "with gates": ids + gates,
+        "all": ids + gates + 4 * layers + 8,
+    }
 
 
 def gaps(pairs: Mapping[str, Comparison]) -> Picture:

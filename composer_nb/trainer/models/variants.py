@@ -72,10 +72,19 @@ ENGINES: dict[EngineName, Numerics] = {
     "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
 }
 
+# Fireworks' `reset_prompt_cache` and its transitions of a hot load.
+CacheReset = Literal["all", "none", "new_session"]
+Transition = Literal["async", "sync"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     slots: Annotated[int, Field(ge=1)] = 128
+    reset_cache: CacheReset = "new_session"
+    """Caches under older weights, after a swap: conversations keep theirs and new ones begin anew (new_session); new ones take
+    over beginnings from them, too (none); all are computed again (all)."""
+    transition: Transition = "async"
+    """Turns under way at a swap go on with the new weights (async), or end with the old ones while others wait (sync)."""
     step_tokens: Annotated[int, Field(ge=1)] = 4096
     """Maximum of tokens that a step forwards: a long prompt takes several, between which others decode."""
     numerics: EngineName = "float32"

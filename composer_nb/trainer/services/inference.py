@@ -129,6 +129,12 @@ class Updates:
         model = as_engine(trained_model, self.numerics).to(self.device)
         pause_s = time.perf_counter()
         between(lambda: engine.swap(model, version))
+        while engine.version != version:  # a synchronous transition
+            if time.perf_counter() - pause_s > APPEARS_S:
+                raise TimeoutError(
+                    f"version {version} waits for turns under way since {APPEARS_S:.0f} s: use engine.transition=async"
+                )
+            time.sleep(0.01)
         end_s = time.perf_counter()
         if fetched is not None:
             self.receiver.install(fetched)

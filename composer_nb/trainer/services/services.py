@@ -150,8 +150,9 @@ def learn_batch(
 def make_engine(
     model: Model, s: Settings, stop: frozenset[int], *, seed: int, temperature: float = 1.0, version: int = 0
 ) -> Engine:
-    """Return an engine with the sizes in the settings."""
-    size = {"slots": s.slots, "max_length": s.limits.tokens, "step_tokens": s.engine.step_tokens}
+    """Return an engine with the sizes and transitions of the settings."""
+    size: Any = {"slots": s.slots, "max_length": s.limits.tokens, "step_tokens": s.engine.step_tokens}
+    size |= {"reset_cache": s.engine.reset_cache, "transition": s.engine.transition}
     return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
 
 

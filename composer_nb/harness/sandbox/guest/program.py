@@ -249,7 +249,14 @@ def hand_out_listeners(egress: typing.List[typing.List[typing.Any]]) -> None:  #
 
 def resident(settings: Header, layout: typing.Optional[Header] = None) -> None:  # noqa: UP045
     if layout is not None:
-        furnish(settings, layout)
+        # By a copy of this program, which takes the pages of memory that it writes to with it: 1 MiB of an idle sandbox's 3.
+        builder = os.fork()
+        if builder == 0:
+            furnish(settings, layout)
+            os._exit(0)
+        if os.waitpid(builder, 0)[1]:
+            os._exit(1)  # the copy has told why
+        os.chdir("/")
         hand_out_listeners(settings["egress"])
     confine(settings)
     if settings["calls"]:

@@ -1,0 +1,44 @@
+"""Regions in virtual time, with the real publisher, mirrors and receivers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from composer_nb.cli import main
+from composer_nb.labs.regions import GIB, Region, RegionPlan, outage_study, region_figures, simulate_regions, staleness
+
+
+def test_a_lost_region_costs_a_full_version_and_nobody_else_anything(capsys: pytest.CaptureFixture[str]):
+    command = ["weights", "regions", "--versions", "16", "--minutes", "40", "--json"]
+    assert main(command) == 0
+    calm, cut, lost = json.loads(capsys.readouterr().out).values()
+    for name in ("near", "continent", "thin"):
+        assert calm[name] == cut[name] == lost[name], "they do not wait for each other"
+    calm, cut, lost = (figures["overseas"] for figures in (calm, cut, lost))
+    assert cut["gib"] == pytest.approx(calm["gib"], rel=1e-3), "every delta is read after the line is back"
+    assert lost["gib"] - calm["gib"] == pytest.approx(1024 + 8 * 8.8, abs=2), "a full version, and deltas again"
+    assert calm["behind_max"] <= 1 and calm["unusable"] == 0 and cut["behind_max"] == 5
+    # 40 minutes without a line: two versions of ten minutes may still be sampled from. Without the region: all of it, and a copy.
+    span = 16 * 600 - 1024 * GIB / 1.25e9
+    assert cut["unusable"] == pytest.approx((40 * 60 - 2 * 600) / span, rel=0.2)
+    assert lost["unusable"] == pytest.approx((40 * 60 + 1024 * GIB / 1.25e9) / span, rel=0.1)
+    assert calm["of_full"] == pytest.approx((1024 + 15 * 8.7) / (16 * 1024), rel=0.05)
+
+
+def test_lag_is_what_the_line_and_the_swap_take():
+    plan = RegionPlan(
+        regions=(Region(name="a", latency_s=1.0, bytes_s=1e9, receivers=1),), versions=8, full_bytes=1e11, poll_s=0.5
+    )
+    events = simulate_regions(plan)
+    figures = region_figures(plan, events)["a"]
+    delta_bytes = (figures["gib"] * GIB - plan.full_bytes) / 7
+    assert events == simulate_regions(plan), "one plan has one course"
+    # Two files and some manifests, each a second of latency; the payload; the swap.
+    assert 30 + delta_bytes / 1e9 + 3 < figures["lag_s"] < 30 + delta_bytes / 1e9 + 8
+    spans = staleness(events, "a", 8 * plan.step_s)
+    assert {versions for _, _, versions in spans[3:]} == {0, 1} and spans[-1][1] == 8 * plan.step_s
+    assert all(end == begin for (_, end, _), (begin, _, _) in zip(spans, spans[1:], strict=False))
+    with pytest.raises(ValueError, match="different names"):
+        outage_study(RegionPlan(regions=plan.regions * 2), "a", 0, 0)
