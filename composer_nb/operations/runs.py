@@ -296,7 +296,7 @@ def compare(args: argparse.Namespace) -> int:
         raise ValueError(
             f"compare {names}: give two runs, or two folders of eval; or with --html, which draws all, several"
         )
-    pictures: dict[str, tuple[str, bytes]] = {}
+    pictures: dict[str, tuple[str, Any]] = {}
     if runs:
         first, second = map(ReadOnly, args.paths)
         comparison = compare(first, second)
@@ -307,7 +307,7 @@ def compare(args: argparse.Namespace) -> int:
         caption = "Score against cost: a point for each arm of each evaluation. No other point beats those on the line."
         if unfinished := [str(path) for path in args.paths if str(path) not in reports]:
             caption += f" Not drawn, because it has no report.json: {visible(', '.join(unfinished))}."
-        pictures = {"pareto": (caption, pareto(reports).png())} if args.html else {}
+        pictures = {"pareto": (caption, pareto(reports))} if args.html else {}
     if args.html:
         write_atomic(args.html, page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))

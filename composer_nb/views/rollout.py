@@ -42,14 +42,16 @@ PREVIEW = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage in RL, the values of
-    another model at the tokens of each segment (`with_trainer`), what a loss does with these (`labs.losses.with_reasons`), and
-    the `number` of the segment that is looked at, from 0."""
+    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage, reward and group
+    (from 0) in RL, the values of another model at the tokens of each segment (`with_trainer`), what a loss does with these
+    (`labs.losses.with_reasons`), and the `number` of the segment that is looked at, from 0."""
 
     attempt: Attempt
     name: str
     tokenizer: Tokenizer
     advantage: float | None = None
+    reward: float | None = None
+    group: int | None = None
     recomputed: tuple[Recomputed, ...] = ()
     reasons: tuple[Sequence[str], ...] = ()
     number: int = 0
@@ -84,8 +86,15 @@ def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
     number, groups = stored_groups(run, step)
     tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number}"
     return [
-        StoredRollout(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
-        for group in groups
+        StoredRollout(
+            attempt=scored.attempt,
+            name=name,
+            tokenizer=tokenizer,
+            advantage=scored.advantage,
+            reward=scored.reward.total,
+            group=at,
+        )
+        for at, group in enumerate(groups)
         for scored in group
     ]
 

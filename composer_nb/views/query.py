@@ -1,0 +1,74 @@
+"""A small language to select rows: of a table of runs, or rollouts of a run.
+
+    advantage < -.5 and edited a test          a number, and a flag
+    not solved and calls >= 12
+    /assert .* == None/                        a regular expression, in the text of a rollout
+    rl.lr = 3e-5 and seed != 0                 a setting
+    parse_day                                  words, in upper or lower case
+
+Clauses are joined by `and`; `not` before one turns it round.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_CLAUSE = re.compile(
+    r"\s*(?P<no>not\s+)?(?:/(?P<pattern>(?:\\.|[^/\\])+)/|(?P<words>(?:(?!\s+and\s).)+))\s*(?:and\s+|$)", re.I
+)
+_COMPARISON = re.compile(r"(?P<name>[\w@.]+)\s*(?P<sign><=|>=|!=|=|<|>)\s*(?P<value>.+)")
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"=": operator.eq, "!=": operator.ne},
+}
+Flags = Mapping[str, Callable[[Any], bool]]
+# Tells whether a row, the value behind it (for its flags) and its text fit.
+Selector = Callable[[Mapping[str, Any], Any, Callable[[], str]], bool]
+
+
+def selector(query: str, names: frozenset[str] | set[str], flags: Flags | None = None) -> Selector:
+    """Return what tells whether a row fits `query`. `names` are those of a row's values, `flags` tests by their words.
+
+    Raises ValueError for a name that no row has, and for a pattern that is no regular expression."""
+    clauses: list[tuple[bool, Selector]] = []
+    position, text = 0, query.strip().replace("−", "-")
+    while position < len(text):
+        match = _CLAUSE.match(text, position)
+        if match is None:
+            raise ValueError(
+                f"{text[position:]!r}: write clauses with `and` between them, as: advantage < -.5 and not solved"
+            )
+        clauses.append(
+            (match["no"] is None, _clause(match["pattern"], (match["words"] or "").strip(), names, flags or {}))
+        )
+        position = match.end()
+    return lambda row, value, words: all(test(row, value, words) == is_meant for is_meant, test in clauses)
+
+
+def _clause(pattern: str | None, words: str, names: frozenset[str] | set[str], flags: Flags) -> Selector:
+    if pattern is not None:
+        try:
+            search = re.compile(pattern, re.MULTILINE).search
+        except re.error as error:
+            raise ValueError(f"/{pattern}/ is no regular expression: {error}") from None
+        return lambda row, value, text: search(text()) is not None
+    if words.lower() in flags:
+        test = flags[words.lower()]
+        return lambda row, value, text: test(value)
+    if (match := _COMPARISON.fullmatch(words)) is None:
+        return lambda row, value, text: words.lower() in text().lower()
+    name, sign = match["name"], match["sign"]
+    if name not in names:
+        raise ValueError(f"{name}: no such value; there are {', '.join(sorted(names))}")
+    return lambda row, value, text: _compares(row.get(name), sign, match["value"])
+
+
+def _compares(value: Any, sign: str, text: str) -> bool:
+    """Compare numbers as numbers, and anything else by its text."""
+    try:
+        return value is not None and _SIGNS[sign](float(value), float(text))
+    except (TypeError, ValueError):
+        return sign in ("=", "!=") and _SIGNS[sign](str(value).lower(), text.lower())
