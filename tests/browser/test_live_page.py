@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.browser
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 390)])
 def test_a_run_is_read_from_its_curves_to_a_token(page: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    from playwright.sync_api import expect
+
     for run in EXAMPLES:
         shutil.copytree(run, tmp_path / run.name)
     page.set_viewport_size({"width": width, "height": 900})
@@ -29,7 +32,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(page: Any, tmp_path: Path, sch
         box = reward.locator(".chart").bounding_box()
         for x in (0.5, 0.52, 0.54):  # hovering tells the values of a step
             page.mouse.move(box["x"] + x * box["width"], box["y"] + 80)
-        page.wait_for_function("/step\\s+\\d+/.test(document.getElementById('vg-tooltip-element')?.innerText)")
+        expect(page.locator("#vg-tooltip-element")).to_contain_text(re.compile(r"step\s*\d+"))
         with page.expect_download() as saved:
             reward.locator(".chart summary").click()
             reward.get_by_text("Save as CSV").click()
@@ -38,7 +41,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(page: Any, tmp_path: Path, sch
         page.get_by_label("search rollouts").fill("not solved and advantage < -.2")
         page.get_by_role("button", name="Search").click()
         rows = page.locator("section", has_text="Rollouts").locator("tr.clicks")
-        page.wait_for_function("/^[1-9] rollouts/.test(document.querySelector('.desk form .quiet').innerText)")
+        expect(page.locator(".desk form .quiet")).to_have_text("10 rollouts")
         assert all(text.split("\t")[2] == "no" for text in rows.all_inner_texts())
         rows.first.press("Enter")
         page.locator(".reader pre span[title*='log p']:visible").first.wait_for()

@@ -43,7 +43,7 @@ def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
     assert set(found) == set(names.split())
     for name, (caption, figure) in found.items():
         image = pixels(figure.png())
-        assert image.shape[0] > 100 and image.shape[1] > 600, name
+        assert image.shape[0] > 100 and image.shape[1] > 500, name
         assert drawn(figure.png()) > 0.005, f"{name} is blank"
         assert caption.endswith(".")
         if isinstance(figure, Figure):
@@ -91,8 +91,7 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert list(scores.table(report, names).loc["base"][1:]) == ["–", "–"]
     assert "–" in scores.policies(report).svg()
     panels = {chart.title: chart.rows for chart in scores.behaviour(report).charts}
-    for heading in ("invalid calls", "edits again after a failed test"):
-        assert panels[heading][0] == {"name": "base", "value": None}
+    assert panels["invalid calls"][0] == {"name": "base", "value": None}
     report["replay"]["on"] = {"logprob_gap_p50": 0.0, "logprob_gap_p99": None, "k3": None}
     assert scores.mismatch(report).svg().count(">–<") == 2
 
