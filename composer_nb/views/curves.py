@@ -108,8 +108,8 @@ def _scored(status: Status) -> list[dict[str, Any]]:
 
 
 def overlaid(runs: Mapping[str, Sequence[Steps]]) -> list[Chart]:
-    """Return the panels of METRICS with a line per name: the mean of its runs, which are the seeds of one setting, with a 95 %
-    t-interval. Of fewer than three runs each has its line."""
+    """Return the panels of METRICS with a line per name: a run, or the mean of three and more, which are the seeds of one
+    setting, with a 95 % t-interval."""
     charts = []
     for name, (title, unit, parts) in METRICS.items():
         figure, _, label = parts[-1]
@@ -123,10 +123,8 @@ def overlaid(runs: Mapping[str, Sequence[Steps]]) -> list[Chart]:
 def _over_seeds(seeds: Sequence[Steps], figure: str, line: str) -> Iterator[dict[str, Any]]:
     """Yield the mean over runs at each step that all have, and the interval of their means over the last WINDOW steps."""
     values = [{row["step"]: row["value"] for row in points(steps, figure, line)} for steps in seeds]
-    if len(seeds) < 3:
-        names = [f"{line}, {number}" if len(seeds) > 1 else line for number in range(1, 3)]
-        for by_step, name in zip(values, names, strict=False):
-            yield from ({"step": step, "line": name, "value": value} for step, value in by_step.items())
+    if len(seeds) == 1:
+        yield from ({"step": step, "line": line, "value": value} for step, value in values[0].items())
         return
     steps = sorted(set.intersection(*map(set, values)))
     smooth = np.array([style.smooth([by_step[step] for step in steps], WINDOW) for by_step in values])

@@ -76,7 +76,7 @@ function panels(root, open) {
 // Rollouts: where from, a search, a table, and the one that is read.
 function reader(root, ask) {
   const source = node("select", { ariaLabel: "rollouts of" }), where = node("input", { type: "search", placeholder: "search: advantage < -.5 and not solved", ariaLabel: "search rollouts" })
-  const hints = node("datalist", { id: `hints${Math.random().toString(36).slice(2)}` }), list = node("div"), count = node("span", { className: "quiet" }), text = node("div", { className: "reader" })
+  const hints = node("datalist", { id: `hints${Math.random().toString(36).slice(2)}` }), list = node("div", { className: "list" }), count = node("span", { className: "quiet" }), text = node("div", { className: "reader" })
   const sorts = {}, only = node("button", { textContent: "Newest", type: "button" })
   where.setAttribute("list", hints.id)
   const read = async (row, line) => {
@@ -118,7 +118,7 @@ function reader(root, ask) {
 
 // The runs beside this one: a filter, a table, and which ones are laid over.
 function others(root, ask, over, name) {
-  const where = node("input", { type: "search", placeholder: "filter: rl.lr = 3e-5 and final > .6", ariaLabel: "filter runs" }), list = node("div"), sorts = {}, chosen = new Set()
+  const where = node("input", { type: "search", placeholder: "filter: rl.lr = 3e-5 and final > .6", ariaLabel: "filter runs" }), list = node("div", { className: "list" }), sorts = {}, chosen = new Set()
   const look = async () => {
     const answer = await ask("runs", { where: where.value })
     if (answer.error) return list.replaceChildren(node("p", { className: "note" }, answer.error))
@@ -138,13 +138,15 @@ function others(root, ask, over, name) {
 }
 
 function render({ model, el, experimental }) {
-  const ask = (name, values = {}) => experimental.invoke("ask", { name, values }).then(([answer]) => answer)
+  const patience = () => ({ signal: AbortSignal.timeout(120_000) })  // a kernel may be busy with a cell
+  const ask = (name, values = {}) =>
+    experimental.invoke("ask", { name, values }, patience()).then(([answer]) => answer, (error) => ({ error: String(error) }))
   const dot = node("span", { textContent: "● " }), headline = node("span"), bar = node("div"), stop = node("button", { textContent: "Stop watching", title: "The run goes on", onclick: () => ask("close") })
   const trouble = node("pre", { className: "note", hidden: true }), grid = node("div", { className: "grid" }), tables = node("div", { className: "tables" })
   const root = node("div", { className: "cnb desk" }, node("div", { className: "head", role: "status" }, dot, headline), node("div", { className: "progress" }, bar), trouble, grid, tables)
   el.append(root)
   const rollouts = reader(root, ask), draw = panels(grid, rollouts.open)
-  let over = "", waits = Promise.resolve()
+  let waits = Promise.resolve()
   const show = () => {
     const board = model.get("board")
     trouble.hidden = !board.error
@@ -158,7 +160,7 @@ function render({ model, el, experimental }) {
     rollouts.sources(board.sources)
     stop.hidden = !model.get("follows")
   }
-  others(root, ask, async (names) => { over = names; model.set("board", await ask("board", { over })); show() }, () => model.get("board").run)
+  others(root, ask, async (over) => { model.set("board", await ask("board", { over })); show() }, () => model.get("board").run)
   root.append(stop)
   model.on("change:board", show)
   model.on("change:follows", () => { stop.hidden = !model.get("follows") })

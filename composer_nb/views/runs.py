@@ -85,11 +85,18 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
 
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
-    """Return runs by what differs between them apart from their seeds: those of one name are repetitions."""
+    """Return runs by what differs between them. Three and more that differ in their seeds alone are one group."""
     settings = [settings_of(status) for status in statuses]
-    names = [name for name in differing(settings) if name not in SEEDS]
-    groups: dict[str, list[Status]] = {}
+    names = differing(settings)
+    groups: dict[str, list[tuple[Status, str]]] = {}
     for status, leaves in zip(statuses, settings, strict=True):
-        text = label({name: leaves.get(name) for name in names}) or "the same settings"
-        groups.setdefault(text, []).append(status)
-    return {f"{text} ({len(runs)} seeds)" if len(runs) > 1 else text: runs for text, runs in groups.items()}
+        values = {name: leaves.get(name) for name in names}
+        alone = label({name: value for name, value in values.items() if name not in SEEDS})
+        groups.setdefault(alone, []).append((status, label(values) or status.path.name))
+    result: dict[str, list[Status]] = {}
+    for text, members in groups.items():
+        if len(members) > 2:
+            result[", ".join(filter(None, (text, f"{len(members)} seeds")))] = [status for status, _ in members]
+        else:
+            result |= {name if name not in result else f"{name}, {s.path.name}": [s] for s, name in members}
+    return result

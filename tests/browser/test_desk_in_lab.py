@@ -15,7 +15,8 @@ from composer_nb.trainer.recipe.reader import EXAMPLES
 pytestmark = pytest.mark.browser
 CELLS = (
     "from pathlib import Path\nfrom composer_nb.trainer.recipe.reader import read_status\n"
-    f"from composer_nb.views import curves\nfrom composer_nb.views.dashboard import Dashboard as Board\npath = Path({str(EXAMPLES[0])!r})",
+    "from composer_nb.views import curves\nfrom composer_nb.views.dashboard import Dashboard as Board\n"
+    f"path = Path({str(EXAMPLES[0])!r})",
     "Board(path)",
     "curves.reinforcement(read_status(path))",
 )
