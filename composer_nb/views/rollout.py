@@ -76,7 +76,7 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
     """Return the greedy attempt of a policy at each held-out task, with log-probabilities but without routes."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
-    tokenizer = load_tokenizer(run.path / "data")
+    tokenizer = load_tokenizer(run.path / "data", needed=())
     # The greedy ones come last, and the last one of a task stays.
     return {attempt.task.id: StoredRollout(attempt=attempt, name=policy, tokenizer=tokenizer) for attempt in attempts}
 
@@ -84,7 +84,7 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
 def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
     """Return the rollouts of RL step `step` (from 1; −1 is the last that trained on something), with advantages and routes."""
     number, groups = stored_groups(run, step)
-    tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number}"
+    tokenizer, name = load_tokenizer(run.path / "data", needed=()), f"RL step {number}"
     return [
         StoredRollout(
             attempt=scored.attempt,

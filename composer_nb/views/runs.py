@@ -19,6 +19,8 @@ from composer_nb.views.query import selector
 
 # Settings that tell repetitions of one experiment apart.
 SEEDS = ("seed", "rl_seed")
+# Policies whose held-out scores a run's row has.
+POLICIES = ("start", "final")
 # RL steps at the end whose mean a run's row has.
 LAST = 10
 
@@ -74,7 +76,7 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
         row: dict[str, Any] = {"run": status.path.name, "name": label(values), "path": str(status.path)}
         row |= {"state": status.state, "steps": len(status.steps)}
         row["solved"] = mean([value for _, value in known(status.steps[-LAST:], "solved")])
-        for policy in ("start", "final"):
+        for policy in POLICIES:
             score = status.scores.get(policy, {})
             row |= {policy: score.get("pass_at_1"), f"{policy}_low": None, f"{policy}_high": None}
             if "ci95" in score:
