@@ -228,7 +228,7 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(benc
     bench.everything_is_whole()
     assert bench.attempts() == {"done": 1, "cut": 2, "later": 1}
     assert bench.record("cut")["state"] == cut and bench.cells("cut")[-2:] == [cut, "pending"]
-    assert (bench.attempt("cut") / "log.txt").read_text().startswith("asleep\n")
+    assert "asleep\n" in (bench.attempt("cut") / "log.txt").read_text()
 
 
 def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):

@@ -56,7 +56,8 @@ def test_flags_are_the_monitors_and_held_out_rollouts_are_searched_too() -> None
     assert set(rollouts.FLAGS) - {"solved", "tampered", "invalid call"} and len(rollouts.FLAGS) == len(DETECTORS) + 3
     everything, solved = rollouts.search(run, "final"), rollouts.search(run, "final", "solved and calls < 10")
     assert 0 < len(solved) < len(everything)
-    assert solved == [s for s in everything if s.attempt.grade.passed and s.attempt.rollout.calls < 10]
+    fitting = [s for s in everything if s.attempt.grade.passed and s.attempt.rollout.calls < 10]
+    assert [stored.attempt.task.id for stored in solved] == [stored.attempt.task.id for stored in fitting]
     with pytest.raises(ValueError, match="has rollouts of step 160"):
         rollouts.search(run, "step 2")
 
