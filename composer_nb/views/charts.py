@@ -108,7 +108,7 @@ def script() -> str:
     """Return Vega, Vega-Lite and their embedding as one script, which sets `window.vegaEmbed`."""
     import vl_convert
 
-    return str(vl_convert.javascript_bundle(vl_version=VERSION))
+    return str(vl_convert.javascript_bundle(None, vl_version=VERSION))
 
 
 def color(names: Sequence[str], colors: Mapping[str, str] | None = None, field: str = "line") -> dict[str, Any]:
@@ -212,31 +212,27 @@ def bars(
         tint["legend"] = None
     text = f"isValid(datum.value) ? format(datum.value, '{form}') : '–'"
     behind = {"calculate": f"max({least}, datum.high || datum.value || 0)", "as": "end"}
-    shown = {"tooltip": {"content": "data"}}
-    label = {"type": "text", "align": "left", "dx": 4, "color": INK, "fontSize": 11}
-    intervals = [  # which stand out from any bar and any page
-        {"mark": {"type": "rule", "color": ink, "strokeWidth": size, **shown},
+    hint: dict[str, Any] = {"tooltip": {"content": "data"}}
+    intervals: list[dict[str, Any]] = [  # which stand out from any bar and any page
+        {"mark": {"type": "rule", "color": ink, "strokeWidth": size, **hint},
          "transform": [{"filter": "isValid(datum.low)"}],
          "encoding": {**side, "x": {**length, "field": "low"}, "x2": {"field": "high"}}}
         for ink, size in (("white", 3), (DARK, 1.5))
     ]  # fmt: skip
-    shape = {"type": mark, "filled": True, "opacity": 1, **shown, **({"size": 90} if mark == "point" else {})}
-    foot = {"x2": {"datum": least}} if least else {}
-    main = {"mark": shape, "encoding": {**side, "x": length, "color": tint, **foot}}
+    shape = (
+        {"type": mark, "filled": True, "opacity": 1, "size": 90, **hint} if mark == "point" else {"type": mark, **hint}
+    )
+    main: dict[str, Any] = {"mark": shape, "encoding": {**side, "x": length, "color": tint}}
+    if least:
+        main["encoding"]["x2"] = {"datum": least}
     layers = [main, *intervals] if mark == "bar" else [*intervals, main]
     if form.startswith("+"):  # differences
-        layers.insert(
-            0, {"mark": {"type": "rule", "color": GREY, "strokeDash": [2, 3]}, "encoding": {"x": {"datum": 0}}}
-        )
+        zero = {"type": "rule", "color": GREY, "strokeDash": [2, 3]}
+        layers.insert(0, {"mark": zero, "encoding": {"x": {"datum": 0}}})
     if form and mark == "bar":
-        calculate = [behind, {"calculate": text, "as": "label"}]
-        layers.append(
-            {
-                "mark": label,
-                "transform": calculate,
-                "encoding": {**side, "x": {**length, "field": "end"}, "text": {"field": "label"}},
-            }
-        )
+        label = {"type": "text", "align": "left", "dx": 4, "color": INK, "fontSize": 11}
+        end: dict[str, Any] = {**side, "x": {**length, "field": "end"}, "text": {"field": "label"}}
+        layers.append({"mark": label, "transform": [behind, {"calculate": text, "as": "label"}], "encoding": end})
     step = 22 if "yOffset" not in side else 6 + 14 * len(series)
     return Chart(
         title, rows, {"height": {"step": step} if "yOffset" not in side else step * len(names), "layer": layers}
@@ -254,10 +250,13 @@ def stack(
     top: float | None = None,
 ) -> Chart:
     """Draw the `value` of each `part`, one above the other, over steps (`area`) or names (`bar`) `at`; `top` ends the axis."""
-    kind = {"type": "quantitative", "scale": {"nice": False}} if mark == "area" else {"type": "ordinal"}
+    kind: dict[str, Any] = {"type": "ordinal"}
+    if mark == "area":
+        kind = {"type": "quantitative", "scale": {"nice": False}}
+    scale = {"domainMax": top} if top else {}
     encoding = {
         "x": {"field": "at", "axis": {"title": x, "labelAngle": 0, "labelOverlap": True}, **kind},
-        "y": _number("value", unit, aggregate="sum", **({"scale": {"domainMax": top}} if top else {})),
+        "y": _number("value", unit, aggregate="sum", scale=scale),
         "color": color([row["part"] for row in rows], colors, "part"),
         "order": {"field": "order"},
     }
