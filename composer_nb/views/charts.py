@@ -108,7 +108,7 @@ def script() -> str:
     """Return Vega, Vega-Lite and their embedding as one script, which sets `window.vegaEmbed`."""
     import vl_convert
 
-    return str(vl_convert.javascript_bundle(None, vl_version=VERSION))
+    return str(vl_convert.javascript_bundle(vl_version=VERSION))  # type: ignore[call-arg]
 
 
 def color(names: Sequence[str], colors: Mapping[str, str] | None = None, field: str = "line") -> dict[str, Any]:

@@ -87,7 +87,7 @@ def panels(status: Status) -> list[Chart]:
     for name, (title, unit, parts) in METRICS.items():
         rows = [row for figure, _, label in parts for row in points(status.steps, figure, label)]
         colors = {label: hue for _, hue, label in parts}
-        extra = [{"bound": status.bound}] if name == "staleness" and status.bound else []
+        extra: list[dict[str, Any]] = [{"bound": status.bound}] if name == "staleness" and status.bound else []
         if rows:
             extra += _scored(status) if name == "solved" else []
             colors |= dict.fromkeys((row["line"] for row in extra if "line" in row), style.INK)

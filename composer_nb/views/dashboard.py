@@ -87,8 +87,8 @@ def tables(status: Status) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Yield heading and rows, the head first, of what is known of a run."""
     yield "services", [("", "now"), *facts(status)]
     if status.engines:
-        rows = [(e.name, str(e.version), e.hash[:12], f"{e.seconds:.2f}", f"{e.paused:.3f}") for e in status.engines]
-        yield "engines", [("engine", "version", "hash", "fetched, s", "paused, s"), *rows]
+        engines = [(e.name, str(e.version), e.hash[:12], f"{e.seconds:.2f}", f"{e.paused:.3f}") for e in status.engines]
+        yield "engines", [("engine", "version", "hash", "fetched, s", "paused, s"), *engines]
     if status.changes:
         notes = {None: "not applied yet", REFUSED: "refused; the run's log says why"}
         rows = [(c.name, str(c.value), notes.get(c.step, f"step {(c.step or 0) + 1}")) for c in status.changes]

@@ -25,12 +25,15 @@ _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
     **{"=": operator.eq, "!=": operator.ne},
 }
 Flags = Mapping[str, Callable[[Any], bool]]
-# Tells whether a row, the value behind it (for its flags) and its text fit.
-Selector = Callable[[Mapping[str, Any], Any, Callable[[], str]], bool]
+# Tells whether a row, and the value behind it, fit.
+Selector = Callable[[Mapping[str, Any], Any], bool]
 
 
-def selector(query: str, names: frozenset[str] | set[str], flags: Flags | None = None) -> Selector:
-    """Return what tells whether a row fits `query`. `names` are those of a row's values, `flags` tests by their words.
+def selector(
+    query: str, names: frozenset[str] | set[str], text_of: Callable[[Any], str], flags: Flags | None = None
+) -> Selector:
+    """Return what tells whether a row fits `query`. `names` are those of a row's values, `text_of` gives the text behind it to
+    search in, `flags` are tests of it by their words.
 
     Raises ValueError for a name that no row has, and for a pattern that is no regular expression."""
     clauses: list[tuple[bool, Selector]] = []
@@ -41,29 +44,30 @@ def selector(query: str, names: frozenset[str] | set[str], flags: Flags | None =
             raise ValueError(
                 f"{text[position:]!r}: write clauses with `and` between them, as: advantage < -.5 and not solved"
             )
-        clauses.append(
-            (match["no"] is None, _clause(match["pattern"], (match["words"] or "").strip(), names, flags or {}))
-        )
+        words = (match["words"] or "").strip()
+        clauses.append((match["no"] is None, _clause(match["pattern"], words, names, text_of, flags or {})))
         position = match.end()
-    return lambda row, value, words: all(test(row, value, words) == is_meant for is_meant, test in clauses)
+    return lambda row, value: all(test(row, value) == is_meant for is_meant, test in clauses)
 
 
-def _clause(pattern: str | None, words: str, names: frozenset[str] | set[str], flags: Flags) -> Selector:
+def _clause(
+    pattern: str | None, words: str, names: frozenset[str] | set[str], text_of: Callable[[Any], str], flags: Flags
+) -> Selector:
     if pattern is not None:
         try:
             search = re.compile(pattern, re.MULTILINE).search
         except re.error as error:
             raise ValueError(f"/{pattern}/ is no regular expression: {error}") from None
-        return lambda row, value, text: search(text()) is not None
+        return lambda row, value: search(text_of(value)) is not None
     if words.lower() in flags:
         test = flags[words.lower()]
-        return lambda row, value, text: test(value)
+        return lambda row, value: test(value)
     if (match := _COMPARISON.fullmatch(words)) is None:
-        return lambda row, value, text: words.lower() in text().lower()
+        return lambda row, value: words.lower() in text_of(value).lower()
     name, sign = match["name"], match["sign"]
     if name not in names:
         raise ValueError(f"{name}: no such value; there are {', '.join(sorted(names))}")
-    return lambda row, value, text: _compares(row.get(name), sign, match["value"])
+    return lambda row, value: _compares(row.get(name), sign, match["value"])
 
 
 def _compares(value: Any, sign: str, text: str) -> bool:

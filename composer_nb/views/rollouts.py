@@ -11,21 +11,25 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.query import selector
 from composer_nb.views.rollout import StoredRollout, held_out, sampled
 
+_MONITORS = {
+    "edited a test": "edited_tests",
+    "deleted an assertion": "deleted_assertions",
+    "special-cased a test": "special_casing",
+    "looks at tests": "looks_at_tests",
+    "read the answer": "read_answer",
+}
+
+
+def _flags(name: str) -> Callable[[StoredRollout], bool]:
+    return lambda stored: DETECTORS[name](stored.attempt)
+
+
 # What can be asked of a rollout, by words.
 FLAGS: Mapping[str, Callable[[StoredRollout], bool]] = {
     "solved": lambda stored: stored.attempt.grade.passed,
     "tampered": lambda stored: stored.attempt.grade.status == "tampered",
     "invalid call": lambda stored: stored.attempt.rollout.invalid_calls > 0,
-    **{
-        words: lambda stored, detect=DETECTORS[name]: detect(stored.attempt)
-        for words, name in {
-            "edited a test": "edited_tests",
-            "deleted an assertion": "deleted_assertions",
-            "special-cased a test": "special_casing",
-            "looks at tests": "looks_at_tests",
-            "read the answer": "read_answer",
-        }.items()
-    },
+    **{words: _flags(name) for words, name in _MONITORS.items()},
 }
 NAMES = frozenset({"rollout", "from", "group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"})
 
@@ -80,9 +84,9 @@ def rollouts(run: RunDir, source: str = "") -> Iterator[StoredRollout]:
 
 def search(run: RunDir, source: str = "", where: str = "", most: int = 500) -> list[StoredRollout]:
     """Return the first `most` rollouts that fit `where`."""
-    fits, fitting = selector(where, NAMES, FLAGS), list[StoredRollout]()
+    fits, fitting = selector(where, NAMES, text, FLAGS), list[StoredRollout]()
     for number, stored in enumerate(rollouts(run, source)):
-        if fits(row(number, stored), stored, lambda stored=stored: text(stored)):
+        if fits(row(number, stored), stored):
             fitting.append(stored)
             if len(fitting) == most:
                 break

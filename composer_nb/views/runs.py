@@ -82,8 +82,8 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
             if "ci95" in score:
                 row[f"{policy}_low"], row[f"{policy}_high"] = score["ci95"]
         rows.append(row | values)
-    fits = selector(where, {name for row in rows for name in row})
-    return [row for row in rows if fits(row, row, lambda row=row: " ".join(map(str, row.values())))]
+    fits = selector(where, {name for row in rows for name in row}, lambda row: " ".join(map(str, row.values())))
+    return [row for row in rows if fits(row, row)]
 
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:

@@ -41,14 +41,14 @@ FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
     ],
 )
 def test_a_query_selects_rows(query: str, places: list[int]) -> None:
-    fits = selector(query, {"advantage", "rl.lr", "ended"}, FLAGS)
-    assert [at for at, row in enumerate(ROWS) if fits(row, row, lambda row=row: row["text"])] == places
+    fits = selector(query, {"advantage", "rl.lr", "ended"}, lambda row: row["text"], FLAGS)
+    assert [at for at, row in enumerate(ROWS) if fits(row, row)] == places
 
 
 @pytest.mark.parametrize(("query", "reason"), [("gain > 1", "no such value"), ("/(/", "no regular expression")])
 def test_what_cannot_be_asked_is_said(query: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        selector(query, {"advantage"})
+        selector(query, {"advantage"}, str)
 
 
 def test_flags_are_the_monitors_and_held_out_rollouts_are_searched_too() -> None:
