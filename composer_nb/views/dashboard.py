@@ -203,10 +203,14 @@ class Desk:
         except (ValueError, FileNotFoundError) as error:
             return {"error": visible_lines(str(error))}
 
-    def board(self, over: str | None = None, status: Status | None = None) -> dict[str, Any]:
-        """Return the state of the run. `over`: names of runs, one a line, whose curves are laid over; the last ones by
+    def board(self, over: str | None = None) -> dict[str, Any]:
+        """Return the state of the run. `over`: paths of runs, one a line, whose curves are laid over; the last ones by
         default."""
-        status, self.over = status or read_status(self.path), self.over if over is None else over
+        self.over = self.over if over is None else over
+        return self.describe(read_status(self.path))
+
+    def describe(self, status: Status) -> dict[str, Any]:
+        """Return what the front end draws of a status."""
         panels = charts(status)
         if names := [name for name in self.over.split("\n") if name]:
             groups = runs.grouped([status, *(read_status(path) for path in self._neighbours() if str(path) in names)])
@@ -292,7 +296,7 @@ class Dashboard:
 
     def _show(self, status: Status) -> None:
         self.seen = status
-        self.widget.board = self._desk.answer("board", {"status": status})
+        self.widget.board = self._desk.describe(status)
 
     def _keep_up(self) -> None:
         """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run

@@ -68,7 +68,7 @@ function panels(root, open) {
       const { view } = await window.vegaEmbed(place, full, { actions, ast: true, mode: "vega-lite", config, renderer: "svg", logLevel: 1, downloadFileName: title, tooltip: { theme: "custom" } })
       panel.view = view
       place.querySelector(".vega-actions")?.append(node("a", { textContent: "Save as CSV", href: "#", onclick: (event) => { event.preventDefault(); download(`${title}.csv`, "text/csv", csv(panel.rows)) } }))
-      view.addEventListener("click", (event, item) => { const step = item?.datum?.step; if (step) open(`step ${step}`) })
+      view.addEventListener("click", (event, item) => { const step = item?.datum?.step ?? item?.datum?.datum?.step; if (step) open(step) })
     }
   }
 }
@@ -108,9 +108,11 @@ function reader(root, ask) {
       section.hidden = !names.length
       if (names.length && !list.hasChildNodes()) look()
     },
-    open(name) {
-      if (![...source.options].some((option) => option.value === name)) return
-      source.value = name
+    open(step) {  // or the nearest that is stored
+      const away = (name) => Math.abs(Number(name.slice(5)) - step)
+      const names = [...source.options].map((option) => option.value).filter((name) => name.startsWith("step "))
+      if (!names.length) return
+      source.value = names.reduce((best, name) => away(name) < away(best) ? name : best)
       look().then(() => section.scrollIntoView({ behavior: "smooth" }))
     },
   }
