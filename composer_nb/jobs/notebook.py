@@ -87,7 +87,8 @@ def run_notebook(
 ) -> dict[str, Any]:
     """Execute `source` into `output` and return the record that is also written to run.json beside it.
 
-    `say` gets every line that a cell prints, as it is printed; `timeout_s` limits the notebook, `cell_timeout_s` one cell;
+    `say` gets every line that a cell prints, as it is printed, and after each cell its number, the time so far and its value;
+    `timeout_s` limits the notebook, `cell_timeout_s` one cell;
     `outputs` are names for variables of the notebook (`{"run_dir": "run.path"}`) whose final values are recorded; `folder` is
     where the kernel runs, by default the notebook's own; `about` is added to the record; `run_mark` is for processes that outlive
     the notebook (`processes.py`). Raises ValueError for parameters that the notebook does not take, JobFailed, and
@@ -173,6 +174,7 @@ class _Execution(PapermillNotebookClient):
     """One execution of a notebook, which heeds signals and gives each cell its true state.
 
     Attributes:
+        begun: When the execution began.
         stopped: `interrupted` or `timed_out`, once somebody asked for an end.
         cell: The one that the kernel has. It is `sent` an interrupt, and ends by itself or is left at the `deadline`.
         over: Signals change nothing any more.
@@ -182,7 +184,7 @@ class _Execution(PapermillNotebookClient):
     timeout_s: float | None
     stopped = line = ""
     cell: nbformat.NotebookNode | None = None
-    sent, over, deadline = False, False, 0.0
+    sent, over, deadline, begun = False, False, 0.0, 0.0
 
     def run(self, record: dict[str, Any], **kernel: Any) -> BaseException | None:
         """Run the notebook; add state, error and cells to `record`. Return what ended it early.
@@ -190,7 +192,7 @@ class _Execution(PapermillNotebookClient):
         Ctrl-C, SIGTERM and the time limit interrupt the cell that runs. A cell that does not end within the grace period, or a
         second Ctrl-C, ends everything by a KeyboardInterrupt. For the main thread."""
         failure: BaseException | None = None
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+        signals, self.begun = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM), time.monotonic()
         with processes.handling(dict.fromkeys(signals, self._on_signal)):
             signal.setitimer(signal.ITIMER_REAL, self.timeout_s or 0)
             try:
@@ -267,6 +269,12 @@ class _Execution(PapermillNotebookClient):
             raise KeyboardInterrupt(self.stopped)
         if problem is not None:
             raise problem
+        if cell.cell_type == "code":
+            texts = [
+                output.data.get("text/plain", "") for output in cell.outputs if output.output_type == "execute_result"
+            ]
+            value = f": {visible(_first_line(texts[-1]))[:100]}" if texts else ""
+            self.say(f"cell {cell_index + 1} of {len(self.nb.cells)}, {time.monotonic() - self.begun:.0f} s{value}")
 
     def process_message(self, *args: Any, **kwargs: Any) -> nbformat.NotebookNode | None:
         """Pass on whole lines."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,6 +39,8 @@ from composer_nb.trainer.services.cluster import attach
 from composer_nb.trainer.services.head import held, last_words
 
 TICK_S = 0.1
+# What a notebook prints after each cell (`notebook.py`).
+PROGRESS = re.compile(r"^cell \d+ of \d+, .*$", re.MULTILINE)
 ANSWERS_S = 5.0
 # Files beside an attempt on Ray by which its machine is asked to end it.
 STOP, KILL = "stop", "kill"
@@ -217,12 +220,14 @@ class Runner:
         handles: The executor's handles of the running attempts.
         begun: When their notebooks began to run.
         losses: Attempts of each node that the infrastructure lost.
+        log_sizes: Bytes of the log of each node's attempt that progress was read from.
     """
 
     def __init__(self, job: Job, folder: Path, executor: Local | OnRay, say: Callable[[str], None], mark: str) -> None:
         self.job, self.folder, self.executor, self.mark = job, folder, executor, mark
         self.nodes: dict[str, dict[str, Any]] = {name: {"state": "pending", "attempt": 0} for name in job.nodes}
         self.handles, self.begun, self.losses = dict[str, Any](), dict[str, float](), Counter[str]()
+        self.log_sizes = Counter[str]()
         self.clock, self.stopping, self.asked, self.hurry = time.monotonic(), 0.0, False, False
         self.started, self._say, self.package = now(), say, package_digest()
         self.notebooks = {node.notebook: directory.snapshot(node.notebook, folder) for node in job.nodes.values()}
@@ -305,6 +310,7 @@ class Runner:
             attempt_folder.mkdir(parents=True)
             write_json(attempt_folder / "attempt.json", attempt_arguments, sync=True)
             self.handles[node.name] = self.executor.start(attempt_folder / "attempt.json", node)
+            self.log_sizes[node.name] = 0
         except OSError as error:
             record |= {"state": "failed", "error": f"it could not be started: {error}"}
         self.say(f"{node.name}: {record['error'] or f'attempt {attempt_number}'}")
@@ -349,6 +355,7 @@ class Runner:
         elapsed = now_s - self.begun[node.name] if record["state"] == "running" else 0.0
         timeout_s = node.spec.timeout_s or float("inf")
         if fault is None:
+            self._report_progress(node.name, attempt_folder / "log.txt")
             if elapsed > timeout_s + STOP_S or (self.stopping and (self.hurry or now_s - self.stopping > STOP_S)):
                 self.executor.stop(handle, kill=True)
             return
@@ -368,6 +375,17 @@ class Runner:
             self.losses[node.name] += 1
             if self.losses[node.name] <= node.spec.retries:
                 record["state"] = "pending"
+
+    def _report_progress(self, name: str, log: Path) -> None:
+        """Say which cell a node has ended, with its time and value."""
+        if not log.is_file() or (size := log.stat().st_size) == self.log_sizes[name]:
+            return
+        with log.open("rb") as file:
+            file.seek(self.log_sizes[name])
+            lines = PROGRESS.findall(file.read().decode("utf-8", "replace"))
+        self.log_sizes[name] = size
+        if lines:
+            self.say(f"{name}: {lines[-1]}")
 
     # Records
 

@@ -21,7 +21,19 @@ from typing import Any
 
 from composer_nb.operations import COMMANDS, Argument, arg, command
 
-READS = ("report", "watch", "compare", "headroom", "plan", "doctor", "jobs status", "weights log", "weights verify")
+READS = (
+    "report",
+    "watch",
+    "runs",
+    "rollouts",
+    "compare",
+    "headroom",
+    "plan",
+    "doctor",
+    "jobs status",
+    "weights log",
+    "weights verify",
+)
 WRITES = ("eval", "set")
 # Arguments that are hidden from read-only commands.
 WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write"}

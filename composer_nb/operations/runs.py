@@ -18,6 +18,9 @@ from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, 
 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
+WHERE = arg(
+    "--where QUERY", "as `advantage < -.5 and edited a test`, /regular expression/, `rl.lr = 3e-5` (docs/rl.md)", ""
+)
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
 SAME_COMMAND = "resume with the same command"
 log = logging.getLogger(__name__)
@@ -269,6 +272,55 @@ def watch(args: argparse.Namespace) -> int:
     return emit(args, dashboard.plain(status), lambda: text_table(list(dashboard.facts(status)), ("", "")))
 
 
+@command("runs", arg("folder RUNS", "a folder of runs", Path("runs"), nargs="?"), WHERE, JSON)
+def runs(args: argparse.Namespace) -> int:
+    """List runs: the settings that differ, and scores with intervals."""
+    from composer_nb.views.page import shown, text_table
+    from composer_nb.views.runs import POLICIES, run_rows, runs_below
+
+    if not args.folder.is_dir():
+        raise FileNotFoundError(f"{args.folder}: no such folder; give one that holds runs")
+    rows = run_rows(runs_below(args.folder), args.where)
+
+    def scored(row: dict[str, Any], name: str) -> str:
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        return shown(row[name], ".3f") + (f" ({low:.3f}–{high:.3f})" if low is not None else "")
+
+    names = ("run", "state", "steps", "solved", "pass@1 at the start", "at the end", "what differs")
+    cells = []
+    for row in rows:
+        figures = (str(row["steps"]), shown(row["solved"], ".3f"), *(scored(row, policy) for policy in POLICIES))
+        cells.append((row["run"], row["state"], *figures, row["name"]))
+    return emit(args, rows, lambda: text_table(cells, names))
+
+
+@command(
+    "rollouts",
+    RUN,
+    arg("--of SOURCE", 'as "step 12", "all steps" or final; default: the last step that trained on something', ""),
+    WHERE,
+    arg("--read N", "print the rollout of that number in the list", -1),
+    JSON,
+)
+def rollouts(args: argparse.Namespace) -> int:
+    """List the stored rollouts of a run that fit a search, or read one."""
+    from composer_nb.trainer.recipe.reader import ReadOnly
+    from composer_nb.views import rollouts as stored
+    from composer_nb.views.page import shown, text_table
+
+    fitting = stored.search(ReadOnly(args.path), args.of, args.where)
+    if args.read >= len(fitting):
+        raise ValueError(f"--read {args.read}: the list has {len(fitting)} rollouts")
+    if args.read >= 0:
+        fitting = fitting[args.read : args.read + 1]
+    rows = stored.rows(fitting)
+    if args.read >= 0:
+        text = f"{fitting[0].heading}\n\n{stored.text(fitting[0])}"
+        return emit(args, rows[0] | {"text": text}, lambda: text)
+    cells = [[shown(v, ".3f") if isinstance(v, float) else shown(v) for v in row.values()] for row in rows]
+    return emit(args, rows, lambda: text_table(cells, [*rows[0]] if rows else ("no rollout fits",)))
+
+
 @command(
     "compare",
     arg(
@@ -296,7 +348,7 @@ def compare(args: argparse.Namespace) -> int:
         raise ValueError(
             f"compare {names}: give two runs, or two folders of eval; or with --html, which draws all, several"
         )
-    pictures: dict[str, tuple[str, bytes]] = {}
+    pictures: dict[str, tuple[str, Any]] = {}
     if runs:
         first, second = map(ReadOnly, args.paths)
         comparison = compare(first, second)
@@ -307,7 +359,7 @@ def compare(args: argparse.Namespace) -> int:
         caption = "Score against cost: a point for each arm of each evaluation. No other point beats those on the line."
         if unfinished := [str(path) for path in args.paths if str(path) not in reports]:
             caption += f" Not drawn, because it has no report.json: {visible(', '.join(unfinished))}."
-        pictures = {"pareto": (caption, pareto(reports).png())} if args.html else {}
+        pictures = {"pareto": (caption, pareto(reports))} if args.html else {}
     if args.html:
         write_atomic(args.html, page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))

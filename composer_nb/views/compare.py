@@ -19,81 +19,60 @@ from rich.table import Table
 
 from composer_nb.harness.untrusted import visible
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import style
-from composer_nb.views.curves import WINDOW, line, scaled
+from composer_nb.views.charts import WINDOW, Figure, bars
+from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
-from composer_nb.views.style import Picture, as_share, key, title
-
-COLORS = (style.BLUE, style.ORANGE)
-_CURVES = ("solved", "reward", "entropy", "turns", "staleness", "live_groups")
+from composer_nb.views.scores import differences
 
 
-def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, bytes]]:
-    """Return (caption, PNG) by name of every figure that both runs have data for. `comparison` is the result of `compare`."""
-    pictures: dict[str, tuple[str, Picture]] = {}
+def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, Figure]]:
+    """Return (caption, figure) by name of every figure that both runs have data for. `comparison` is the result of `compare`."""
+    drawings: dict[str, tuple[str, Figure]] = {}
     if any("difference" in part for part in comparison["eval"].values()):
         sides = "Left: pass@1 with 95 % intervals over tasks. Right: second − first. An interval over 0 shows no difference; "
-        pictures["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
+        drawings["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
     if first.steps("rl") and second.steps("rl"):
-        pictures["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
+        drawings["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
     if comparison["wall_s"]:
-        pictures["time"] = ("Where the time went.", times(comparison))
-    return {name: (caption, picture.png()) for name, (caption, picture) in pictures.items()}
+        drawings["time"] = ("Where the time went.", times(comparison))
+    return drawings
 
 
-def scores(comparison: Mapping[str, Any]) -> Picture:
+def scores(comparison: Mapping[str, Any]) -> Figure:
     """Draw pass@1 of every policy that both runs scored, and the differences."""
     shared = {name: part for name, part in comparison["eval"].items() if "difference" in part}
     if not shared:
-        return style.empty("there is no policy yet that both runs have scored")
-    picture = Picture(9.5, 3.2)
-    bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
-    scored = zip(*(part["scores"] for part in shared.values()), strict=True)
-    sides = [
-        style.BarSeries(label, color, [s["pass_at_1"] for s in policies], [s["ci95"] for s in policies])
-        for color, label, policies in zip(COLORS, labels(comparison), scored, strict=True)
+        return Figure([], note="there is no policy yet that both runs have scored")
+    rows = [
+        {"name": name, "series": label, "value": s["pass_at_1"], "low": s["ci95"][0], "high": s["ci95"][1]}
+        for name, part in shared.items()
+        for label, s in zip(labels(comparison), part["scores"], strict=True)
     ]
-    style.grouped(bars, list(shared), sides)
-    as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in shared.values() for s in part["scores"]))))
-    title(bars, "solved, held-out tasks, pass@1")
-    key(bars)
-    for row, part in enumerate(shared.values()):
-        gap = part["difference"]
-        gaps.plot(gap["ci95"], [row, row], color=style.INK, linewidth=1.4)
-        gaps.plot(gap["pass_at_1"], row, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
-    gaps.axvline(0, color=style.GREY, linestyle=":")
-    style.rows(gaps, list(shared)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-    paired = all(part["difference"]["paired"] for part in shared.values())
-    title(gaps, f"second − first, {'paired by task' if paired else 'not paired'}", "pass@1")
-    return picture
+    gaps = {name: part["difference"] for name, part in shared.items()}
+    how = "paired by task" if all(gap["paired"] for gap in gaps.values()) else "not paired"
+    spans = [
+        {"name": name, "value": gap["pass_at_1"], "low": gap["ci95"][0], "high": gap["ci95"][1]}
+        for name, gap in gaps.items()
+    ]
+    bar_chart = bars("solved, held-out tasks, pass@1", rows, unit="share", form=".2f")
+    return Figure([bar_chart, differences(f"second − first, {how}", spans)])
 
 
-def curves(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> Picture:
+def curves(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> Figure:
     """Draw curves of RL in both runs."""
-    steps = first.steps("rl"), second.steps("rl")
-    if not any(steps):
-        return style.empty("RL has not reached its first checkpoint yet in either run")
-    picture = Picture(9.5, 5.4)
-    for ax, name in zip(picture.panels(2, 3), _CURVES, strict=True):
-        for points, color, label in zip(steps, COLORS, labels(comparison), strict=True):
-            line(ax, points, name, color, label)
-        scaled(ax, name)
-    return picture
+    steps = {label: [run.steps("rl")] for label, run in zip(labels(comparison), (first, second), strict=True)}
+    return Figure(overlaid(steps), note="RL has not reached its first checkpoint yet in either run")
 
 
-def times(comparison: Mapping[str, Any]) -> Picture:
+def times(comparison: Mapping[str, Any]) -> Figure:
     """Draw seconds by part of the recipe."""
     names = [name for name in comparison["wall_s"] if name != "total"] + ["total"]
-    picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
-    for side, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
-        seconds_by_part = [comparison["wall_s"].get(name, (0, 0))[side] or 0.0 for name in names]
-        positions = [number + (side - 0.5) * 0.4 for number in range(len(names))]
-        ax.barh(positions, seconds_by_part, 0.37, color=color, label=label)
-        for y, seconds in zip(positions, seconds_by_part, strict=True):
-            style.note(ax, seconds, y, f" {seconds:.0f}")
-    title(style.rows(ax, names), "seconds by part of the recipe", "seconds")
-    key(ax)
-    return picture
+    rows = [
+        {"name": name, "series": label, "value": comparison["wall_s"].get(name, (0, 0))[side] or 0.0}
+        for name in names
+        for side, label in enumerate(labels(comparison))
+    ]
+    return Figure([bars("seconds by part of the recipe", rows, form=",.0f")], width=700)
 
 
 def labels(comparison: Mapping[str, Any]) -> Sequence[str]:
@@ -123,12 +102,12 @@ def table(comparison: Mapping[str, Any]) -> Group:
     return Group(*parts, *map(escape, _notes(comparison)))
 
 
-def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]] = MappingProxyType({})) -> str:
-    """Return a comparison of runs, or of evaluations, as one HTML page; `figures` are (caption, PNG) by name."""
+def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, Any]] = MappingProxyType({})) -> str:
+    """Return a comparison of runs, or of evaluations, as one HTML page; `figures` are (caption, figure) by name."""
     names = " and ".join(_names(comparison))
     body = [f"<h1>{html.escape(names)}</h1>"]
     body += [f"<p class=note>{html.escape(line)}</p>" for line in _notes(comparison)]
-    body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
+    body += [figure(name, caption, drawing) for name, (caption, drawing) in figures.items()]
     for heading, head, rows in _sections(comparison):
         body += [f"<h2>{heading.capitalize()}</h2>", html_table(rows, head) if rows else "<p>None.</p>"]
     return document(names, body)

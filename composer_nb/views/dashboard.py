@@ -1,41 +1,38 @@
-"""A run on one board: its state, curves, ledger and work in flight.
+"""A run on one board: its state, scores, curves, what each service does, and work in flight.
 
     Dashboard(run.path)              in a notebook: follows a live run until it ends or is closed
     board(read_status(run.path))     the same at one moment, as HTML that needs no other file
-    facts(read_status(run.path))     the figures alone, for a terminal
+    facts(read_status(run.path))     what the services do, for a terminal
 
-The board reads the run's directory, so it does not matter which process runs it.
+The board reads the run's directory, so it does not matter which process runs it. `Desk` answers what the front end asks, in a
+notebook and on the page (`operations/live.py`): `desk.js` draws both.
 """
 
 from __future__ import annotations
 
-import html
-import json
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from typing import Any
 
 from composer_nb.harness.bench import errors_line, tool_errors
-from composer_nb.harness.untrusted import as_html
-from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import RECENT, Status, read_status
+from composer_nb.harness.untrusted import as_html, visible_lines
+from composer_nb.trainer.recipe.launch import LOCK, stages_of
+from composer_nb.trainer.recipe.reader import RECENT, ReadOnly, Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
-from composer_nb.views import style
-from composer_nb.views.curves import metric, step_times, supervised
-from composer_nb.views.page import Html, box, image, shown
-from composer_nb.views.style import Picture, key, title
+from composer_nb.views import curves, rollouts, runs, style
+from composer_nb.views.charts import CONFIG, WINDOW, Chart, Figure, bars, script, stack
+from composer_nb.views.page import Html, box, html_table, image
+from composer_nb.views.rollout import StoredRollout, read
+from composer_nb.views.scores import by_policy
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+# What JupyterLab and the page share: it draws what `Desk` answers.
+FRONT_END, STYLES = (Path(__file__).with_name(f"desk.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
 
 EVERY_S = 2.0
 # Maximum fraction of time spent redrawing.
@@ -61,7 +58,7 @@ def headline(status: Status) -> str:
 
 
 def facts(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield name and text of all other facts."""
+    """Yield name and text of what a run and its services do now."""
     if status.state == "live":
         yield "process", str(status.pid or "unknown")
     elif status.state == "dead":
@@ -69,32 +66,40 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
     if status.quiet_s is not None:
         yield "last wrote", f"{_spoken(status.quiet_s)} ago"
     yield "last line", status.last_line or "none yet"
-    if status.stages:
-        yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in status.stages.items())
-    for name, score in status.scores.items():
-        in_12_calls = shown(score.get("pass_within", {}).get("12"), ".3f")
-        yield f"{name}, held out", f"pass@1 {score['pass_at_1']:.3f}, in 12 calls {in_12_calls}"
-    if share := utilisation(status):
-        yield "trainer busy", f"{share:.0%} of the time of RL steps"
-    if tokens := sum(status.ledger.values()):
-        yield "ledger, tokens", ", ".join(f"{use} {n:,} ({n / tokens:.0%})" for use, n in _ranked(status.ledger))
+    if recent := status.steps[-WINDOW:]:
+        wall_s = sum(point["time"]["wall_s"] for point in recent)
+        yield (
+            "trainer busy",
+            f"{utilisation(status):.0%} of the time of RL steps; the last took {wall_s / len(recent):.1f} s",
+        )
+        yield "tokens sampled a second", f"{sum(point.get('sampled') or 0 for point in recent) / wall_s:,.0f}"
+        yield "reward", reward_trend(status.steps)
+        if (age := recent[-1].get("staleness")) is not None:
+            yield "staleness of the newest batch", f"{age:.2f} batches, bound {status.bound}"
+        if (p99 := recent[-1].get("logprob_gap_p99")) is not None:
+            yield "engine and trainer, last step", f"p99 of |Δ log p| {p99:.1e}, k3 {recent[-1]['k3']:.1e}"
+        if errors := tool_errors(step.get("errors", {}) for step in status.steps[-RECENT:]):
+            yield f"errors of tools, last {min(RECENT, len(status.steps))} steps", errors_line(errors)
+        for service, share in (recent[-1]["time"].get("engine_waits") or {}).items():
+            yield f"engine waits for the {service}", f"{share:.0%} of the time"
     if status.served is not None:
         served = f"the slowest engine serves those of batch {status.served} of {status.trained}"
         yield "weight versions", f"{status.versions} made; {served}"
         yield "in flight", _in_flight(status)
-    for engine in status.engines:
-        at = f"reported version {engine.version} ({engine.hash[:12]})"
-        yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
-    if status.steps:
-        yield "reward", reward_trend(status.steps)
-        if (p99 := status.steps[-1].get("logprob_gap_p99")) is not None:
-            yield "engine and trainer, last step", f"p99 of |Δ log p| {p99:.1e}, k3 {status.steps[-1]['k3']:.1e}"
-        if errors := tool_errors(step.get("errors", {}) for step in status.steps[-RECENT:]):
-            yield f"errors of tools, last {min(RECENT, len(status.steps))} steps", errors_line(errors)
-    notes = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
-    for change in status.changes:
-        applied = f"from step {(change.step or 0) + 1} on"
-        yield f"{change.name} = {json.dumps(change.value)}", notes.get(change.step, applied)
+
+
+def tables(status: Status) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield heading and rows, the head first, of what is known of a run."""
+    yield "services", [("", "now"), *facts(status)]
+    if status.engines:
+        engines = [(e.name, str(e.version), e.hash[:12], f"{e.seconds:.2f}", f"{e.paused:.3f}") for e in status.engines]
+        yield "engines", [("engine", "version", "hash", "fetched, s", "paused, s"), *engines]
+    if status.changes:
+        notes = {None: "not applied yet", REFUSED: "refused; the run's log says why"}
+        rows = [(c.name, str(c.value), notes.get(c.step, f"step {(c.step or 0) + 1}")) for c in status.changes]
+        yield "settings changed while it was live", [("setting", "value", "from"), *rows]
+    if status.scores:
+        yield "held-out tasks", [*by_policy(status.scores)]
 
 
 def utilisation(status: Status) -> float | None:
@@ -112,10 +117,6 @@ def _in_flight(status: Status) -> str:
     return f"{len(status.slots)} groups: of {size} rollouts {finished} finished, {running} {verb}; {training}"
 
 
-def _ranked(ledger: Any) -> list[tuple[str, int]]:
-    return sorted(((use, n) for use, n in ledger.items() if n), key=lambda pair: -pair[1])
-
-
 def _spoken(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -129,84 +130,127 @@ def plain(status: Status) -> dict[str, Any]:
     return {**values, "utilisation": utilisation(status), "last_step": steps[-1] if steps else None}
 
 
-# As a picture
+# As charts and as HTML
 
 
-def picture(status: Status) -> Picture:
-    """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage; before RL, the losses."""
-    if not status.steps and "midtrain" in status.supervised:
-        return supervised(status)
-    figure = Picture(11.5, 6.6)
-    # Two parts, so that the long names of bars do not narrow the curves.
-    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat
-    *over_steps, times = map(style.plain, upper.subplots(2, 4).flat)
-    ledger, work, stages = map(style.plain, lower.subplots(1, 3))
-    steps = [
-        {**p, "unfinished": 1 - p.get("finished", 1.0), "dead": 1 - p.get("live_groups", 1.0)} for p in status.steps
+def charts(status: Status) -> list[Chart]:
+    """Return the panels that a run has data for: held-out scores, RL, the work in flight, and before RL the losses."""
+    panels = []
+    if scores := status.scores:
+        stages = stages_of(status.settings) if status.settings else status.stages
+        names = [name.removeprefix("eval_") for name in stages if name.startswith("eval_")]
+        ends = {name: score.get("ci95", (None, None)) for name, score in scores.items()}
+        rows = [
+            {"name": name, "value": scores.get(name, {}).get("pass_at_1")}
+            | dict(zip(("low", "high"), ends.get(name, (None, None)), strict=True))
+            for name in dict.fromkeys([*names, *scores])
+        ]
+        panels.append(bars("held-out tasks, pass@1 (95 % over tasks)", rows, style.POLICY, unit="share", form=".2f"))
+    panels += curves.panels(status) or curves.supervised(status).charts
+    panels += curves.times(status)
+    used = sorted(((use, n) for use, n in status.ledger.items() if n), key=lambda pair: -pair[1])
+    if used:
+        colors = {use: _REASON.get(use, style.ORANGE) for use, _ in used}
+        panels.append(bars("sampled tokens", [{"name": use, "value": n} for use, n in used], colors, form=",.0f"))
+    return [*panels, *([_work(status)] if status.slots else [])]
+
+
+def _work(status: Status) -> Chart:
+    """Return one bar per group, oldest first: finished, being sampled, not dispatched."""
+    running = "sampled now" if status.state == "live" else "to sample again"
+    parts = {"finished": style.GREEN, running: style.SKY, "not dispatched": style.GREY}
+    rows = [
+        {"at": slot.slot, "part": part, "value": count, "order": order}
+        for slot in status.slots
+        for order, (part, count) in enumerate(
+            zip(parts, (slot.done, slot.running, slot.size - slot.done - slot.running), strict=True)
+        )
     ]
-    names = ("reward", "solved", "entropy", "staleness", "turns", "mismatch", "faults")
-    for ax, name in zip(over_steps, names, strict=True):
-        metric(ax, steps, name, status.bound if name == "staleness" else None)
-    if status.steps:
-        step_times(times, status.steps)
-    title(times if status.steps else style.absent(times, "RL has no step yet"), "seconds of a step")
-    ledger.xaxis.set_major_locator(MaxNLocator(4))
-    ledger.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    tokens = dict(_ranked(status.ledger))
-    _bars(ledger, "sampled tokens", tokens, [_REASON.get(reason, style.ORANGE) for reason in tokens])
-    _work(work, status)
-    _bars(stages, "seconds of complete stages", status.stages, style.SKY)
-    return figure
+    return stack("rollouts in flight", rows, parts, x="prompt", mark="bar")
 
 
-def _bars(ax: Axes, text: str, values: Mapping[str, float], color: Any) -> None:
-    title(style.bars(ax, values, color), text)
-    if not values:
-        style.absent(ax, "none yet").set_xticks([])
-
-
-def _work(ax: Axes, status: Status) -> None:
-    """Draw one bar per group, oldest first: finished, being sampled, not dispatched."""
-    names = [str(slot.slot) for slot in status.slots]
-    parts = {
-        "finished": ([s.done for s in status.slots], style.GREEN),
-        "sampled now" if status.state == "live" else "to sample again": ([s.running for s in status.slots], style.SKY),
-        "not dispatched": ([s.size - s.done - s.running for s in status.slots], style.PALE),
-    }
-    bottoms = np.zeros(len(names))
-    for label, (counts, color) in parts.items():
-        ax.bar(names, counts, bottom=bottoms, color=color, label=label)
-        bottoms += counts
-    ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
-    title(ax, "rollouts in flight, by prompt", "", "")
-    if status.slots:
-        ax.set_ylim(0, max(bottoms) * 1.05)
-        key(ax, near=True)
-    else:
-        style.absent(ax, "none")
-
-
-# As HTML
-
-
-def head(status: Status) -> Html:
-    """Return headline, progress bar and facts."""
-    progress = 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
-    color = _STATE[status.state]
-    rows = "".join(f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(t)}</td></tr>' for name, t in facts(status))
-    return box(
-        f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(status))}</div>',
-        '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',
-        f'<div style="background:{color};height:6px;width:{progress:.1%}"></div></div><table>{rows}</table>',
-    )
+def progress(status: Status) -> float:
+    """Return the share of the stage's steps that are done."""
+    return 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
 
 
 def board(status: Status) -> Html:
-    """Return the whole board at one moment, without other files: the static twin of `Dashboard`."""
-    return Html(f"{head(status).text}<div>{image(headline(status), picture(status).png())}</div>")
+    """Return the whole board at one moment, without other files and scripts: the static twin of `Dashboard`."""
+    color = _STATE[status.state]
+    panels = Figure(charts(status), columns=3, width=260)
+    return box(
+        f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(status))}</div>',
+        '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',
+        f'<div style="background:{color};height:6px;width:{progress(status):.1%}"></div></div>',
+        image(headline(status), panels.png()) if panels.charts else "",
+        *(f'<div class="head">{heading}</div>{html_table(rows, head)}' for heading, (head, *rows) in tables(status)),
+    )
 
 
 # Live
+
+
+class Desk:
+    """Answers what the front end (`desk.js`) asks about the run in `path`, and about the runs beside it."""
+
+    ASKS = ("board", "runs", "rollouts", "rollout")
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.over = path.resolve(), ""
+        self._listed: list[StoredRollout] = []
+        self._lock = threading.Lock()
+
+    def answer(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to one of `ASKS`, or `error` with what is wrong with `values`."""
+        try:
+            with self._lock:
+                return dict(getattr(self, name)(**values))
+        except (ValueError, FileNotFoundError) as error:
+            return {"error": visible_lines(str(error))}
+
+    def board(self, over: str | None = None) -> dict[str, Any]:
+        """Return the state of the run. `over`: paths of runs, one a line, whose curves are laid over; the last ones by
+        default."""
+        self.over = self.over if over is None else over
+        return self.describe(read_status(self.path))
+
+    def describe(self, status: Status) -> dict[str, Any]:
+        """Return what the front end draws of a status."""
+        panels = charts(status)
+        if names := [name for name in self.over.split("\n") if name]:
+            groups = runs.grouped([status, *(read_status(path) for path in self._neighbours() if str(path) in names)])
+            shared = curves.overlaid({name: [run.steps for run in group] for name, group in groups.items()})
+            titles = {title for title, _, _ in curves.METRICS.values()}
+            panels = [*shared, *(chart for chart in panels if chart.title not in titles)]
+        return {
+            "run": status.path.name,
+            "headline": headline(status),
+            "state": status.state,
+            "progress": progress(status),
+            "charts": [{"title": chart.title, "rows": chart.rows, "spec": chart.spec} for chart in panels],
+            "config": CONFIG,
+            "tables": [[heading, *rows] for heading, rows in tables(status)],
+            "sources": rollouts.sources(ReadOnly(self.path)),
+        }
+
+    def runs(self, where: str = "") -> dict[str, Any]:
+        """Return a row for each run beside this one that fits `where`."""
+        return {"rows": runs.run_rows(self._neighbours(), where)}
+
+    def rollouts(self, source: str = "", where: str = "") -> dict[str, Any]:
+        """Return a row for each rollout of `source` that fits `where`."""
+        self._listed = rollouts.search(ReadOnly(self.path), source, where)
+        return {"rows": rollouts.rows(self._listed), "flags": [*rollouts.FLAGS]}
+
+    def rollout(self, number: str | int) -> dict[str, Any]:
+        """Return a rollout of the last list to read, as HTML. Raises ValueError for another number."""
+        if not str(number).isdecimal() or int(number) >= len(self._listed):
+            raise ValueError(f"rollout {number}: the list has {len(self._listed)}")
+        return {"html": read(self._listed[int(number)]).text}
+
+    def _neighbours(self) -> list[Path]:
+        return runs.runs_below(self.path.parent)
+
 
 # Live boards of this process by run: a cell that is run again replaces its own board.
 _WATCHED: dict[Path, Dashboard] = {}
@@ -221,20 +265,13 @@ class Dashboard:
     """
 
     def __init__(self, path: Path, every_s: float = EVERY_S) -> None:
-        import ipywidgets
-
         self.seen = read_status(path)
         self.every_s = every_s
         if (other := _WATCHED.pop(self.seen.path, None)) is not None:
             other.close()
         self._closed = threading.Event()
-        self._last_drawn: tuple[Any, ...] | None = None
-        self._head = ipywidgets.HTML(layout=ipywidgets.Layout(width="100%"))
-        self._picture = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%"))
-        self._button = ipywidgets.Button(description="Stop watching", tooltip="The run goes on")
-        self._button.on_click(lambda _: self.close())
-        layout = ipywidgets.Layout(width="100%")
-        self.widget = ipywidgets.VBox([self._head, self._picture, self._button], layout=layout)
+        self._desk = Desk(self.seen.path)
+        self.widget = _widget(self._desk, self.close)
         self._show(self.seen)
         self._thread = threading.Thread(target=self._keep_up, name=f"board of {self.seen.path.name}", daemon=True)
         if self.seen.state == "live":
@@ -260,14 +297,11 @@ class Dashboard:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """Return the widget, and its static twin for front ends without widgets."""
-        return {**self.widget._repr_mimebundle_(**options), "text/html": self.still().text}
+        return {**self.widget._repr_mimebundle_(**options)[0], "text/html": self.still().text}
 
     def _show(self, status: Status) -> None:
         self.seen = status
-        self._head.value = head(status).text
-        if pictured(status) != self._last_drawn:
-            self._picture.value = picture(status).png()
-            self._last_drawn = pictured(status)
+        self.widget.board = self._desk.describe(status)
 
     def _keep_up(self) -> None:
         """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run
@@ -285,16 +319,32 @@ class Dashboard:
                     break
                 rest_s = max(self.every_s, (time.perf_counter() - start) / SHARE)
         except Exception:  # there is nobody above a thread: what went wrong stands in the board's place
-            self._head.value = box(f"<pre>{html.escape(traceback.format_exc())}</pre>").text
+            self.widget.board = {"error": traceback.format_exc()}
         finally:
             self._end()
 
     def _end(self) -> None:
-        self._button.layout.display = "none"
+        self.widget.follows = False
         if _WATCHED.get(self.seen.path) is self:
             del _WATCHED[self.seen.path]
 
 
-def pictured(status: Status) -> tuple[Any, ...]:
-    """Return the part of a status that the picture shows."""
-    return status.state, len(status.steps) or status.done, status.ledger, status.slots, status.stages, status.changes
+def _widget(desk: Desk, close: Callable[[], None]) -> Any:
+    """Return the front end as a widget of JupyterLab, whose questions `desk` answers."""
+    import anywidget
+    import traitlets
+
+    class DeskWidget(anywidget.AnyWidget):
+        _esm = f"{script()}\n{FRONT_END}"
+        _css = STYLES
+        board = traitlets.Dict().tag(sync=True)
+        follows = traitlets.Bool(True).tag(sync=True)
+
+        @anywidget.experimental.command
+        def ask(self, message: Any, buffers: Any) -> Any:
+            if message["name"] == "close":
+                close()
+                return {}, buffers
+            return desk.answer(message["name"], message["values"]), buffers
+
+    return DeskWidget()

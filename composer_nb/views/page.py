@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -53,9 +55,12 @@ def document(title: str, body: Sequence[str]) -> str:
     )
 
 
-def figure(name: str, caption: str, png: bytes) -> str:
-    """Return a PNG with its caption as HTML that needs no other file."""
-    return f"<figure>{image(name, png)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+def figure(name: str, caption: str, drawing: Any) -> str:
+    """Return a figure (`charts.Figure`, or a `Picture`) with its caption as HTML that needs no other file."""
+    body = (
+        re.sub(r' xmlns(:\w+)?="[^"]*"', "", drawing.svg()) if hasattr(drawing, "svg") else image(name, drawing.png())
+    )
+    return f"<figure>{body}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def image(name: str, png: bytes) -> str:

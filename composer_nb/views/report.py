@@ -23,52 +23,54 @@ from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
+from composer_nb.views.charts import WINDOW, Figure
 from composer_nb.views.page import document, figure, html_table, shown, text_table
 from composer_nb.views.scores import by_policy
-from composer_nb.views.style import Picture
 
 # What the verdict watches, by name: of the first kind less is worse, of the second more.
 FALLS = {"best of k": "best_of_k", "recovery": "recovery", "testing": "runs_tests", "calls a turn": "calls_per_turn"}
 RISES = {"invalid calls": "invalid_call_rate"}
 
 
-def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
-    """Return (caption, PNG) by name of every figure that the run has data for."""
+def pictures(run: RunDir) -> dict[str, tuple[str, Any]]:
+    """Return (caption, figure) by name of every figure that the run has data for."""
     report, status = build_report(run), read_status(run.path)
     has_versions = "mixed_versions" in (train := report.get("train", {}))
     staleness_caption = "By how many batches the oldest token of a rollout was behind when it was trained."
     bars_caption = "Bars: share of held-out tasks solved; lines: 95 % over tasks."
-    drawings: dict[str, tuple[Any, Callable[..., Picture], tuple[Any, ...], str]] = {
+    drawings: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], str]] = {
         "policies": ("eval" in report, scores.policies, (report,), bars_caption),
         "families": ("eval" in report, scores.families, (report,), "The same by family of program."),
         "behaviour": ("eval" in report, scores.behaviour, (report,), "What the policies do, in sampled attempts."),
         "losses": ("midtrain" in report, curves.supervised, (status,), "Cross-entropy of the supervised stages."),
-        "rl": (train, curves.reinforcement, (status,), f"RL. Bold: mean of the last {curves.WINDOW} steps."),
+        "rl": (train, curves.reinforcement, (status,), f"RL. Bold: mean of the last {WINDOW} steps."),
         "staleness": (has_versions, curves.staleness, (status, train), staleness_caption),
         "experts": (train, rollout.experts, (run,), "Which experts the tokens of the last RL step took."),
         "mismatch": ("replay" in report, scores.mismatch, (report,), "How far engine and trainer are apart."),
         "time": (status.stages, curves.time_split, (status,), "Where the time went."),
     }
-    return {name: (caption, draw(*args).png()) for name, (shown, draw, args, caption) in drawings.items() if shown}
+    return {name: (caption, draw(*args)) for name, (shown, draw, args, caption) in drawings.items() if shown}
 
 
-def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:
-    """Write report.json, report.html and the figures ((caption, PNG) by name), and return the report. Raises ValueError for an
-    excerpt, which is read-only."""
+def write_report(run: RunDir, figures: Mapping[str, tuple[str, Any]] | None = None) -> dict[str, Any]:
+    """Write report.json, report.html and the figures ((caption, figure) by name; their data beside them as CSV), and return the
+    report. Raises ValueError for an excerpt, which is read-only."""
     if run.excerpt is not None:
         raise ValueError(f"{run.path} is an excerpt of a run and is only read; its report.json is that of the full run")
     report = build_report(run)
     write_json(run.path / "report.json", report)
-    for name, (_, png) in (figures or {}).items():
-        (run.path / "figures" / f"{name}.png").write_bytes(png)
+    for name, (_, drawing) in (figures or {}).items():
+        kinds = {"svg": drawing.svg, "csv": drawing.csv} if isinstance(drawing, Figure) else {"png": drawing.png}
+        for kind, content in kinds.items():
+            write_atomic(run.path / "figures" / f"{name}.{kind}", content())
     write_atomic(run.path / "report.html", page(run, report, figures or {}))
     return report
 
 
-def page(run: RunDir, report: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
+def page(run: RunDir, report: Mapping[str, Any], figures: Mapping[str, tuple[str, Any]]) -> str:
     """Return one HTML page without scripts, other files or other hosts: the verdict, the first figure, the numbers, the other
     figures, and a rollout to read."""
-    first, *others = [figure(name, caption, png) for name, (caption, png) in figures.items()] or [""]
+    first, *others = [figure(name, caption, drawing) for name, (caption, drawing) in figures.items()] or [""]
     body = [f"<h1>{html.escape(report['run'])}</h1><p class=verdict>{html.escape(verdict(report))}</p>", first]
     for heading, (head, *rows) in tables(report):
         body += [f"<h2>{heading.capitalize()}</h2>", html_table(rows, head)]

@@ -42,14 +42,16 @@ PREVIEW = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage in RL, the values of
-    another model at the tokens of each segment (`with_trainer`), what a loss does with these (`labs.losses.with_reasons`), and
-    the `number` of the segment that is looked at, from 0."""
+    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage, reward and group
+    (from 0) in RL, the values of another model at the tokens of each segment (`with_trainer`), what a loss does with these
+    (`labs.losses.with_reasons`), and the `number` of the segment that is looked at, from 0."""
 
     attempt: Attempt
     name: str
     tokenizer: Tokenizer
     advantage: float | None = None
+    reward: float | None = None
+    group: int | None = None
     recomputed: tuple[Recomputed, ...] = ()
     reasons: tuple[Sequence[str], ...] = ()
     number: int = 0
@@ -75,7 +77,7 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
     """Return the greedy attempt of a policy at each held-out task, with log-probabilities but without routes."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
-    tokenizer = load_tokenizer(run.path / "data")
+    tokenizer = load_tokenizer(run.path / "data", needed=())
     # The greedy ones come last, and the last one of a task stays.
     return {attempt.task.id: StoredRollout(attempt=attempt, name=policy, tokenizer=tokenizer) for attempt in attempts}
 
@@ -83,10 +85,17 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
 def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
     """Return the rollouts of RL step `step` (from 1; −1 is the last that trained on something), with advantages and routes."""
     number, groups = stored_groups(run, step)
-    tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number}"
+    tokenizer, name = load_tokenizer(run.path / "data", needed=()), f"RL step {number}"
     return [
-        StoredRollout(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
-        for group in groups
+        StoredRollout(
+            attempt=scored.attempt,
+            name=name,
+            tokenizer=tokenizer,
+            advantage=scored.advantage,
+            reward=scored.reward.total,
+            group=at,
+        )
+        for at, group in enumerate(groups)
         for scored in group
     ]
 

@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, zip_longest
 from typing import Any
 
 import pandas as pd
 
 from composer_nb.views import style
+from composer_nb.views.charts import Chart, Figure, bars
 from composer_nb.views.page import shown
-from composer_nb.views.style import POLICY, Picture, as_share, key, title
+from composer_nb.views.style import POLICY
 
 # Lower end of a mismatch axis, below float32's resolution.
 LEAST = 1e-13
 _NOT_YET = "no policy has been scored yet"
 
 
-def policies(report: Mapping[str, Any]) -> Picture:
-    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy. RL's
-    gain stands below, with its interval."""
+def policies(report: Mapping[str, Any]) -> Figure:
+    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy; RL's
+    gains in 12 calls stand beside them, with their intervals."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
-        return style.empty(_NOT_YET)
-    picture, ax = style.one_panel(11.5, 3.4)
-    two_sets = any("structures" in score for score in scores.values())
-    sides = []
-    for name, score in scores.items():
-        parts = [score, score.get("structures", {})] if two_sets else [score]
-        values = [score.get(figure) for figure in ("pass_at_1", "pass_greedy", "best_of_k")]
-        values += [part.get("pass_within", {}).get("12") for part in parts]
-        intervals = [score.get("ci95"), score.get("ci95_greedy"), None, *(None for _ in parts)]
-        sides.append(style.BarSeries(name, POLICY.get(name, style.PURPLE), values, intervals))
+        return Figure([], note=_NOT_YET)
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
-    names = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *["new structures,\nin 12 calls"] * two_sets]
-    for n, part in zip(range(3, len(names)), ("heldout", "structures"), strict=False):
-        if gain := report.get("gain", {}).get("within_12", {}).get(part):
-            low, high = gain["ci95"]
-            names[n] += f"\nfinal − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-    style.grouped(ax, names, sides, ".2f")
-    as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
+    rows = []
+    for policy, score in scores.items():
+        parts = {"in 12 calls": score, "new structures, in 12 calls": score.get("structures")}
+        values = [("pass@1", score.get("pass_at_1"), score.get("ci95"))]
+        values += [("greedy", score.get("pass_greedy"), score.get("ci95_greedy"))]
+        values += [(f"best of {k}", score.get("best_of_k"), None)]
+        values += [(name, part.get("pass_within", {}).get("12"), None) for name, part in parts.items() if part]
+        for name, value, span in values:
+            row = {"name": name, "series": policy, "value": value}
+            rows.append(row | (dict(zip(("low", "high"), span, strict=True)) if span and value is not None else {}))
     fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
-    title(ax, f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else ""), "", "share of tasks")
-    key(ax)
-    return picture
+    title = f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else "")
+    gains = [
+        {"name": part, "value": gain["gain"], "low": gain["ci95"][0], "high": gain["ci95"][1]}
+        for part, gain in report.get("gain", {}).get("within_12", {}).items()
+    ]
+    stronger = next((f" over “{g['over']}”" for g in report.get("gain", {}).get("within_12", {}).values()), "")
+    panels = [bars(title, rows, POLICY, unit="share", form=".2f")]
+    return Figure([*panels, *([differences(f"RL's gain in 12 calls{stronger}", gains)] if gains else [])], width=420)
 
 
 def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:
@@ -52,26 +51,18 @@ def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, "index", columns=list(figures))
 
 
-def families(report: Mapping[str, Any]) -> Picture:
+def families(report: Mapping[str, Any]) -> Figure:
     """Draw pass@1 by program family, one line per family."""
     scores = {name: s for name, s in report.get("eval", {}).items() if name != "base"}
-    if not scores:
-        return style.empty(_NOT_YET)
     names = sorted({family for score in scores.values() for family in score["by_family"]})
-    picture, ax = style.one_panel(7.5, 0.9 + 0.42 * len(names))
-    style.rows(ax, names)
-    for row, family in enumerate(names):
-        shares = [score["by_family"][family] for score in scores.values() if family in score["by_family"]]
-        ax.plot([min(shares), max(shares)], [row, row], color=style.PALE, linewidth=3, zorder=1)
-    for (name, score), marker in zip(scores.items(), cycle("sDo^v")):
-        points = [(score["by_family"][family], row) for row, family in enumerate(names) if family in score["by_family"]]
-        color = POLICY.get(name, style.PURPLE)
-        ax.plot(*zip(*points, strict=True), marker, color=color, markersize=7.5, label=name, alpha=0.9)
-    ax.set_xlim(-0.03, 1.03)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    title(ax, "pass@1 by family of program", "share of attempts solved")
-    key(ax)
-    return picture
+    rows = [
+        {"name": family, "series": policy, "value": score["by_family"][family]}
+        for family in names
+        for policy, score in scores.items()
+        if family in score["by_family"]
+    ]
+    chart = bars("pass@1 by family of program", rows, POLICY, unit="share", form=".0%", mark="point")
+    return Figure([chart] if rows else [], note=_NOT_YET, width=560)
 
 
 _FIGURES = {
@@ -93,14 +84,14 @@ _BY_COUNT = {
     "filtered best of {}": "filtered_best_of",
 }
 _BEHAVIOUR = {
-    "tool_calls_per_task": ("tool calls a task", "{:.1f}"),
-    "calls_per_turn": ("calls a turn", "{:.1f}"),
-    "invalid_call_rate": ("invalid calls", "{:.1%}"),
-    "tests_after_wrong_edit": ("tests a wrong first edit", "{:.0%}"),
-    "retries_after_failed_test": ("edits again after a failed test", "{:.0%}"),
-    "recovery": ("solves the task then (recovery)", "{:.0%}"),
-    "tries": ("tries, parted by test runs", "{:.1f}"),
-    "reads_before_edit": ("looks before the first edit", "{:.1f}"),
+    "tool_calls_per_task": ("tool calls a task", ".1f"),
+    "calls_per_turn": ("calls a turn", ".1f"),
+    "invalid_call_rate": ("invalid calls", ".1%"),
+    "tests_after_wrong_edit": ("tests a wrong first edit", ".0%"),
+    "retries_after_failed_test": ("edits again after a failed test", ".0%"),
+    "recovery": ("solves the task then (recovery)", ".0%"),
+    "tries": ("tries, parted by test runs", ".1f"),
+    "reads_before_edit": ("looks before the first edit", ".1f"),
 }
 
 
@@ -120,44 +111,36 @@ def by_policy(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ..
             yield heading, *(shown(value, form) for value in values)
 
 
-def behaviour(report: Mapping[str, Any]) -> Picture:
+def behaviour(report: Mapping[str, Any]) -> Figure:
     """Draw the behaviour of policies, one panel per figure."""
     scores = report.get("eval", {})
-    if not scores:
-        return style.empty(_NOT_YET)
-    picture = Picture(11.5, 4.2)
-    measured = [name for name in _BEHAVIOUR if any(name in score for score in scores.values())]
-    for ax, name in zip_longest(picture.panels(2, 4), measured):
-        if name is None:  # a run of an earlier version measured fewer
-            ax.set_axis_off()
-            continue
-        heading, form = _BEHAVIOUR[name]
-        values = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
-        names = list(scores)
-        ax.bar(list(values), list(values.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in values])
-        for x in range(len(names)):
-            text = form.format(values[x]) if x in values else "–"
-            ax.text(x, values.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
-        ax.set_xticks(range(len(names)), names, fontsize=8)
-        ax.set_xlim(-0.6, len(names) - 0.4)
-        ax.set_ylim(0, max([*values.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
-        ax.set_yticks([])
-        ax.spines["left"].set_visible(False)
-        title(ax, heading)
-    return picture
+    charts = []
+    for name, (heading, form) in _BEHAVIOUR.items():
+        rows = [{"name": policy, "value": score.get(name)} for policy, score in scores.items()]
+        if any(row["value"] is not None for row in rows):  # a run of an earlier version measured fewer
+            charts.append(bars(heading, rows, POLICY, form=form))
+    return Figure(charts, columns=4, width=190, note=_NOT_YET)
 
 
-def mismatch(report: Mapping[str, Any]) -> Picture:
+def mismatch(report: Mapping[str, Any]) -> Figure:
     """Draw |Δ log p| between the trainer and an engine with other numerics, with the trainer's own routes and with the
     engine's."""
-    replay = report.get("replay")
-    if not replay:
-        return style.empty("the mismatch has not been measured yet")
-    picture, ax = style.one_panel(7.0, 2.9)
+    if not (replay := report.get("replay")):
+        return Figure([], note="the mismatch has not been measured yet")
     kinds = {"logprob_gap_p50": "median of |Δ log p|", "logprob_gap_p99": "99th percentile of |Δ log p|", "k3": "k3"}
-    sides = (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
-    both = [style.BarSeries(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides]
-    style.log_bars(ax, list(kinds.values()), both, LEAST)
-    title(ax, f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens", "", "nats")
-    key(ax)
-    return picture
+    sides = {"off": "own routes", "on": "engine's routes replayed"}
+    rows = [
+        {"name": kinds[kind], "series": label, "value": replay[side][kind]}
+        for kind in kinds
+        for side, label in sides.items()
+    ]
+    title = f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens, nats"
+    colors = dict(zip(sides.values(), (style.VERMILION, style.BLUE), strict=True))
+    return Figure([bars(title, rows, colors, form=".1e", least=LEAST)], width=560)
+
+
+def differences(title: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Return differences with their intervals: one over 0 shows none."""
+    return bars(
+        title, [*rows], dict.fromkeys((row["name"] for row in rows), style.INK), unit="share", form="+.0%", mark="point"
+    )

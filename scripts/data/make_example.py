@@ -146,7 +146,7 @@ def keep_weights(run: RunDir, part: Path) -> list[str]:
 def picture(run: RunDir, file: Path) -> None:
     """Draw the scores of every policy, and RL below them."""
     drawn = pictures(run)
-    parts = [Image.open(BytesIO(drawn[name][1])).convert("RGBA") for name in ("policies", "rl")]
+    parts = [Image.open(BytesIO(drawn[name][1].png())).convert("RGBA") for name in ("policies", "rl")]
     whole = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
     at = 0
     for part in parts:

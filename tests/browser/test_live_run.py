@@ -40,7 +40,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     path = (runs / "watched").resolve()
     assert read_status(path).state == "live"
     board = book.cell("watching = Dashboard(path)").locator(".jp-OutputArea")
-    board.locator("img").first.wait_for()
+    board.locator(".desk svg").first.wait_for()
 
     kernel = lab.kernels()[-1]
     kernel.kill()

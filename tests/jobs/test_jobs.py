@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,7 +48,10 @@ def test_a_run_is_kept_and_told(tmp_path: Path):
     output = tmp_path / "deep" / "out.ipynb"
     given = {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
     found = run_notebook(source, output, given, say=said.append, outputs={"n": "twice"})
-    assert said == ["one", "steps 7"]
+    assert [re.sub(r"\d+ s", "t", line) for line in said] == [
+        *("cell 1 of 6, t", "cell 2 of 6, t", "one", "steps 7", "cell 3 of 6, t"),
+        *("cell 4 of 6, t: '\\ud83d'", "cell 5 of 6, t: 14", "cell 6 of 6, t"),
+    ]
     assert found == record(output)
     assert found["state"] == "completed" and found["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
     assert found["cells"] == found["cells_run"] == 6 and found["cell_states"] == {"completed": 6}

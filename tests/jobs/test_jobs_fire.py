@@ -228,7 +228,7 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(benc
     bench.everything_is_whole()
     assert bench.attempts() == {"done": 1, "cut": 2, "later": 1}
     assert bench.record("cut")["state"] == cut and bench.cells("cut")[-2:] == [cut, "pending"]
-    assert (bench.attempt("cut") / "log.txt").read_text().startswith("asleep\n")
+    assert "asleep\n" in (bench.attempt("cut") / "log.txt").read_text()
 
 
 def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):
@@ -319,7 +319,7 @@ def test_a_second_runner_and_the_end_of_a_cell_that_does_not_heed_an_interrupt(b
     code, output = bench.run("run", str(job), "--resume")
     assert code == 2 and "is being run already" in output
     assert bench.states() == {"waits": "running", "later": "pending"} and bench.status()["alive"]
-    assert bench.run("log", "job", "waits")[1] == "asleep\n"
+    assert "asleep\n" in bench.run("log", "job", "waits")[1]
     code, output = bench.run("cancel", "job")
     assert code == 0 and "interrupted" in output
     assert runner.wait(timeout=patience(60)) == 130

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterator
 
 import httpx
@@ -22,20 +21,42 @@ def page() -> Iterator[LivePage]:
 
 
 def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
-    first, board = httpx.get(page.url), httpx.get(page.url + "board").text
-    assert 'id="board"' in first.text and "default-src 'none'" in first.headers["Content-Security-Policy"]
-    assert html.escape(headline(read_status(page.path))) in board and board.count("data:image/png;base64,") == 1
-    assert httpx.get(page.url + "rollouts/0").status_code == 404  # none is listed yet
     run = example_run()
+    first, script = httpx.get(page.url), httpx.get(page.url + "desk.js", timeout=120).text
+    assert "script-src 'self'" in first.headers["Content-Security-Policy"] and "<script type=module" in first.text
+    assert "vegaEmbed" in script and "render({ model" in script
+    board = httpx.get(page.url + "ask/board").json()
+    assert board["headline"] == headline(read_status(page.path)) and board["sources"][0] == "step 160"
+    chart = next(chart for chart in board["charts"] if chart["title"] == "reward")
+    assert [row["value"] for row in chart["rows"]] == [point["reward"] for point in run.steps("rl")]
+
     there = sampled(run, telling_step(run))
-    listed = httpx.get(page.url + "rollouts").text
-    assert re.findall(r'<option value="(\d+)">', listed) == [str(place) for place in range(len(there))]
-    assert html.escape(there[1].heading) in listed
-    assert html.escape(there[1].attempt.task.instruction) in httpx.get(page.url + "rollouts/1").text
+    rows = httpx.get(page.url + "ask/rollouts").json()["rows"]
+    assert [row["task"] for row in rows] == [stored.attempt.task.id for stored in there]
+    asked = {"source": "step 160", "where": "not solved and advantage < -.2"}
+    rows = httpx.get(page.url + "ask/rollouts", params=asked).json()["rows"]
+    fitting = [s for s in there if not s.attempt.grade.passed and (s.advantage or 0) < -0.2]
+    assert fitting and [row["advantage"] for row in rows] == [stored.advantage for stored in fitting]
+    read = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1}).json()["html"]
+    assert html.escape(fitting[-1].heading) in read
+    assert "the list has" in httpx.get(page.url + "ask/rollout?number=99").json()["error"]
+    assert "no such value" in httpx.get(page.url + "ask/rollouts?where=x<1").json()["error"]
 
 
-def test_another_host_gets_nothing_and_a_port_in_use_is_named(page: LivePage) -> None:
+def test_runs_beside_it_are_laid_over_it(page: LivePage) -> None:
+    rows = httpx.get(page.url + "ask/runs", params={"where": "seed = 1"}).json()["rows"]
+    assert [(row["run"], row["name"]) for row in rows] == [("example_seed_1", "seed 1")]
+    [row] = rows
+    assert row["final_low"] < row["final"] < row["final_high"]
+    for over, count in ((row["path"], 2), ("/etc", 1), ("", 1)):
+        charts = httpx.get(page.url + "ask/board", params={"over": over}).json()["charts"]
+        [chart] = [chart for chart in charts if chart["title"] == "reward"]
+        assert len({point["line"] for point in chart["rows"]}) == count
+
+
+def test_another_site_gets_nothing_and_a_port_in_use_is_named(page: LivePage) -> None:
     assert httpx.get(page.url, headers={"Host": "evil.example"}).status_code == 400
+    assert httpx.get(page.url + "ask/board", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 404
     port = httpx.URL(page.url).port
     assert port is not None
     with pytest.raises(ValueError, match=f"--port {port}: "):

@@ -21,18 +21,18 @@ def test_two_runs_have_their_figures_and_each_shows_what_was_found(
     found = compare(tiny_run, run)
     figures = views.figures(found, tiny_run, run)
     assert set(figures) == {"scores", "curves", "time"}
-    assert all(drawn(png) > 0.005 and caption.endswith(".") for caption, png in figures.values())
-    solved = views.curves(found, tiny_run, run).axes[0]
-    faint = [line for line in solved.lines if line.get_alpha() == 0.3]
-    assert [list(line.get_ydata()) for line in faint] == [[p["solved"] for p in r.steps("rl")] for r in (tiny_run, run)]
+    assert all(drawn(figure.png()) > 0.005 and caption.endswith(".") for caption, figure in figures.values())
+    [solved] = [chart for chart in views.curves(found, tiny_run, run).charts if chart.title.startswith("solved")]
+    lines: dict[str, list[float]] = {}
+    for row in solved.rows:
+        lines.setdefault(row["line"], []).append(row["value"])
+    assert list(lines.values()) == [[p["solved"] for p in r.steps("rl")] for r in (tiny_run, run)]
 
     found = copy.deepcopy(compare(tiny_run, tiny_run))
     final = found["eval"]["final"]
     final["scores"][1].update(pass_at_1=0.5, ci95=[0.4, 0.6])
     final["difference"].update(pass_at_1=0.25, ci95=[0.1, 0.4])
-    bars, gaps = views.scores(found).axes
-    heights = [[bar.get_height() for bar in container] for container in bars.containers]
-    place = list(found["eval"]).index("final")
-    assert heights[1][place] == 0.5 and heights[0][place] == final["scores"][0]["pass_at_1"]
-    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in gaps.lines]
-    assert ([0.1, 0.4], [place, place]) in lines and ([0.25], [place]) in lines
+    bars, gaps = views.scores(found).charts
+    values = [row["value"] for row in bars.rows if row["name"] == "final"]
+    assert values == [final["scores"][0]["pass_at_1"], 0.5]
+    assert {"name": "final", "value": 0.25, "low": 0.1, "high": 0.4} in gaps.rows

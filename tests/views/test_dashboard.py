@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 import shutil
 import threading
@@ -50,28 +49,26 @@ def boards() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("board of")]
 
 
-def panels(seen: Any) -> dict[str, Any]:
-    return {ax.get_title(loc="left"): ax for ax in dashboard.picture(seen).axes}
+def panels(seen: Any) -> dict[str, list[Any]]:
+    return {chart.title: list(chart.rows) for chart in dashboard.charts(seen)}
 
 
 def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
     seen = read_status(tiny_run.path)
     shown = panels(seen)
-    assert len(shown) == 11
-    faint = [line for line in shown["reward"].lines if line.get_alpha() == 0.3]
-    assert list(faint[0].get_ydata()) == [point["reward"] for point in tiny_run.steps("rl")]
+    assert [row["value"] for row in shown["reward"]] == [point["reward"] for point in tiny_run.steps("rl")]
     tokens = {why: n for why, n in tiny_run.ledger().items() if n}
     for name, values in (("sampled tokens", tokens), ("seconds of complete stages", seen.stages)):
-        rows = zip(shown[name].get_yticklabels(), shown[name].patches, strict=True)
-        assert {text.get_text(): bar.get_width() for text, bar in rows} == values
+        assert {row["name"]: row["value"] for row in shown[name]} == values
+    scores = {row["name"]: (row["value"], [row["low"], row["high"]]) for row in next(iter(shown.values()))}
+    assert scores == {name: (score["pass_at_1"], score["ci95"]) for name, score in seen.scores.items()}
     train, wall = (sum(p["time"][name] for p in seen.steps) for name in ("train_s", "wall_s"))
     assert dashboard.utilisation(seen) == pytest.approx(train / wall)
 
 
 def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
     seen = read_status(run.path)
-    texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
-    assert texts.count("RL has no step yet") == 8 and "none yet" in texts
+    assert panels(seen) == {}, "a panel without data is not shown"
     assert dashboard.headline(seen) == "it: dead, tokenizer" and dict(dashboard.facts(seen))["process"].startswith(
         "none"
     )
@@ -82,16 +79,20 @@ def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
         assert dashboard.headline(read_status(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
     slots = (PromptSlot(7, size=4, done=3, running=1, training=False), PromptSlot(9, 4, 0, 2, training=False))
     seen = replace(read_status(run.path), slots=slots, served=3, versions=4)
-    bars = panels(seen)["rollouts in flight, by prompt"].containers
-    heights = {container.get_label(): [bar.get_height() for bar in container] for container in bars}
+    heights: dict[str, list[int]] = {}
+    for row in panels(seen)["rollouts in flight"]:
+        heights.setdefault(row["part"], []).append(row["value"])
     assert heights == {"finished": [3, 0], "to sample again": [1, 2], "not dispatched": [0, 2]}
+    held_out = next(iter(panels(seen).values()))
+    assert [(row["name"], row["value"]) for row in held_out][-2:] == [("start", 0.5), ("final", None)], "to come"
     assert "of 8 rollouts 3 finished" in dict(dashboard.facts(seen))["in flight"]
 
 
 def test_the_still_board_needs_nothing_else_and_lets_no_markup_through(run: RunDir) -> None:
     (run.path / "said.log").write_text("<script>alert(1)</script>\n")
+    run.commit("rl", 1, {}, [(1, POINT)])
     text = dashboard.board(read_status(run.path)).text
-    assert set(re.findall(r"<(\w+)", text)) == {"style", "div", "span", "table", "tr", "td", "img"}
+    assert set(re.findall(r"<(\w+)", text)) == {"style", "div", "span", "table", "tr", "th", "td", "img"}
     assert "&lt;script&gt;" in text and not re.search(r"https?://", text)
     [image] = re.findall(r"src='data:image/png;base64,([^']+)'", text)
     assert drawn(base64.b64decode(image)) > 0.005
@@ -101,15 +102,16 @@ def test_a_live_board_keeps_up_and_ends_with_its_run(run: RunDir) -> None:
     with live(run):
         shown = Dashboard(run.path, every_s=0.05)
         assert shown.live and boards() == ["board of it"]
-        before = shown._picture.value
         run.commit("rl", 1, {}, [(1, POINT)])
-        until(lambda: len(shown.seen.steps) == 1 and shown._picture.value != before)
-        assert "trainer busy" in html.unescape(shown._head.value)
+        until(lambda: any(chart["title"] == "reward" for chart in shown.widget.board["charts"]))
+        assert "trainer busy" in str(shown.widget.board["tables"])
     until(lambda: not shown.live)
-    assert shown.seen.state == "dead" and "dead" in shown._head.value and not boards()
+    assert shown.seen.state == shown.widget.board["state"] == "dead" and not shown.widget.follows and not boards()
     shown.close()
     bundle = shown._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and "<img" in bundle["text/html"]
+    answer, _ = shown.widget.ask({"name": "runs", "values": {}}, [])
+    assert [row["run"] for row in answer["rows"]] == ["it"]
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -125,13 +127,12 @@ def test_a_board_that_rests_on_a_slow_machine_shows_the_end(run: RunDir, monkeyp
     monkeypatch.setattr(dashboard, "SHARE", 1e-9)  # after a look it rests for hours
     with live(run):
         shown = Dashboard(run.path, every_s=0.05)
-        before = shown._picture.value
         until(lambda: len(looks) == 2)
         run.commit("rl", 1, {}, [(1, POINT)])
         if closed:
             shown.close()
     until(lambda: not shown.live)
-    assert len(shown.seen.steps) == 1 and shown._picture.value != before
+    assert len(shown.seen.steps) == 1 and shown.widget.board["charts"]
     assert shown.seen.state == ("live" if closed else "dead")
 
 
@@ -140,4 +141,4 @@ def test_a_board_whose_run_is_taken_away_says_so_and_ends(run: RunDir) -> None:
         shown = Dashboard(run.path, every_s=0.05)
         shutil.rmtree(run.path)
         until(lambda: not shown.live)
-    assert "no run here" in shown._head.value and not boards()
+    assert "no run here" in shown.widget.board["error"] and not boards()

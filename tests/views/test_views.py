@@ -27,7 +27,8 @@ from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import curves, dashboard, rollout, scores, style, task
+from composer_nb.views import curves, rollout, scores, style, task
+from composer_nb.views.charts import MIME, Figure
 from composer_nb.views.page import box
 from composer_nb.views.report import pictures
 
@@ -40,14 +41,17 @@ def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
     found = pictures(tiny_run)
     names = "policies families behaviour losses rl experts mismatch staleness time"
     assert set(found) == set(names.split())
-    for name, (caption, png) in found.items():
-        image = pixels(png)
-        assert image.shape[0] > 200 and image.shape[1] > 600, name
-        assert drawn(png) > 0.005, f"{name} is blank"
+    for name, (caption, figure) in found.items():
+        image = pixels(figure.png())
+        assert image.shape[0] > 100 and image.shape[1] > 500, name
+        assert drawn(figure.png()) > 0.005, f"{name} is blank"
         assert caption.endswith(".")
+        if isinstance(figure, Figure):
+            assert figure.svg().startswith("<svg") and len(figure.csv().splitlines()) > 1
+            assert {MIME, "image/png"} <= set(figure._repr_mimebundle_())
 
 
-DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], style.Picture]] = {
+DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {
     "supervised": lambda run, report: curves.supervised(read_status(run.path)),
     "reinforcement": lambda run, report: curves.reinforcement(read_status(run.path)),
     "time": lambda run, report: curves.time_split(read_status(run.path)),
@@ -63,7 +67,7 @@ DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], style.Picture]] = {
 def test_a_run_that_has_just_begun_says_why_there_is_nothing(tmp_path: Path, draw: Any):
     run = RunDir(tmp_path)
     picture = draw(run, build_report(run))
-    [text] = [text.get_text() for ax in picture.axes for text in ax.texts]
+    text = picture.note if isinstance(picture, Figure) else picture.axes[0].texts[0].get_text()
     assert re.search(r"\b(yet|not)\b", text)
     assert pixels(picture.png()).size
 
@@ -74,23 +78,22 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     final |= {"pass_at_1": 0.5, "ci95": [0.4, 0.6]}
     absent = ("retries_after_failed_test", "invalid_call_rate", "pass_greedy")
     report["eval"]["base"] |= dict.fromkeys(absent) | {"n_tasks": 3}
-    [ax] = scores.policies(report).axes
-    heights = {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
+    chart, gains = scores.policies(report).charts
+    bars = {(row["name"], row["series"]): row for row in chart.rows}
     within = [score["pass_within"]["12"] for score in (final, final["structures"])]
-    assert list(heights) == ["base", "midtrained", "start", "final"]
-    assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"], *within]
-    assert [0.4, 0.6] in [sorted(line.get_ydata()) for line in ax.lines]
-    assert f"{final['n_tasks']} held-out tasks (base 3)" in ax.get_title(loc="left")
-    assert f"{100 * report['gain']['within_12']['heldout']['gain']:+.1f} (" in ax.get_xticklabels()[3].get_text()
-    assert [text.get_text() for text in ax.texts].count("–") == 1
+    heights = [row["value"] for (_, policy), row in bars.items() if policy == "final"]
+    assert heights == [0.5, final["pass_greedy"], final["best_of_k"], *within]
+    assert (bars["pass@1", "final"]["low"], bars["pass@1", "final"]["high"]) == (0.4, 0.6)
+    assert bars["greedy", "base"]["value"] is None and "low" not in bars["greedy", "base"]
+    assert f"{final['n_tasks']} held-out tasks (base 3)" in chart.title
+    assert gains.rows[0]["value"] == report["gain"]["within_12"]["heldout"]["gain"]
     names = ["pass_at_1", "pass_greedy", "retries_after_failed_test"]
     assert list(scores.table(report, names).loc["base"][1:]) == ["–", "–"]
-    panels = {ax.get_title(loc="left"): ax for ax in scores.behaviour(report).axes}
-    for heading in ("invalid calls", "edits again after a failed test"):
-        assert panels[heading].texts[0].get_text() == "–"
+    assert "–" in scores.policies(report).svg()
+    panels = {chart.title: chart.rows for chart in scores.behaviour(report).charts}
+    assert panels["invalid calls"][0] == {"name": "base", "value": None}
     report["replay"]["on"] = {"logprob_gap_p50": 0.0, "logprob_gap_p99": None, "k3": None}
-    [ax] = (picture := scores.mismatch(report)).axes
-    assert [text.get_text() for text in ax.texts][3:] == ["0.0e+00", "–", "–"] and pixels(picture.png()).size
+    assert scores.mismatch(report).svg().count(">–<") == 2
 
 
 @settings(deadline=None)
@@ -200,8 +203,7 @@ def test_a_task_card_marks_the_wrong_line_and_calls_are_shown_as_calls(tiny_run:
 
 
 FIGURES = {
-    **DRAWN,
-    "board": lambda run, report: dashboard.picture(read_status(run.path)),
+    "experts": lambda run, report: rollout.experts(run),
     "nothing": lambda run, report: style.empty("there is nothing to draw yet"),
     "bits": lambda run, report: formats.bits({"bf16": [0x3F80, 0x0001], "E8M0": [127]}),
     "codecs": lambda run, report: weights.sizes({"raw": [800.0, 90.0]}, ["1e-6", "1e-5"]),

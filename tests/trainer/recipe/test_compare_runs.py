@@ -19,6 +19,7 @@ from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report, compare, difference, gained, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings
+from composer_nb.views.charts import Figure, bars
 from composer_nb.views.compare import page, table
 
 
@@ -59,7 +60,8 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
     Console(file=(out := io.StringIO()), width=160).print(table(again))
     for text in ("data.code", "<b>[red]", "midtrained", "paired by task", "code and machine: none", "staleness_mean"):
         assert text in out.getvalue()
-    text = page(again, {"scores": ("A caption.", b"\x89PNG")})
+    text = page(again, {"scores": ("A caption.", Figure([bars("x", [{"name": "y", "value": 1.0}])]))})
+    assert text.count("<svg") == 1
     assert "&lt;b&gt;[red]" in text and "<b>" not in text and "A caption." in text
     assert not re.search(r"https?://|<script|<link", text) and "not complete" in text
 

@@ -18,6 +18,7 @@ from composer_nb.trainer.recipe.reader import read_status, solved_by_task, telli
 from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
+from composer_nb.views.charts import Figure, bars
 from composer_nb.views.report import table, verdict, write_report
 
 
@@ -161,16 +162,18 @@ def test_the_step_to_look_at_is_the_last_that_taught_and_its_weights_are_those_b
 
 def test_the_page_needs_nothing_but_itself(tiny_run, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
-    found = write_report(run, {"dot": ("a <dot>", b"\x89PNG\r\n")})
+    figure = Figure([bars("a dot", [{"name": "x", "value": 1.0}])])
+    found = write_report(run, {"dot": ("a <dot>", figure)})
     page = (run.path / "report.html").read_text()
     assert json.loads((run.path / "report.json").read_text()) == found
     assert "://" not in page.replace("http-equiv", "") and "href" not in page and "<script" not in page
-    assert page.count("src=") == page.count("src='data:image/png;base64,") == 1
+    assert page.count("src=") == 0 and page.count("<svg") == 1
     final = f"{found['eval']['final']['pass_at_1']:.3f}"
     parts = [verdict(found), "a &lt;dot&gt;", "<h2>Held-out", final, "<h2>The run", "<h2>A rollout", "Provenance"]
     places = [page.find(part) for part in parts]
     assert -1 < min(places) and places == sorted(places), "the verdict, a figure, numbers, a rollout, and the rest"
-    assert (run.path / "figures" / "dot.png").read_bytes() == b"\x89PNG\r\n"
+    assert (run.path / "figures" / "dot.svg").read_text().startswith("<svg")
+    assert (run.path / "figures" / "dot.csv").read_text().split() == ["panel,name,value", "a", "dot,x,1.0"]
 
 
 def test_a_damaged_file_is_named(tiny_run, copy_of: Callable[[RunDir], RunDir]):

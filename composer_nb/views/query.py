@@ -1,0 +1,78 @@
+"""A small language to select rows: of a table of runs, or rollouts of a run.
+
+    advantage < -.5 and edited a test          a number, and a flag
+    not solved and calls >= 12
+    /assert .* == None/                        a regular expression, in the text of a rollout
+    rl.lr = 3e-5 and seed != 0                 a setting
+    parse_day                                  words, in upper or lower case
+
+Clauses are joined by `and`; `not` before one turns it round.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_CLAUSE = re.compile(
+    r"\s*(?P<no>not\s+)?(?:/(?P<pattern>(?:\\.|[^/\\])+)/|(?P<words>(?:(?!\s+and\s).)+))\s*(?:and\s+|$)", re.I
+)
+_COMPARISON = re.compile(r"(?P<name>[\w@.]+)\s*(?P<sign><=|>=|!=|=|<|>)\s*(?P<value>.+)")
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"=": operator.eq, "!=": operator.ne},
+}
+Flags = Mapping[str, Callable[[Any], bool]]
+# Tells whether a row, and the value behind it, fit.
+Selector = Callable[[Mapping[str, Any], Any], bool]
+
+
+def selector(
+    query: str, names: frozenset[str] | set[str], text_of: Callable[[Any], str], flags: Flags | None = None
+) -> Selector:
+    """Return what tells whether a row fits `query`. `names` are those of a row's values, `text_of` gives the text behind it to
+    search in, `flags` are tests of it by their words.
+
+    Raises ValueError for a name that no row has, and for a pattern that is no regular expression."""
+    clauses: list[tuple[bool, Selector]] = []
+    position, text = 0, query.strip().replace("−", "-")
+    while position < len(text):
+        match = _CLAUSE.match(text, position)
+        if match is None:
+            raise ValueError(
+                f"{text[position:]!r}: write clauses with `and` between them, as: advantage < -.5 and not solved"
+            )
+        words = (match["words"] or "").strip()
+        clauses.append((match["no"] is None, _clause(match["pattern"], words, names, text_of, flags or {})))
+        position = match.end()
+    return lambda row, value: all(test(row, value) == is_meant for is_meant, test in clauses)
+
+
+def _clause(
+    pattern: str | None, words: str, names: frozenset[str] | set[str], text_of: Callable[[Any], str], flags: Flags
+) -> Selector:
+    if pattern is not None:
+        try:
+            search = re.compile(pattern, re.MULTILINE).search
+        except re.error as error:
+            raise ValueError(f"/{pattern}/ is no regular expression: {error}") from None
+        return lambda row, value: search(text_of(value)) is not None
+    if words.lower() in flags:
+        test = flags[words.lower()]
+        return lambda row, value: test(value)
+    if (match := _COMPARISON.fullmatch(words)) is None:
+        return lambda row, value: words.lower() in text_of(value).lower()
+    name, sign = match["name"], match["sign"]
+    if name not in names:
+        raise ValueError(f"{name}: no such value; there are {', '.join(sorted(names))}")
+    return lambda row, value: _compares(row.get(name), sign, match["value"])
+
+
+def _compares(value: Any, sign: str, text: str) -> bool:
+    """Compare numbers as numbers, and anything else by its text."""
+    try:
+        return value is not None and _SIGNS[sign](float(value), float(text))
+    except (TypeError, ValueError):
+        return sign in ("=", "!=") and _SIGNS[sign](str(value).lower(), text.lower())

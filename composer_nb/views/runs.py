@@ -1,0 +1,104 @@
+"""Runs as a table: the settings that differ, scores with intervals, and names by what differs.
+
+rows = run_rows(runs_below(Path("runs")))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from composer_nb.trainer.recipe.reader import Status, read_status
+from composer_nb.trainer.recipe.report import mean
+from composer_nb.trainer.settings import from_dict, to_dict
+from composer_nb.views.curves import known
+from composer_nb.views.query import selector
+
+# Settings that tell repetitions of one experiment apart.
+SEEDS = ("seed", "rl_seed")
+# Policies whose held-out scores a run's row has.
+POLICIES = ("start", "final")
+# RL steps at the end whose mean a run's row has.
+LAST = 10
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the runs in a folder and in its folders, the newest last; links are left out."""
+    paths = []
+    for root, folders, files in os.walk(folder):
+        if "run.db" in files:
+            paths.append(Path(root))
+            folders.clear()
+    return sorted(paths, key=lambda path: (path / "run.db").stat().st_mtime)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree of settings by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return leaves
+
+
+def settings_of(status: Status) -> dict[str, Any]:
+    """Return a run's settings by dotted name; one that an old run lacks has its default."""
+    settings = status.settings
+    with suppress(ValueError, TypeError):
+        settings = to_dict(from_dict(settings))
+    return flat(settings)
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for leaves in settings for name in leaves)
+    return [name for name in names if any(leaves.get(name) != settings[0].get(name) for leaves in settings)]
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Return the name of a run by what differs: `lr 3e-05, seed 1`."""
+    return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in values.items())
+
+
+def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
+    """Return a row for each run that fits `where` (`views.query`); a folder that cannot be read as a run is left out."""
+    statuses = []
+    for path in paths:
+        with suppress(ValueError, FileNotFoundError):
+            statuses.append(read_status(path))
+    settings = [settings_of(status) for status in statuses]
+    names = differing(settings)
+    rows = []
+    for status, leaves in zip(statuses, settings, strict=True):
+        values = {name: leaves.get(name) for name in names}
+        row: dict[str, Any] = {"run": status.path.name, "name": label(values), "path": str(status.path)}
+        row |= {"state": status.state, "steps": len(status.steps)}
+        row["solved"] = mean([value for _, value in known(status.steps[-LAST:], "solved")])
+        for policy in POLICIES:
+            score = status.scores.get(policy, {})
+            row |= {policy: score.get("pass_at_1"), f"{policy}_low": None, f"{policy}_high": None}
+            if "ci95" in score:
+                row[f"{policy}_low"], row[f"{policy}_high"] = score["ci95"]
+        rows.append(row | values)
+    fits = selector(where, {name for row in rows for name in row}, lambda row: " ".join(map(str, row.values())))
+    return [row for row in rows if fits(row, row)]
+
+
+def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
+    """Return runs by what differs between them. Three and more that differ in their seeds alone are one group."""
+    settings = [settings_of(status) for status in statuses]
+    names = differing(settings)
+    groups: dict[str, list[tuple[Status, str]]] = {}
+    for status, leaves in zip(statuses, settings, strict=True):
+        values = {name: leaves.get(name) for name in names}
+        alone = label({name: value for name, value in values.items() if name not in SEEDS})
+        groups.setdefault(alone, []).append((status, label(values) or status.path.name))
+    result: dict[str, list[Status]] = {}
+    for text, members in groups.items():
+        if len(members) > 2:
+            result[", ".join(filter(None, (text, f"{len(members)} seeds")))] = [status for status, _ in members]
+        else:
+            result |= {name if name not in result else f"{name}, {s.path.name}": [s] for s, name in members}
+    return result
