@@ -322,5 +322,5 @@ def draw(study: Mapping[str, Any]) -> Picture:
         traffic.set_yscale("log")
         title(stale, name, "", "versions behind")
         title(traffic, "", "hours", "GiB read")
-    key(axes[len(study)], loc="center right")
+    key(axes[len(study)])
     return picture

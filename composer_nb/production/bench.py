@@ -173,10 +173,7 @@ def evaluate(
     settings = settings or bench_settings(policy, tasks, {})
     chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     limits, user = settings.limits, open_user(settings.user)
-    require_harness(settings.harness)
-    values = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
-    digest = harness_digest()
-    claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "harness": digest, "settings": values})
+    digest = _claim_evaluation(out, policy, backend, settings)
     LOG.info("a difference below %.3f may not show", smallest := detectable(len(tasks), samples))
     report, first, empty = dict[str, dict[str, Any]](), list[Attempt](), 0
     with ExitStack() as stack:
@@ -293,6 +290,15 @@ def _turn_policies(
     renderer = CompactRenderer(train_tokenizer(texts, 1024), environment.tools.schemas)
     with Shared(ScriptedPolicy(renderer, play)) as shared:
         yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
+
+
+def _claim_evaluation(out: Path, policy: str, backend: str, settings: BenchSettings) -> str:
+    """Claim `out` for an evaluation, and return the digest of the harness. Raises ValueError if another one is pinned."""
+    require_harness(settings.harness)
+    values = {name: value for name, value in asdict(settings).items() if value != "" and name != "harness"}
+    about = {"policy": policy, "is": identity(policy), "backend": backend, "harness": (digest := harness_digest())}
+    claim(out, about | {"settings": values})
+    return digest
 
 
 def claim(out: Path, content: Mapping[str, Any]) -> None:

@@ -22,11 +22,11 @@ from rich.table import Table
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.user import Answers, nobody
-from composer_nb.harness.bench import errors_line
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.terms.conduct import asks
 from composer_nb.harness.terms.registry import called
+from composer_nb.harness.tool_errors import errors_line
 from composer_nb.harness.untrusted import visible, visible_lines
 from composer_nb.production.work import Work, read_plan
 

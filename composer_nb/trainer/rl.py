@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from composer_nb.harness.bench import errors_of, tool_errors
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
+from composer_nb.harness.tool_errors import errors_of, tool_errors
 from composer_nb.trainer.learning.learner import ratio
 from composer_nb.trainer.learning.loss import LossSettings, group_advantages
 from composer_nb.trainer.learning.packing import Stream, Whole

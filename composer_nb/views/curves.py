@@ -95,7 +95,8 @@ def panels(status: Status) -> list[Chart]:
         extra: list[dict[str, Any]] = [{"bound": status.bound}] if name == "staleness" and status.bound else []
         if rows:
             extra += _scored(status) if name == "solved" else []
-            colors |= dict.fromkeys((row["line"] for row in extra if "line" in row), style.INK)
+            scored = (row["line"] for row in extra if "line" in row)
+            colors |= {line: style.INK if line.endswith("pass@1") else style.GREY for line in scored}
             charts.append(lines(title, [*rows, *happened, *extra], unit, colors, zero=name != "reward"))
     return charts
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.bench import errors_line, tool_errors
+from composer_nb.harness.tool_errors import errors_line, tool_errors
 from composer_nb.harness.untrusted import as_html, visible_lines
 from composer_nb.trainer.recipe.launch import LOCK, stages_of
 from composer_nb.trainer.recipe.reader import RECENT, ReadOnly, Status, read_status

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from composer_nb.harness.bench import errors_line
 from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.harness.tool_errors import errors_line
 from composer_nb.trainer.recipe.launch import stages_of
 from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.bench import (
     behaviour,
-    errors_line,
-    errors_of,
     filtered_best_of,
     pass_at_k,
     pass_hat_k,
     summarise,
-    tool_errors,
 )
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tool_errors import errors_line, errors_of, tool_errors
 from composer_nb.harness.tools.tool_call import call
 
 EDIT = Turn(call=call("edit_line", path="f.py").json, observation="ok")

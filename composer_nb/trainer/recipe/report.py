@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.bench import bootstrap, tool_errors
+from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.harness.tool_errors import tool_errors
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.trainer.recipe.launch import STAGES, stages_of
 from composer_nb.trainer.recipe.reader import read_status, rl_tables, solved_by_task
@@ -42,7 +43,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors, flagged rollouts and timeouts;
                        `flagged_share`, the highest share of flagged rollouts (`monitor.*`)
-    `errors`           calls of RL rollouts by tool, and errors by tool and kind (`bench.tool_errors`)
+    `errors`           calls of RL rollouts by tool, and errors by tool and kind (`harness/tool_errors.py`)
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
     `fidelity`         number of calls compared between the sandboxes of training and product, and their `differences`; null if
                        no task has its own sandbox; `error` if the two could not be compared

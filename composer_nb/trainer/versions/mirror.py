@@ -49,16 +49,16 @@ class Mirror(Receiver):
 
     def _copy_files(self, where: str, manifest: Manifest) -> None:
         """Copy a version, or an anchor, which is a full version in the region. Raises DamagedVersion, which names the file."""
-        place = folder(manifest.version)
+        release = folder(manifest.version)
         for name, file in manifest.files.items():
-            path = f"{place}/{name}"
+            path = f"{release}/{name}"
             with suppress(WeightFault):  # complete since an earlier call
                 check_file(self._region, path, file)
                 continue
             if self._region.put(path, self._store.chunks(f"{where}/{name}")) != file:
                 self._region.remove(path)
                 raise DamagedVersion(f"{self._store.url}/{where}/{name} did not arrive as it was published")
-        self._region.write(f"{place}/{MANIFEST}", manifest.dump())
+        self._region.write(f"{release}/{MANIFEST}", manifest.dump())
 
     def _has(self, version: int, hash: str) -> bool:
         try:
