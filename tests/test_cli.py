@@ -1,7 +1,6 @@
 """The command line: what it prints, what it refuses, how it ends."""
 
 import argparse
-import contextlib
 import errno
 import json
 import logging
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,7 +95,7 @@ def test_the_backend_of_the_settings_is_the_one_that_must_work(
     asked = [str(tasks) if word == "TASKS" else word for word in [*command, *own, "--set", "env.backend=docker"]]
     assert cli.main(asked) == 2
     assert capsys.readouterr().err.startswith("composer-nb: env.backend=docker: ")
-    monkeypatch.setattr(environment, "open_backend", lambda *_: contextlib.nullcontext(None))
+    monkeypatch.setattr(environment, "open_backend", lambda *_: MagicMock(egress=()))
     assert cli.main(asked) == 2  # for another reason
     assert "bubblewrap" not in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
@@ -148,7 +148,7 @@ def test_a_run_is_shown_for_programs_for_people_and_as_a_page(
     output = capsys.readouterr().out
     assert all(text in output for text in SHOWN[command])
     text = page.read_text()
-    assert text.startswith("<!doctype html>") and "<img" in text and "://" not in text
+    assert text.startswith("<!doctype html>") and ("<svg" in text or "<img" in text) and "://" not in text
 
 
 def test_a_mismatch_is_explained_to_programs_and_to_people(capsys: Any):
@@ -335,6 +335,7 @@ FOLLOWED = {
     "jobs log",
     "jobs sweep",
     "weights mirror",
+    "weights relay",
 }
 """Commands that print what happens while it happens, or nothing; their results are files."""
 

@@ -33,11 +33,15 @@ THREADS = 4
 GIB = 2**30
 
 
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
 def live_at_once(count: int, max_bytes: float, report: Callable[[int], object] = lambda alive: None) -> dict[str, Any]:
     """Make `count` sandboxes here, with idle workspaces, and see that all of them answer while all are alive. Stops making more
     when the machine has `max_bytes` less memory, or when the fleet finds no room. Returns the figures, with the processes and
     their memory for each, to which the kernel's for its namespaces and mounts comes."""
-    before, lock = psutil.virtual_memory().available, threading.Lock()
+    before, lock, others = psutil.virtual_memory().available, threading.Lock(), {*_children()}
     boxes, stopped, start_ms = list[Sandbox](), list[str](), list[float]()
     with contextlib.ExitStack() as stack:
         fleet = stack.enter_context(SandboxFleet([open_backend("bwrap")], FleetLimits(alive=count + 1, ahead=0)))
@@ -63,7 +67,7 @@ def live_at_once(count: int, max_bytes: float, report: Callable[[int], object] =
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(make, range(count)))
         seconds = time.perf_counter() - begin
-        processes = [process.memory_full_info().pss for process in psutil.Process().children(recursive=True)]
+        processes = [process.memory_full_info().pss for process in _children() if process not in others]
         answer_ms = list[float]()
         for box in boxes:
             begin = time.perf_counter()

@@ -189,9 +189,8 @@ def evaluate(
             runs.append(("planned", *runs[0][1:3], planned))
         for name, arm_name, arm, arm_tasks in runs:
             own_tools = arm_name == "all" and (tools or (policy_tools.terse and not tiny))
-            offered = (
-                policy_tools if own_tools else arm.tiny() if tiny else arm.tools().with_web(read_pages(settings.web))
-            )
+            arm_tools = arm.tiny() if tiny else arm.tools().with_web(read_pages(settings.web))
+            offered = policy_tools if own_tools else arm_tools
             environment = Environment(backend=sandboxes, functions=functions, tools=offered, limits=limits, user=user)
             run = partial(_attempts, policy, arm_tasks, environment, workers, partial(on_attempt, name))
             sampled = run(settings, samples, out / name / "attempts")

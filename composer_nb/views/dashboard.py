@@ -86,6 +86,11 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         served = f"the slowest engine serves those of batch {status.served} of {status.trained}"
         yield "weight versions", f"{status.versions} made; {served}"
         yield "in flight", _in_flight(status)
+    if status.stages:
+        yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in status.stages.items())
+    if tokens := sum(status.ledger.values()):
+        used = sorted(status.ledger.items(), key=lambda pair: -pair[1])
+        yield "ledger, tokens", ", ".join(f"{use} {n:,} ({n / tokens:.0%})" for use, n in used if n)
 
 
 def tables(status: Status) -> Iterator[tuple[str, list[tuple[str, ...]]]]:

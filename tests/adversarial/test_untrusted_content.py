@@ -54,6 +54,7 @@ class Scripted:
     """A machine whose resident program was replaced: it sends what it likes."""
 
     id = "scripted"
+    proxy = None
 
     def __init__(self, *answers: bytes) -> None:
         self.channel = Feed([len(body).to_bytes(4, "big") + body for body in (b'{"ready": true}\n', *answers)])

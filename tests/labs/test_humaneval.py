@@ -106,7 +106,7 @@ def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
         (tmp_path / "answers" / "HumanEval-1-1.json").write_text('{"task": "Human')
         stand_in.fail_after = 1 << 30
         report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
-        with pytest.raises(ValueError, match="another policy, backend or settings"):
+        with pytest.raises(ValueError, match="another policy, backend, harness or settings"):
             evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options, tokens=9)
     assert len(stand_in.asked) == 8 and len({body["seed"] for body in stand_in.asked}) == 8
     assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0

@@ -237,7 +237,8 @@ class FlatOptimizer(Optimizer):
         moments = {name: value for name, value in state.items() if name != "master"}
         expected = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
-            raise ValueError(f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}")
+            weights = f"{state['master'].numel()} weights, the model {self.master.numel()}"
+            raise ValueError(f"the checkpoint holds {weights}: the model's settings changed since it was written")
         if moments and moments.keys() != expected:  # a state without moments is from before the first step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "

@@ -151,5 +151,5 @@ def restore(run: str, runs: Path) -> Path:
         raise ValueError(f"{path} is there: resume it, or give another folder by --runs")
     _fetch(_store_of(name, store), part, lambda file: True)
     part.rename(path)
-    point(runs / re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name), path)
+    point(beneath(runs, re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name)), path)
     return path

@@ -128,7 +128,7 @@ def refuse(message: str, k: Any = 2, recipe: Any = "bf16", backend: str | None =
 
 def test_bad_input_is_refused_by_name():
     x, logits, up, down = inputs(10, d=64, i=32)
-    refuse("recipe='fp16': must be one of bf16, mxfp8, fp8_block128, nvfp4, or a Recipe", recipe="fp16")
+    refuse("recipe='fp16': must be one of bf16, mxfp8, fp8_block128, nvfp4, nvfp4_fast, or a Recipe", recipe="fp16")
     refuse("backend='cuda': must be one of torch, triton", backend="cuda")
     for k in (6, 2.0):
         refuse(f"k={k}: must be an integer in 1..5", k=k)

@@ -152,7 +152,7 @@ def test_routes_of_the_completion_alone(make_model, streams) -> None:
     def experts(stream: Stream, replay: ReplaySettings) -> np.ndarray:
         routings: list[Routing] = []
         batch = flatten([stream], replay)
-        score(model, batch, batch.recorded, seen=routings)
+        score(model, batch, batch.recorded, routed=routings)
         return np.stack([routing.experts_NK.numpy() for routing in routings], 1)
 
     stream = streams[0]
