@@ -15,9 +15,8 @@ from network import HOME, Host, Link, Network, ObjectStore
 
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe.launch import fork
-from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.settings import Settings, from_dict, override
+from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
 
 pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
@@ -170,9 +169,9 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
     join(cut, head, store, "trainer,engine,environment")
     head.run(*RUN, run, seconds=600, env=store.environment)
     head.take(run, tmp_path / "result")
-    result = RunDir(tmp_path / "result")
-    assert_whole(result, steps)
-    assert all(step.same for step in replay(result, from_dict(result.settings()), steps))
+    assert_whole(RunDir(tmp_path / "result"), steps)
+    # Weight versions are in the store, which this machine does not reach. Fails unless all are identical.
+    head.run("python", "-P", "-m", "composer_nb.cli", "replay", run, seconds=600, env=store.environment)
 
 
 def test_a_machine_without_the_token_gets_nowhere(network: Network, address: str, nodes: list[Host]) -> None:
