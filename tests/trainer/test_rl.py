@@ -260,6 +260,7 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
     groups, lost = sample_groups(policy, agent, {0: task}, 4, here(lambda number: number in (1, 2)))
+    # The first call is of all agents together: it is made again for each of them alone, and the second of these fails again.
     assert lost == 1 and [done.grade.passed for done in groups[0]] == [False, True, False, True]
     with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries, the last 'gone'; run"):
         sample_groups(policy, agent, {0: task}, 2, here(lambda number: True))

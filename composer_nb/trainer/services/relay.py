@@ -39,11 +39,8 @@ class RelayedStore(VersionStore):
 
     def __init__(self, url: str | Path) -> None:
         super().__init__(url)
-        self._run, self._relay, self._failed_s = (
-            self.url.rstrip("/").rpartition("/")[2],
-            os.environ.get(RELAY, ""),
-            -ANSWER_S,
-        )
+        self._run = self.url.rstrip("/").rpartition("/")[2]
+        self._relay, self._failed_s = os.environ.get(RELAY, ""), -ANSWER_S
 
     def read_file(self, name: str, file: PayloadFile) -> bytes:
         if self._relay and time.monotonic() > self._failed_s + ANSWER_S:
