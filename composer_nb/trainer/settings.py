@@ -310,6 +310,9 @@ class Settings:
             "rl.refill: needs services.on=true": self.rl.refill and not on,
             "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,
             "services.changes: needs services.on=true": self.services.changes and not on,
+            "engine.transition=sync: needs services.lockstep=false, as turns under way wait for the swap": on
+            and self.services.lockstep
+            and self.engine.transition == "sync",
         }.items():
             if wrong:
                 raise ValueError(message)
