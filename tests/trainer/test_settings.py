@@ -74,7 +74,10 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"loss.baseline": "batch", "loss.gate": "mixed"}, "loss.gate=mixed needs loss.baseline=group or pass_at_k"),
         ({"loss.centre_scores": True}, "loss.centre_scores needs loss.ratio=none, cispo, tis or icepop"),
         ({"loss.centre_scores": True, "loss.ratio": "tis"}, "loss.centre_scores: needs services.on=false"),
-        ({"services.lockstep": True, "engine.transition": "sync"}, "engine.transition=sync: needs services.lockstep=false"),
+        (
+            {"services.lockstep": True, "engine.transition": "sync"},
+            "engine.transition=sync: needs services.lockstep=false",
+        ),
         ({"rl.uncalibrated": True, "sft.sharpness": []}, "rl.uncalibrated: needs sft.sharpness"),
     ],
 )
