@@ -89,8 +89,8 @@ def run_recipe(s: Stages) -> None:
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
-    if s.settings.rl.uncalibrated:
-        recalibrate(s)
+    if s.settings.rl.start_weight or s.settings.rl.uncalibrated:
+        finish(s)
     evaluate(s, "final")
     compare_numerics(s)
     if s.settings.midtrain.draft_steps and s.ranks.first:  # a head of other weights drafts, too: drafts are checked
@@ -424,7 +424,8 @@ def compare_numerics(s: Stages) -> None:
         if s.ranks.first:
             main_pair = TOUR if sparse else "bf16"
             info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
-            info["weights"] = delta_sizes(s.weights("before_final"), s.weights("final"))
+            last = "trained" if s.weights("trained").exists() else "final"
+            info["weights"] = delta_sizes(s.weights("before_final"), s.weights(last))
             info["fidelity"] = compare_places(s)
 
 
@@ -467,16 +468,32 @@ def reinforcement(s: Stages) -> None:
         s.publish(work.learner.model, "final")
 
 
-def recalibrate(s: Stages) -> None:
-    """Set the sharpness of the policy that RL trained, and publish it as `final`. As RL left it, it stays as `uncalibrated`."""
-    with s.stage("sharpen") as info:
+def finish(s: Stages) -> None:
+    """Average the policy that RL trained with its start, set its sharpness again, whichever the settings ask for, and publish it
+    as `final`. As RL left it, it stays as `trained`."""
+    r = s.settings.rl
+    with s.stage("finish") as info:
         if info is None:
             return
-        if not s.ranks.gather(s.weights("uncalibrated").exists())[0]:  # a resumed stage begins from the same weights
-            s.publish(s.load("final"), "uncalibrated")
-        model = s.load("uncalibrated")
-        calibrate(s, model, info)
+        if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
+            s.publish(s.load("final"), "trained")
+        model = s.load("trained")
+        if r.start_weight:
+            start = s.load("start")
+            if r.uncalibrated:
+                start.final_norm.data.div_(s.run.sharpness)
+            average(model, start, r.start_weight)
+        if r.uncalibrated:
+            calibrate(s, model, info)
         s.publish(model, "final")
+
+
+@torch.no_grad()
+def average(model: Model, start: Model, weight: float) -> None:
+    """Replace the weights θ of `model` by (1 − w) θ + w θ₀, with the weights θ₀ of `start` (WiSE-FT: arXiv 2109.01903, eq. 1; for
+    best of k: arXiv 2504.10478)."""
+    for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
+        parameter.lerp_(before, weight)
 
 
 class InProcess:

@@ -28,7 +28,7 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
@@ -392,7 +392,8 @@ class Coordinator:
         make_batch = partial(Batch, step=train.step, lost=lost, more={"in_flight": in_flight, **refill_metrics})
         stored_file = batch_file(self.run.path, train.step)
         if stored_file.is_file():
-            return make_batch(scored=load_batch(stored_file, tasks_by_id(self.run.path)))
+            tasks = [self.tasks[slot] for slot in {slot for slot, _, _ in train.rollouts}]
+            return make_batch(scored=load_batch(stored_file, {task.id: task for task in tasks}))
         group_size = len(train.rollouts) // len(train.slots)
         attempts = [self.finished.load(name, self.tasks[name[0]]) for name in train.rollouts]
         return make_batch(groups=[attempts[at : at + group_size] for at in range(0, len(attempts), group_size)])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -66,20 +67,35 @@ def test_the_best_factor_is_kept(
     assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))
 
 
-def test_sharpness_is_set_again_after_rl_and_not_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "final"),
+    [
+        ({"rl.uncalibrated": True}, 6.0),
+        ({"rl.start_weight": 0.25}, 3.25),  # 3/4 of 3, and 1/4 of 4
+        (
+            {"rl.uncalibrated": True, "rl.start_weight": 0.25},
+            5.5,
+        ),  # RL began at 4 / 2, and the mean, 2.75, is calibrated
+    ],
+)
+def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: dict[str, Any], final: float
+) -> None:
     """A stage that is killed before its record, after its weights, begins from the policy as RL left it."""
-    published: dict[str, float] = {"final": 3.0}
+    published = {"final": 3.0, "start": 4.0}
 
-    def publish(policy: float, name: str) -> None:
-        published[name] = policy
+    def publish(policy: nn.Module, name: str) -> None:
+        published[name] = float(policy.final_norm.detach())
         (tmp_path / name).mkdir(exist_ok=True)
 
-    monkeypatch.setattr(recipe, "calibrate", lambda s, policy, info: info.update(sharpness=2.0))
-    stage = lambda name: nullcontext({})  # noqa: E731
-    s: Any = SimpleNamespace(stage=stage, ranks=Ranks(), weights=tmp_path.joinpath, publish=publish)
-    s.load = lambda name: (
-        2 * published[name] if name == "uncalibrated" else published[name]
-    )  # what calibration makes of it
+    def load(name: str) -> nn.Module:
+        policy = nn.Module()
+        policy.final_norm = nn.Parameter(torch.tensor(published[name]))
+        return policy
+
+    monkeypatch.setattr(recipe, "calibrate", lambda s, policy, info: policy.final_norm.data.mul_(2.0))
+    s: Any = SimpleNamespace(stage=lambda name: nullcontext({}), ranks=Ranks(), weights=tmp_path.joinpath)
+    s.settings, s.run, s.load, s.publish = override(Settings(), values), SimpleNamespace(sharpness=2.0), load, publish
     for _ in range(2):
-        recipe.recalibrate(s)
-        assert published == {"final": 6.0, "uncalibrated": 3.0}
+        recipe.finish(s)
+        assert published == {"final": final, "trained": 3.0, "start": 4.0}
