@@ -83,8 +83,8 @@ def finished(path: Path) -> RunDir:
     return start_or_resume(path, say=lambda line: print(line, flush=True))
 
 
-def seen(runs: Path, name: str, settings: Settings, source: RunDir, trained: RunDir) -> RunDir:
-    """The last policy of `trained`, scored in the environment of `source`, in a run of its own."""
+def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained: RunDir) -> RunDir:
+    """Return a fork of `source` that takes what RL left in `trained`, and does what follows RL by its own settings."""
     path = runs / name
     if not (path / "run.db").is_file():
         made = fork(source, settings, runs=runs, name=name)
@@ -298,7 +298,7 @@ def compare(seed: int, rl: Sequence[RunDir], settings: Settings, asked: argparse
     for name, changed in () if asked.table_only else changes.items():
         made = run(asked.runs, folder(seed, name), override(settings, changed), rl[0])
         if name == MASKED:
-            seen(asked.runs, folder(seed, SEEN), settings, rl[0], made)
+            rescored(asked.runs, folder(seed, SEEN), settings, rl[0], made)
         if name == MORE_SFT:
             after(asked.runs, folder(seed, AFTER), settings, rl[0], made)
     if asked.controls and not asked.table_only:

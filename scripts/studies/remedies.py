@@ -32,7 +32,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, from_dict, override
 from composer_nb.views import style
 from composer_nb.views.style import Picture
-from scripts.studies.measure_tour import CALLS, run, sampled
+from scripts.studies.measure_tour import CALLS, rescored, run, sampled
 
 DEFAULT = "default"
 REMEDIES: Mapping[str, Mapping[str, Any]] = {
@@ -51,6 +51,7 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
         **{"rl.group": 1, "rl.prompts": 64, "loss.baseline": "batch", "loss.ratio": "flash", "loss.length_norm": True}
     },
     "uncalibrated": {"rl.uncalibrated": True},
+    "0.3 of the start": {"rl.start_weight": 0.3},
     "rare tasks": {"curriculum.harder": 0.5, "curriculum.by": "failures", "curriculum.start": 0.1},
 }
 # What Composer's report leaves out, and says that it harms or does not help.
@@ -193,7 +194,9 @@ def main() -> None:
         variants = [override(s, changed) for s in settings.values()]
         sources = default or [None] * len(paths)
         trained = [
-            run(arguments.runs, path.name, variant, source)
+            rescored(arguments.runs, path.name, variant, source, source)
+            if source and changed.keys() == {"rl.start_weight"}  # which acts after RL: the default's serves
+            else run(arguments.runs, path.name, variant, source)
             for path, variant, source in zip(paths, variants, sources, strict=True)
         ]
         default = default or trained
