@@ -216,9 +216,9 @@ class RlSettings:
     uncalibrated: bool = False
     """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Sharpness is set again after
     RL."""
-    start_weight: Share = 0.0
+    start_weight: Share = 0.3
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
-    keeps solutions that RL alone would lose."""
+    keeps solutions that RL alone would lose. 0: the trained weights."""
     max_seconds: NotNegative = 330.0
     """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
     the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""

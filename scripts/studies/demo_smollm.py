@@ -73,6 +73,7 @@ SETTINGS: dict[str, Any] = {
     "loss.positive_weight": 5.0,
     "rl.frozen_layers": 20,
     "rl.uncalibrated": True,
+    "rl.start_weight": 0.0,
     "rl.microbatch_tokens": 2048,
     "rl.tokens_per_rollout": 200,
     "rl.checkpoint_every": 5,

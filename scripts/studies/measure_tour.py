@@ -88,8 +88,9 @@ def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained:
     path = runs / name
     if not (path / "run.db").is_file():
         made = fork(source, settings, runs=runs, name=name)
-        for weights in ("before_final", "final"):
-            shutil.copytree(trained.path / "weights" / weights, made.path / "weights" / weights)
+        for source_weights in (trained.path / "weights" / "before_final", trained.trained_weights):
+            name = "before_final" if source_weights.name == "before_final" else "final"
+            shutil.copytree(source_weights, made.path / "weights" / name)
         info = trained.finished("rl")
         assert info is not None
         made.finish("rl", info.pop("seconds"), info)

@@ -469,6 +469,10 @@ def telling_step(run: RunDir, weights: bool = False) -> int:
 def weights_before(run: RunDir, step: int) -> Path | None:
     """Return the published weights before RL step `step`, from 1; None if they are not stored."""
     live, is_over = run.last_live_step(), run.finished("rl") is not None  # until then they may belong to a later step
-    fitting = {"start": step == 1, "before_final": is_over and step == live, "final": is_over and step > live}
-    names = [name for name, fits in fitting.items() if fits]
-    return next((path for name in names if (path := run.path / "weights" / name).is_dir()), None)
+    weights = run.path / "weights"
+    fitting = {
+        weights / "start": step == 1,
+        weights / "before_final": is_over and step == live,
+        run.trained_weights: is_over and step > live,
+    }
+    return next((path for path, fits in fitting.items() if fits and path.is_dir()), None)

@@ -424,8 +424,7 @@ def compare_numerics(s: Stages) -> None:
         if s.ranks.first:
             main_pair = TOUR if sparse else "bf16"
             info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
-            last = "trained" if s.weights("trained").exists() else "final"
-            info["weights"] = delta_sizes(s.weights("before_final"), s.weights(last))
+            info["weights"] = delta_sizes(s.weights("before_final"), s.run.trained_weights)
             info["fidelity"] = compare_places(s)
 
 

@@ -141,6 +141,12 @@ class RunDir:
         """The factor by which the start of RL was calibrated."""
         return float((self.finished("sft") or {}).get("sharpness", 1.0))
 
+    @property
+    def trained_weights(self) -> Path:
+        """The published weights as RL's last step left them; `final` may be their mean with the start, or sharper."""
+        weights = self.path / "weights"
+        return weights / ("trained" if (weights / "trained").is_dir() else "final")
+
     # Steps and checkpoints
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
