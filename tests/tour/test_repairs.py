@@ -14,8 +14,8 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour import repairs
+from composer_nb.tour.programs import Program, draw_program
 
 KINDS = {"compare", "operator", "swap", "augmented", "constant", "aggregate", "name"}
 COUNT = 48

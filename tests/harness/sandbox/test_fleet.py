@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.harness.sandbox import fleet as fleets
 from composer_nb.harness.sandbox import fleet as module
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.errors import SandboxFailure
-from composer_nb.harness.sandbox import fleet as fleets
 from tests.harness.sandbox.conftest import SMALL
 
 CALM, FULL = fleets.HostUse(0.1, 0.1, 0.1), fleets.HostUse(0.99, 0.1, 0.1)
