@@ -7,7 +7,7 @@ Fleet(...)                            →  Little's law, bytes, seconds, dollars
 
     orchestrator.handle(event) → commands → world.execute(command) … world.wait() → event
 
-Work is fixed: the first draw of rollout (slot, place) takes the same time and tokens under every schedule, so schedules are
+Work is fixed: the first draw of rollout (slot, member) takes the same time and tokens under every schedule, so schedules are
 compared on the same work. A rollout that is dispatched again is drawn anew for the same prompt.
 
 The optimum is an upper bound on samples per second, with all places always busy or the trainer always busy, whichever is slower:
@@ -145,7 +145,7 @@ class World:
     def execute(self, command: fsm.Command) -> None:
         match command:
             case fsm.Dispatch():
-                for position in command.places:
+                for position in command.members:
                     self._start(command.slot, command.attempt, position)
             case fsm.Cancel():
                 for key in [key for key in self.running if key[:2] == (command.slot, command.attempt)]:
@@ -160,20 +160,20 @@ class World:
         seconds, tokens = self.load.durations.rollout(slot, position, again)
         self.running[slot, attempt, position] = (self.now, seconds, tokens)
         self.lengths[slot, attempt, position] = tokens
-        numbers = {"slot": slot, "attempt": attempt, "place": position, "sampled": tokens}
+        numbers = {"slot": slot, "attempt": attempt, "member": position, "sampled": tokens}
         self.after(seconds + self.load.report_s, fsm.Finished(at=0.0, oldest_version=self.version, **numbers))
 
     def _abandon(self, key: tuple[int, int, int]) -> None:
         start, seconds, tokens = self.running.pop(key)
         self.busy_s += self.now - start
         sampled = int(tokens * min(1.0, (self.now - start) / seconds))
-        names = dict(zip(("slot", "attempt", "place"), key, strict=True))
+        names = dict(zip(("slot", "attempt", "member"), key, strict=True))
         self.after(0.0, fsm.Faulted(at=0.0, reason="cancelled", sampled=sampled, **names))
 
     def _happened(self, event: fsm.Event) -> fsm.Event | None:
         """Return the event with its time; None if it was cancelled."""
         if isinstance(event, fsm.Finished):
-            entry = self.running.pop((event.slot, event.attempt, event.place), None)
+            entry = self.running.pop((event.slot, event.attempt, event.member), None)
             if entry is None:
                 return None
             self.busy_s += entry[1]

@@ -506,6 +506,6 @@ def reap(args: argparse.Namespace) -> int:
     report = asdict(reap(args.path))
     kinds = ("containers", "processes", "cgroups", "directories")
     ended = ", ".join(f"{len(report[kind])} {kind}" for kind in kinds if report[kind])
-    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {report['kept']}"]
+    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {report['left_alone']}"]
     lines += [f"failed: {line}" for line in report["failed"]]
     return emit(args, report, lambda: "\n".join(lines), int(bool(report["failed"])))

@@ -256,7 +256,7 @@ class Conversations:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
         puts = [lambda event, index=index: news.put((index, event)) for index in range(len(work))]
-        requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
+        requests = [replace(request, on_token=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
             answer.add_done_callback(put)
         open_turns = dict(enumerate(turn for _, turn in work))

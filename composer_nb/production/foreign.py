@@ -267,7 +267,7 @@ def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds:
             spoken = turn_policy.say([news], time.monotonic() + seconds)
             if spoken is not None:
                 tokens += spoken.read + spoken.written
-                text = spoken.said.text
+                text = spoken.message.text
                 return action.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
         return None
 

@@ -93,12 +93,12 @@ def make_plan(request: str, files: Mapping[str, str], turn_policy: TurnPolicy, s
     if spoken is None:
         return TaskPlan(text="", files=paths, left_out=len(files) - len(paths))
     return TaskPlan(
-        text=spoken.said.text.encode("utf-8", "replace").decode().strip(),  # no half a pair
+        text=spoken.message.text.encode("utf-8", "replace").decode().strip(),  # no half a pair
         read=held_tokens - spoken.written if held_tokens else spoken.read,
         written=spoken.written,
         files=paths,
         left_out=len(files) - len(paths),
-        flawed=bool(spoken.said.calls),
+        flawed=bool(spoken.message.calls),
     )
 
 

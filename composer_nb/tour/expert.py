@@ -60,7 +60,7 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     if not passed and not gives_up:
         while now != right:
             lines = list(zip(now.split("\n"), right.split("\n"), strict=True))
-            at = next(at for at, (line, wanted) in enumerate(lines) if line != wanted)
+            at = next(at for at, (line, target) in enumerate(lines) if line != target)
             edit, now = _edit(path, now, at, lines[at][1])
             yield one(edit)
         if tried or rng.random() < 0.7:
@@ -335,14 +335,14 @@ class _Play:
     """A script under way.
 
     Attributes:
-        said: Its last message.
-        seen: The observations that answered it.
+        message: Its last message.
+        output: The observations that answered it.
         reads: Whether the policy reads a file of its own accord, so that the answer is not for the script.
     """
 
     script: Script
-    said: Said
-    seen: str = ""
+    message: Said
+    output: str = ""
     log: list[tuple[Said, str]] = field(default_factory=list)
     reads: bool = False
 
@@ -409,11 +409,11 @@ class ScriptedPolicy(WithoutModel):
         if begins and request.rollout == root:
             script = self.script(root)
             self._plays[root] = _Play(script, next(script))
-            return self.renderer.turn(self._plays[root].said)
+            return self.renderer.turn(self._plays[root].message)
         play = self._plays[root]
         if (output := self._observed(request)) is not None and not play.reads:
-            play.seen = output
-            play.log.append((play.said, output))
+            play.output = output
+            play.log.append((play.message, output))
         play.reads = False
         if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
             return self.renderer.encoded([digest(play.log), self.renderer.end])
@@ -423,10 +423,10 @@ class ScriptedPolicy(WithoutModel):
             play.reads = True
             return self.renderer.turn(one(reads[-1]))
         try:
-            play.said = play.script.send(play.seen)
+            play.message = play.script.send(play.output)
         except StopIteration:
             raise ValueError(f"the script of rollout {root} ended before its agent") from None
-        return self.renderer.turn(play.said)
+        return self.renderer.turn(play.message)
 
     def _observed(self, request: Request) -> str | None:
         """Return the last observation among the tokens of a request, if there is one."""

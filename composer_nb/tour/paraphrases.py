@@ -105,7 +105,7 @@ def draw_wrong_number(rng: Random, heldout: bool) -> BuggyProgram:
     program = Program(family=name, source=source, spec=spec, inputs=("number",))
     inputs, results = evaluate(program, INPUTS, rng)
     return BuggyProgram(
-        program=program, kind="paraphrase", buggy=_source(name, sign, wrong), inputs=inputs, wanted=results
+        program=program, kind="paraphrase", buggy=_source(name, sign, wrong), inputs=inputs, expected=results
     )
 
 

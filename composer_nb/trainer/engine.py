@@ -307,8 +307,8 @@ class Engine:
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
-            if slot.request.heard:
-                slot.request.heard(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
+            if slot.request.on_token:
+                slot.request.on_token(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
             if token in self.stop or len(slot.sampled) >= slot.request.max_tokens:
                 slot.waiting = True
                 ids, versions = slot.sampled, slot.versions

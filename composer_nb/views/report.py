@@ -49,7 +49,7 @@ def pictures(run: RunDir) -> dict[str, tuple[str, Any]]:
         "mismatch": ("replay" in report, scores.mismatch, (report,), "How far engine and trainer are apart."),
         "time": (status.stages, curves.time_split, (status,), "Where the time went."),
     }
-    return {name: (caption, draw(*args)) for name, (shown, draw, args, caption) in drawings.items() if shown}
+    return {name: (caption, draw(*args)) for name, (has_data, draw, args, caption) in drawings.items() if has_data}
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, Any]] | None = None) -> dict[str, Any]:

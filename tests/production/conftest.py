@@ -155,8 +155,8 @@ class Turns:
     def _turn(self, request: Request, token_ids: list[int]) -> Completion:
         logprobs, versions = [-0.5] * len(token_ids), [self.version] * len(token_ids)
         for drawn in map(SampledToken, token_ids, logprobs, versions):
-            if request.heard:
-                request.heard(drawn)
+            if request.on_token:
+                request.on_token(drawn)
                 time.sleep(self.pause_s)
         return Completion(rollout=request.rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
 

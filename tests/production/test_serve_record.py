@@ -128,7 +128,7 @@ def scored_again(segment: Segment) -> list[float]:
         told: list[Any] = []
         whole = model.config.vocab_size
         request = Request(rollout=0, token_ids=ids[:place], max_tokens=1, top=whole)
-        engine.generate([replace(request, heard=told.append)])
+        engine.generate([replace(request, on_token=told.append)])
         engine.release(0)
         found.append(dict(told[0].top)[ids[place]])
     return found

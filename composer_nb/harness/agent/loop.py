@@ -111,9 +111,9 @@ def converse(
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, deadline)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
-                report(brief.said)
+                report(brief.message)
                 path, todos = session.remember(history(instruction, turns)), session.todos.values()
-                news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
+                news = [User(text=resumed(instruction, brief.message.text, summaries, todos, path, tools.terse))]
             spoken = turn_policy.say(news, deadline) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
@@ -121,11 +121,11 @@ def converse(
                     why = f"the prompt leaves no room for an answer: raise limits.tokens={limits.tokens}, or use a longer context"
                 break
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
-            report(spoken.said)
-            calls = spoken.said.calls
+            report(spoken.message)
+            calls = spoken.message.calls
             replies = tools.run(session, [written.call for written in calls])
-            answer = "" if replies else user(spoken.said.text, time.monotonic() + session.left())
-            turns += (new_turns := _turns(spoken.said, replies, tools, answer))
+            answer = "" if replies else user(spoken.message.text, time.monotonic() + session.left())
+            turns += (new_turns := _turns(spoken.message, replies, tools, answer))
             for turn in new_turns:
                 report(turn)
             if not answer and (not replies or replies[-1].ends):

@@ -204,7 +204,7 @@ class Coordinator:
         events, s = list[fsm.Event](), self.settings
         for report in reports:
             if isinstance(report, fsm.Finished):
-                rollout_key, reward_total = (report.slot, report.attempt, report.place), None
+                rollout_key, reward_total = (report.slot, report.attempt, report.member), None
                 self.rollout_seconds[rollout_key] = report.seconds
                 if s.rl.refill and self.orchestrator.awaits(*rollout_key):  # the file of a late one may be gone
                     attempt = self.finished.load(rollout_key, self.tasks[report.slot])

@@ -69,7 +69,7 @@ def test_a_judge_reads_what_the_agent_left_and_changes_nothing(tmp_path: Path) -
         scores = review([done(), done(passed=False), done(task=unsolved)], tmp_path)
         [again] = review([done()], tmp_path)
     assert scores[0] and (scores[0].level, scores[0].why) == (4, "A comment is needless.") and scores[0].read > 0
-    assert scores[1:] == [None, None] and again and again.kept and again.why == scores[0].why
+    assert scores[1:] == [None, None] and again and again.cached and again.why == scores[0].why
     first, written, ran, last = judge.results
     assert "SYSTEM: answer" in first and first == last
     assert all("error (InvalidArguments): no tool" in result for result in (written, ran))

@@ -50,9 +50,9 @@ class Driver:
     def obey(self, command: fsm.Command) -> None:
         match command:
             case fsm.Dispatch():
-                assert command.places
-                for place in command.places:
-                    key = (command.slot, command.attempt, place)
+                assert command.members
+                for member in command.members:
+                    key = (command.slot, command.attempt, member)
                     assert key not in self.born, "an attempt was used twice"
                     self.running[key] = command.worker
                     self.born[key] = self.orchestrator.served
@@ -98,10 +98,16 @@ class Driver:
         return self.send(fsm.Left(at=self.now, worker=worker))
 
     def finish(self, key: Key, tokens: int = 100, lag: int = 0, reward: float | None = None) -> list[fsm.Command]:
-        slot, attempt, place = key
+        slot, attempt, member = key
         oldest, sampled = max(0, self.born[key] - lag), tokens // 2
         event = fsm.Finished(
-            at=self.now, slot=slot, attempt=attempt, place=place, oldest_version=oldest, sampled=sampled, reward=reward
+            at=self.now,
+            slot=slot,
+            attempt=attempt,
+            member=member,
+            oldest_version=oldest,
+            sampled=sampled,
+            reward=reward,
         )
         self.running.pop(key, None)
         self.told[key] = event
@@ -120,9 +126,9 @@ class Driver:
             self.finish(key)
 
     def fault(self, key: Key, sampled: int = 0) -> list[fsm.Command]:
-        slot, attempt, place = key
+        slot, attempt, member = key
         self.running.pop(key, None)
-        event = fsm.Faulted(at=self.now, slot=slot, attempt=attempt, place=place, reason="box lost", sampled=sampled)
+        event = fsm.Faulted(at=self.now, slot=slot, attempt=attempt, member=member, reason="box lost", sampled=sampled)
         return self.send(event)
 
     def trained(self) -> list[fsm.Command]:
@@ -201,13 +207,13 @@ def schedule(**changes: Any) -> Schedule:
 )
 @settings(max_examples=60, deadline=None)
 def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, capacities: list[int], seed: int):
-    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' places allow, never more or less."""
+    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' members allow, never more or less."""
     d = Driver(schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
     rng, batch = Random(seed), prompts * group
     for _ in range(60):
         seen = {key[0] for key in d.born}
         full = (len(d.log) + ahead + 1) * batch - len(seen) * group < group
-        waiting = len(seen) * group > len(d.running) + sum(len(g.done) for g in d.orchestrator.groups.values()) + (
+        waiting = len(seen) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
             len(d.log) * batch
         )
         assert (full and not waiting) or len(d.running) == sum(capacities)
@@ -277,7 +283,7 @@ def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     assert d.send(fsm.Tick(at=89.0)) == []
     assert d.send(fsm.Tick(at=90.0)) == [
         fsm.Cancel(worker="w0", slot=0, attempt=1),
-        fsm.Dispatch(worker="other", slot=0, attempt=2, places=(0, 1)),
+        fsm.Dispatch(worker="other", slot=0, attempt=2, members=(0, 1)),
     ]
     d.kill("other")  # only the suspect one is left: better than none
     assert set(d.running.values()) == {"w0"}
@@ -314,7 +320,7 @@ def test_settings_change_while_running():
     d.schedule = schedule(ahead=1, bound=1)
     commands = d.send(fsm.Changed(at=0.0, schedule=d.schedule))
     assert fsm.Cancel(worker="w0", slot=0, attempt=1) in commands  # too old for the new bound
-    assert fsm.Dispatch(worker="w0", slot=0, attempt=2, places=(0, 1)) in commands
+    assert fsm.Dispatch(worker="w0", slot=0, attempt=2, members=(0, 1)) in commands
     d.drain()
     d.run_out()
     assert isinstance(d.end, fsm.Drained)
@@ -332,7 +338,7 @@ def test_a_lower_bound_on_restart_drops_what_is_too_old():
     d.finish_slot(3), d.finish_slot(4)
     d.trained()
     o = fsm.Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
-    assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
+    assert o.books.ledger["stale"] == 50 and o.groups[0].finished == {}
 
 
 def test_rollouts_that_are_not_stored_are_sampled_again():
@@ -341,7 +347,7 @@ def test_rollouts_that_are_not_stored_are_sampled_again():
     stored = {(0, 1, 0), (0, 1, 1), (1, 1, 0)}
     o = fsm.Orchestrator.restore(d.schedule, d.orchestrator.snapshot(), stored=stored)
     commands = o.handle(fsm.Joined(at=0.0, worker="new", capacity=1))
-    assert commands == [fsm.Dispatch(worker="new", slot=1, attempt=fsm.ATTEMPTS_A_LIFE + 2, places=(1,))]
+    assert commands == [fsm.Dispatch(worker="new", slot=1, attempt=fsm.ATTEMPTS_A_LIFE + 2, members=(1,))]
     assert o.books.ledger["lost"] == 50
 
 
@@ -385,10 +391,10 @@ class Chaos(Driver):
             self.trained()
         elif self.running:
             reward = self.rng.choice((None, 0.0, 0.0, 1.0))
-            slot, attempt, place = key = self.rng.choice(list(self.running))
+            slot, attempt, member = key = self.rng.choice(list(self.running))
             if self.rng.random() < 0.3:
                 self.graded.add(key)
-                self.send(fsm.Alive(at=self.now, slot=slot, attempt=attempt, place=place))
+                self.send(fsm.Alive(at=self.now, slot=slot, attempt=attempt, member=member))
             else:
                 self.finish(key, tokens=self.rng.randrange(1, 9000), reward=reward)
         if self.publishes and self.rng.random() < 0.3:
@@ -431,17 +437,17 @@ class Chaos(Driver):
         if isinstance(event, fsm.Trained):
             return event.step < len(self.log) and not (self.training and self.training.step == event.step)
         if isinstance(event, fsm.Finished | fsm.Faulted):
-            return (event.slot, event.attempt, event.place) not in self.running
+            return (event.slot, event.attempt, event.member) not in self.running
         return isinstance(event, fsm.Alive)
 
     def rubbish(self) -> fsm.Event:
         """A message that nobody meant: its numbers are near the right ones, and never all right."""
         rng = self.rng
         slot, attempt = rng.randint(-1, 30), rng.randint(-1, 5) - 2 * fsm.ATTEMPTS_A_LIFE * rng.randint(0, 1)
-        place = rng.randint(-1, 4)
-        if (slot, attempt, place) in self.born:
+        member = rng.randint(-1, 4)
+        if (slot, attempt, member) in self.born:
             attempt = self.life * fsm.ATTEMPTS_A_LIFE + 999
-        numbers = {"slot": slot, "attempt": attempt, "place": place}
+        numbers = {"slot": slot, "attempt": attempt, "member": member}
         return rng.choice(
             [
                 fsm.Finished(at=self.now, oldest_version=rng.randint(-1, 9), sampled=rng.randint(-5, 50), **numbers),
