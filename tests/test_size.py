@@ -22,7 +22,7 @@ VAGUE = frozenset(
     + "thing things place each one own".split()
 )
 """Names that say what happened to a thing instead of what it is."""
-VAGUE_NAMES = 42
+VAGUE_NAMES = 7
 """Variables and parameters with such names, as last counted."""
 
 ADVICE = """

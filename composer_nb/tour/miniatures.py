@@ -66,7 +66,7 @@ def make_miniatures(
 ) -> Iterator[Task]:
     """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
 
-    `described`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks whose instruction has the words
+    `described`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks with the words
     of the code. `families`: only these, if any are given. `kinds`: the kinds of tasks. Iteration raises ValueError if a thousand
     draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")

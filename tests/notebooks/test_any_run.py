@@ -59,8 +59,7 @@ def test_a_run_of_any_outcome_can_be_read(
     "extreme",
     [
         "all groups dead",
-        "out of time",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (SOLVED, "no new structures")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (SOLVED, "no new structures", "out of time")),
     ],
 )
 @pytest.mark.whole

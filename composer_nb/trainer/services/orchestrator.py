@@ -92,8 +92,8 @@ class Faulted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
-    """A dispatch makes progress, for instance because a turn ended. With `member`: the conversation of this rollout has ended, and
-    while it is graded its worker has room for another."""
+    """A dispatch makes progress, for instance because a turn ended. With `member`: the conversation of this rollout has ended,
+    and while it is graded its worker has room for another."""
 
     slot: int
     attempt: int
