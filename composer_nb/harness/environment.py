@@ -190,11 +190,14 @@ CARRIED = "environment.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """The environment that a checkpoint was trained in."""
+    """The environment that a checkpoint was trained in.
+
+    Attributes:
+        tools: The value of `env.tools`, or the `MODULE:CLASS` that defined the tools.
+    """
 
     renderer: FormatName
     tools: str
-    """The value of `env.tools`, or the `MODULE:CLASS` that defined the tools."""
     limits: Limits | None = None
     summary: SummarySettings = NO_SUMMARIES
 

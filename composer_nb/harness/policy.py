@@ -89,10 +89,13 @@ class TimeIsUp(Exception):
 
 
 class ProviderFailure(RuntimeError):
-    """The provider of a policy failed permanently in a turn (ProviderError). This says nothing about the agent."""
+    """The provider of a policy failed permanently in a turn (ProviderError). This says nothing about the agent.
+
+    Attributes:
+        rollout: Number of the rollout.
+    """
 
     rollout: int = -1
-    """Number of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

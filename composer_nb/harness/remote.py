@@ -26,11 +26,14 @@ EngineReply = tuple[list[int], list[float], Sequence[Any]]
 
 class RemoteEngine(ABC):
     """An engine behind HTTP, for requests from several threads. It keeps each rollout's tokens and sends them with every turn,
-    for the engine's prefix cache. It records no routes."""
+    for the engine's prefix cache. It records no routes.
+
+    Attributes:
+        info: Paths of its calls: which version runs, and a turn.
+    """
 
     kind = ""
     info = turns = ""
-    """Paths of its calls: which version runs, and a turn."""
 
     def __init__(self, url: str, *, stop: frozenset[int], temperature: float = 1.0) -> None:
         """`stop`: tokens that end a turn. Raises ValueError for a wrong address, and ProviderFailure without an answer."""

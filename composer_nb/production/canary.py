@@ -89,14 +89,17 @@ class Trial:
 
 
 class Known(BaseModel):
-    """What outlives the server."""
+    """What outlives the server.
+
+    Attributes:
+        withdrawn: -1: none.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     store: str
     trusted: int
     withdrawn: int = -1
-    """-1: none."""
 
 
 class Canary(Replicas):

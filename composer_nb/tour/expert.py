@@ -74,18 +74,21 @@ TRIES = 6
 
 @dataclass(frozen=True, slots=True)
 class Verbs:
-    """What a searcher does, as calls of a set of tools."""
+    """What a searcher does, as calls of a set of tools.
+
+    Attributes:
+        find: By the name of a function.
+        read: By path.
+        change: By path, old text and new text.
+        undo: By path. Without it an edit is taken back by another one.
+    """
 
     test: ToolCall
     find: Callable[[str], ToolCall]
-    """By the name of a function."""
     read: Callable[[str], ToolCall]
-    """By path."""
     change: Callable[[str, str, str], ToolCall]
-    """By path, old text and new text."""
     finish: Said
     undo: Callable[[str], ToolCall] | None = None
-    """By path. Without it an edit is taken back by another one."""
 
 
 TINY = Verbs(

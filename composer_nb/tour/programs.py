@@ -22,14 +22,17 @@ HELDOUT_SHARE = 51 / 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A correct function `f` with its specification."""
+    """A correct function `f` with its specification.
+
+    Attributes:
+        source: Normalized text (`ast.unparse`) without a final newline.
+        inputs: Kind of each parameter: `list`, `small` (1..9), `number` (1..9999) or `any` (-9..9).
+    """
 
     family: str
     source: str
-    """Normalized text (`ast.unparse`) without a final newline."""
     spec: str
     inputs: tuple[str, ...]
-    """Kind of each parameter: `list`, `small` (1..9), `number` (1..9999) or `any` (-9..9)."""
 
     @property
     def structure(self) -> str:

@@ -47,11 +47,14 @@ def nobody(message: str, until: float) -> str:
 
 @dataclass(slots=True)
 class SimulatedUser:
-    """The user of one conversation, who answers the first messages that ask something."""
+    """The user of one conversation, who answers the first messages that ask something.
+
+    Attributes:
+        endpoint: The model that plays the user; None: the facts whose words the message has are the answer.
+    """
 
     task: Task
     endpoint: Endpoint | None = None
-    """The model that plays the user; None: the facts whose words the message has are the answer."""
     answered: int = 0
     talk: list[dict[str, Any]] = field(default_factory=list)
 

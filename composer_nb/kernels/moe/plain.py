@@ -37,10 +37,13 @@ class DispatchPlan:
 
 
 class PlainSteps:
-    """The steps of a back end for `layer.py`."""
+    """The steps of a back end for `layer.py`.
+
+    Attributes:
+        backend: Back end for quantization.
+    """
 
     backend: str | None = None
-    """Back end for quantization."""
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         """Return int64 [N, K]; see `routing.choose_experts`."""

@@ -32,13 +32,16 @@ _LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file of a repository."""
+    """A file of a repository.
+
+    Attributes:
+        path: Relative POSIX path in the repository.
+        licence: Licence that the repository states, as an SPDX expression; empty if missing or unknown.
+    """
 
     repository: str
     path: str
-    """Relative POSIX path in the repository."""
     licence: str
-    """Licence that the repository states, as an SPDX expression; empty if missing or unknown."""
     text: str
 
 
