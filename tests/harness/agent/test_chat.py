@@ -164,7 +164,6 @@ def piece(mark: str) -> str | int:
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
     """Of each call of a turn: why it is invalid, or nothing."""
     read = renderer.parse(renderer.encoded(pieces))
-    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in read.calls)
     return [str(w.call) if isinstance(w.call, ToolError) else "" for w in read.calls]
 
 
@@ -217,9 +216,10 @@ def test_kimis_malformed_calls_are_invalid_ones(name: str, arguments: str, why: 
     assert found[0] == "" and why in found[1] and found[2] == ""
 
 
-@RENDERERS
-@settings(max_examples=150)
+@ALL
+@settings(max_examples=200)
 @given(pieces=st.lists(st.sampled_from([*MARKS, BODY, "functions.do:0", "{}", "x"]).map(piece) | TEXT, max_size=8))
 def test_whatever_was_written_is_read_without_an_exception(renderer: ChatRenderer, pieces: list[str | int]) -> None:
     read = renderer.parse(renderer.encoded(pieces))
+    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in read.calls)
     assert read.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces
