@@ -20,15 +20,8 @@ from iniconfig import IniConfig
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.store import load_attempts
+from composer_nb.harness.tasks import runtime
 from composer_nb.harness.tasks.making.options import plugins_in, read_options
-from composer_nb.harness.tasks.runtime import (
-    PACKAGES,
-    PACKAGES_DIGEST,
-    allow_packages,
-    packages_digest,
-    packages_of,
-    read_packages,
-)
 from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench
 from composer_nb.harness.tasks.task import Task
@@ -85,28 +78,28 @@ def test_a_task_that_names_a_folder_of_this_machine_fills_no_memory(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "a.py").write_text("")
-    assert read_packages(tmp_path) == {"a.py": b""}
+    assert runtime.read_packages(tmp_path) == {"a.py": b""}
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    read_packages.cache_clear()
+    runtime.read_packages.cache_clear()
     with pytest.raises(ValueError, match="more than packages"):
-        read_packages(tmp_path)
-    read_packages.cache_clear()
+        runtime.read_packages(tmp_path)
+    runtime.read_packages.cache_clear()
 
 
 def test_a_foreign_task_may_name_no_folder_that_was_never_given_for_tests(tmp_path: Path) -> None:
     """It may know what lies there, as with a public package, and so its digest."""
     (tmp_path / "secret.py").write_text("x")
-    named = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest({"secret.py": b"x"})}
+    named = {runtime.PACKAGES: str(tmp_path), runtime.PACKAGES_DIGEST: runtime.packages_digest({"secret.py": b"x"})}
     task = Task(id="t", instruction="-", files={}, tests={"test_a.py": ""}, source_scope=("a.py",), grader="pytest")
     task = task.model_copy(update={"metadata": named})
     with pytest.raises(
         ValueError, match=f"task t: {tmp_path} lacks composer_nb.packages, which `tasks make --packages` writes"
     ):
-        packages_of(task)
-    allow_packages(tmp_path)
-    assert packages_of(task) == {"secret.py": b"x"}
-    read_packages.cache_clear()
+        runtime.packages_of(task)
+    runtime.allow_packages(tmp_path)
+    assert runtime.packages_of(task) == {"secret.py": b"x"}
+    runtime.read_packages.cache_clear()
 
 
 # Rows

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rollout import Rollout, Turn
-from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, override, to_dict
@@ -62,29 +59,6 @@ def test_settings_break_rules(
         for scored in ([*tasks[:2], easier], tasks[:1]):
             [rule] = module.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
             assert "held-out tasks are not at least 2" in rule
-
-
-@pytest.fixture
-def complete(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run whose two held-out tasks have five attempts each; two of eight samples solve theirs in one call."""
-    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.25}}}})
-    tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(2)]
-    run = run_of(tmp_path, tasks, {})
-    call = Turn(call='{"name": "finish", "arguments": {}}', observation="")
-    attempts = []
-    for number, owner in enumerate([*[tasks[0]] * 4, *[tasks[1]] * 4, *tasks]):
-        rollout = Rollout(task_id=owner.id, segments=(), turns=(call,), files={}, stop="finished")
-        grade = Grade(status="graded", tests={"t": number in (0, 5, 8, 9)})
-        attempts.append(Attempt(task=owner, rollout=rollout, grade=grade))
-    save_attempts(run.path / "rollouts" / "eval_final.parquet", attempts)
-    return run
-
-
-def test_scores_are_counted_from_the_rollouts(complete: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.within(complete) == 0.25
-    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.9}}}})
-    with pytest.raises(ValueError, match=r"solve 0\.250 in 12 calls, and its report says otherwise"):
-        module.within(complete)
 
 
 INTERVALS = [

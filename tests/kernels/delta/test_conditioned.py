@@ -71,17 +71,6 @@ def test_every_pattern_can_become_every_other(dtype: str):
     round_trip(base, target, dtype)
 
 
-@pytest.mark.parametrize("changes", [1023, 1024, 1027])
-def test_changes_in_quarters(changes: int):
-    """In two heaps. From 1024 on they are in quarters, which have equal numbers of changes and any of elements."""
-    random, count = np.random.default_rng(changes), 70_001
-    base = (0x3C00 + random.integers(0, 512, count)).astype(np.uint16)
-    at = np.r_[5 : 5 + changes // 3, count - changes + changes // 3 : count]
-    target = base.copy()
-    target[at] += np.where(random.random(changes) < 0.1, 3, 1).astype(np.uint16)
-    round_trip(base, target, "bfloat16")
-
-
 @given(st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
 def test_quarters_of_any_numbers(seed: int):
