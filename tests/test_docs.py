@@ -1,7 +1,5 @@
 """The pages of docs/ hold together: words are explained, links lead somewhere, the index is current, the site builds offline."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

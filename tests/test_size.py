@@ -1,7 +1,5 @@
 """How large the package is and how it reads: a ratchet with slack for a contribution, lowered after every clean-up."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

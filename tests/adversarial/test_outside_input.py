@@ -1,8 +1,6 @@
 """Input from outside that is read without being run: patterns, pytest's configuration, wheels, rows, kept work. Each
 attack is refused, named or made harmless; one that would never end is cut short by pytest's time limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Texts of others are read in a time that grows with their length: patterns, differences of lines, TOML."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A live run and its notebook: the kernel is killed, the run goes on, the notebook attaches again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

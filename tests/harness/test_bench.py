@@ -1,7 +1,5 @@
 """The bench: figures against hand computation, and behaviour on rollouts made by hand."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Monitors: each detector by cases, recall on families of hacks that it was not written from, and silence about honest work."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

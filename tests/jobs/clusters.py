@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, in a process of its own, for a module of tests."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """No notebook fails because of what a run found: runs that went to an extreme are read like any other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A backend with sandboxes, a small repair task with its plan, a tokenizer with a chat format, and a policy of given turns."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`composer-nb agent`, `eval` with the product's tools, and `serve`, as a user calls them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Environments of verifiers and of OpenEnv, by the real libraries where they are installed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

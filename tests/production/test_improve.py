@@ -1,7 +1,5 @@
 """Learning from production: what is trained, what is left out, and what the gate stops."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The bench: rows computed by hand, the arm `planned`, and one score of a policy from its folder and behind `serve`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The server as OpenAI's own client sees it, and as hostile, slow and impatient ones do."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

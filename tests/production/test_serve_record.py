@@ -1,7 +1,5 @@
 """Conversations of unmodified agents, recorded: token for token what the engine sampled, in the store and the terms of RL."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

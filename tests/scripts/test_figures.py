@@ -1,7 +1,5 @@
 """docs/figures.md names every published figure once, with commands that exist; scripts/docs/figures.py agrees with theory."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

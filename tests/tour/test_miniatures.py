@@ -1,7 +1,5 @@
 """Kinds of miniature repositories: the right answer is worth 1, none and a cheat nothing, and an expert solves all."""
 
-from __future__ import annotations
-
 import ast
 from random import Random
 

@@ -1,7 +1,5 @@
 """Repair tasks: one changed line, gold right and bug wrong in fresh sandboxes, the same again from the same seed."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from random import Random

@@ -1,7 +1,5 @@
 """The expert who searches: it tests, looks, tries and undoes, and does not repeat itself."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from random import Random

@@ -1,7 +1,5 @@
 """Drafts: whatever a head guesses, what is sampled is what the model alone would have sampled; a trained head guesses well."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The engine: what it samples, what it records of it, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The order of prompts under a curriculum: pure, nothing twice, harder kinds more often, tasks made of two that were solved."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The board of a run: what it shows, that it keeps up, and that nothing is left of it."""
 
-from __future__ import annotations
-
 import base64
 import re
 import shutil

@@ -5,8 +5,6 @@ models have them (Qwen's `<tool_call>` is added, but not special), and the layou
 public descriptions, rendered by Jinja and encoded at once.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

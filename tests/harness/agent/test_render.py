@@ -1,7 +1,5 @@
 """The wire format: calls survive the way there and back, everything else is an error, and no text becomes a special token."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

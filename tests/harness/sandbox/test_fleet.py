@@ -1,7 +1,5 @@
 """The scheduler as a pure machine, and the fleet before real and failing backends."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

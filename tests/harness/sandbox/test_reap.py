@@ -1,7 +1,5 @@
 """What a killed run left is ended, and nothing else: real owners, really killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

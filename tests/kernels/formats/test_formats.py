@@ -1,7 +1,5 @@
 """MXFP8 and NVFP4 against definitions written down independently: tables of all values, exact powers, NumPy's float32."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

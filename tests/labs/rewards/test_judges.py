@@ -1,7 +1,5 @@
 """Rubric judges against a scripted model, also one that is garbled or talked into something."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

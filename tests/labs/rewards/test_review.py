@@ -1,7 +1,5 @@
 """The agentic judge: what it may do and see, what an agent's text cannot make it say, and where its answers are kept."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

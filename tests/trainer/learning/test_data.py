@@ -1,7 +1,5 @@
 """Corpora, rows of code, demonstrations, and rows on disk."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy-gradient loss against a plain loop in float64, and the estimators against enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

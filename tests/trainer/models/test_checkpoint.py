@@ -1,7 +1,5 @@
 """Checkpoints: read and written like `transformers` does, and clear about what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 import time
 import weakref

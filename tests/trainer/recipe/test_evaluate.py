@@ -1,7 +1,5 @@
 """Which tasks score which policy, gains over what both were scored on, and the sharpness of a start."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

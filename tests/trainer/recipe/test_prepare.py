@@ -1,7 +1,5 @@
 """What a run begins with: a checkpoint or none, tasks that are generated or one's own, and what is refused before it begins."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

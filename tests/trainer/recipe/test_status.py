@@ -1,7 +1,5 @@
 """Looking at a run: what is seen at every moment of it, and that nothing of it is touched."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

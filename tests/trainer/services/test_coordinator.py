@@ -1,7 +1,5 @@
 """Asynchronous RL on threads of one process: what it promises of batches, versions, faults and resuming."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Environment workers alone: what they report of rollouts in conversation, in the queue of the graders and in their hands."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

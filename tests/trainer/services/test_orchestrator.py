@@ -1,7 +1,5 @@
 """The orchestrator: what it admits, picks, gives up and keeps; and 10,000 random faults, after which nothing is missing."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

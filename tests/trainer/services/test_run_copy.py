@@ -1,7 +1,5 @@
 """A run's copy in a store is that of one moment, whatever happens while it is brought up to date."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stores damaged in every way that we could think of: no wrong weights, every fault named, recovery always."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a suite is run: the project's own pytest options, the caller's, and the packages that tests need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
