@@ -193,7 +193,7 @@ def unknown_settings(path: Path, text: str) -> Iterator[str]:
 
 
 def lost_files(path: Path, text: str) -> Iterator[str]:
-    for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
+    for file, name in re.findall(r"`(?:pytest )?((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
         written = "\n".join((ROOT / place).read_text(encoding="utf-8") for place in places)
         if not places and file not in MADE_BY_READERS:

@@ -77,10 +77,3 @@ def test_a_row_has_intervals_over_seeds_and_the_times_of_the_last_three(
     assert cells[2] == interval and cells[4] == verdict
     last = list(seeds)[-3:]
     assert cells[0].startswith(f"{100 * last[1]} (") and cells[1] == " ".join(str(100 * seed) for seed in last)
-
-
-@pytest.mark.parametrize(("seeds", "fault"), [((0, 1), "seeds"), ((0, 1, 3), "seeds"), ((3, 4, 5), "more settings")])
-def test_an_entry_is_of_one_set_of_seeds_or_both(tmp_path: Path, task: Task, seeds: Any, fault: str) -> None:
-    runs = [run_of(tmp_path / str(seed), [task], {"seed": seed, "rl.lr": 1e-4 * (1 + seed)}) for seed in seeds]
-    with pytest.raises(ValueError, match=fault):
-        module.judge(runs)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox import fleet as fleets
-from composer_nb.harness.sandbox import fleet as module
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from tests.harness.sandbox.conftest import SMALL
@@ -142,7 +141,7 @@ def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_sho
 def test_a_full_machine_and_a_broken_one_are_errors_that_say_so(
     backends: list[BwrapBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(fleets, "PATIENCE_S", 0.2)
     with Fleet(backends[:1], fleets.FleetLimits(ahead=0), lambda host: FULL) as fleet, fleet.create(SMALL) as box:
         with pytest.raises(SandboxFailure, match=r"0.2 s, for want of memory \(99%"):
             fleet.create(SMALL)
