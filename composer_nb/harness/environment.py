@@ -1,7 +1,5 @@
 """The environment of a run: settings for its tasks, tools, chat format and sandboxes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@ No turn is accepted from weights other than those that the engine reported at th
 (`VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs`) and of SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

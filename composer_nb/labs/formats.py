@@ -6,8 +6,6 @@ on later ones (Composer 2 technical report, §6.1). Nothing here needs a GPU.
 Dimensions: T tokens, K columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Commands before and after training: convert, draft, corpus, bases, improve."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands for runs: tour, rl, report, watch, compare, follow, stop, set, replay, up, reap."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time

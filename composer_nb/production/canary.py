@@ -8,8 +8,6 @@ A withdrawn version leaves the early replicas between two steps, so no conversat
 in its turn. Which version is trusted is kept in `RUN/canary.json` and outlives the server.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -18,8 +18,6 @@ is continued then, since nobody can tell which is meant: the request gets a conv
 equal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -8,8 +8,6 @@ Training on them needs no access to their loop: `composer-nb serve --record` kee
 attempts have ended, and `composer-nb improve` learns from them, the rollouts of an example as a group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -5,8 +5,6 @@ The other policy finds the plan after the request, in the same message. Of files
 the contents that a search for the request ranks first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ the tokens that it would have had. With another version of the weights it goes o
 token says which one drew it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

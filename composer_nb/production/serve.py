@@ -7,8 +7,6 @@ in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversa
 `/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

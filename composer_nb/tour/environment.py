@@ -3,8 +3,6 @@
 It enters a run through the door of custom environments (`harness/environment.py`), which the trainer alone knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ Scripts know the solution, and their rollouts become demonstrations. They act on
 token for token like the rollout of a model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ instructions say only that tests fail; some also specify the function. Bugs are 
 (`ENUMERABLE`), so that reading, trying and testing suffice to solve a task.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

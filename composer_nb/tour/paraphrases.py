@@ -3,8 +3,6 @@
 A function is found by the meaning of its name or by reading on, and told by its number, which the request spells out.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 from composer_nb.tour.programs import Program

@@ -5,8 +5,6 @@ can learn within minutes (`docs/benchmarks.md`). The *structure* of a program is
 constants: programs that differ only in these share it, and held-out tasks have unseen structures.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from collections.abc import Callable

@@ -5,8 +5,6 @@ distinct results on twelve inputs, and the bug shows on at least two of them. Bu
 endless loop can be killed; a bug that never returns is not kept.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

@@ -17,8 +17,6 @@ Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollout
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ RL moves probability towards behaviour that the policy already shows at times. I
 no gradient. If a second try after a failed test gains nothing, running tests gains nothing, and the policy will drop both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

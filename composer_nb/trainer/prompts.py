@@ -12,8 +12,6 @@ resumed run has the same prompts, and every reader finds them. References: Compo
 turns and thinking tokens); *Composer 2.5* (tasks made through the run).
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Checkpoints are Hugging Face directories, with one file or the shards of an inde
 mapped one after another, so checkpoints of any size need only the memory of a shard.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import deque

@@ -5,8 +5,6 @@ console.print(table(report))                # begins with the verdict
 write_report(run, pictures(run))            # report.json, and report.html that needs no other file and can be printed
 """
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -11,8 +11,6 @@ InvalidArguments in its place: no output of a model is dropped. A call that a fo
 rendered turn, and raises ValueError.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ wait with jitter, not before the server's Retry-After, and never more than a min
 retried. A permanent failure is a ProviderFailure of that rollout alone. The key is read from OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -4,8 +4,6 @@ The same loop runs in training, in evaluation and in the product, with one threa
 tools execute the calls. Both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Each turn answers the news: at first the text of the user, later the results of 
 the user.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -7,8 +7,6 @@ A user knows the request and the facts that it leaves out (`Task.answers`), and 
 give the work away. Reference: tau-bench (arXiv 2406.12045), where a model with hidden instructions plays the user.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -23,8 +23,6 @@ resource and noting it: what a run starts also ends with its parent. A container
 they are made, under the mark that they will have.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -7,8 +7,6 @@ magnitude is an integer maximum of bits, in which infinity and NaN win.
 Dimensions: B matrices, R rows, K columns; H rows and W columns of a tile.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ Dimensions: N tokens, K experts per token, M = N · K rows sorted by expert, D m
 A the width of a product's sum, B its output width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

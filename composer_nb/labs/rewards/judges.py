@@ -10,8 +10,6 @@ which no text in the question can know. So an answer planted in the rollout is n
 into another level is not caught by this; agreement with labels shows it.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

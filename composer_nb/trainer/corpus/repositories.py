@@ -6,8 +6,6 @@ The contents of the folder are untrusted: links are not followed, and names are 
 of the package (PEP 639, or the older classifiers and words) state the licence. If both state one, both must be allowed.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import os

@@ -8,8 +8,6 @@ In memory queries, keys and values share one matrix, and so do gates and ups; ma
 and are [in, out]. On disk each is a tensor of its own, [out, in]. The mapping is a bijection: `hugging_face_views`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

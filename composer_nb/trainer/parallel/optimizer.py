@@ -7,8 +7,6 @@ ranks repeat this arithmetic, on the few weights outside the experts.)
 For the gradient's norm, the squares of all ranks' parts are summed, and parts on several ranks count once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

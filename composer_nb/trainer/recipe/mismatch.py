@@ -1,7 +1,5 @@
 """Mismatch: the gap between the engine's and the trainer's log-probability of a token, and how much route replay reduces it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

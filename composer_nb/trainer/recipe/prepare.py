@@ -3,8 +3,6 @@
 Tasks are generated, or custom (`env.tasks`) and then dealt into held-out, tuning and RL tasks (`deal_tasks`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

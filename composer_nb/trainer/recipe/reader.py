@@ -8,8 +8,6 @@
 `run.db` is read in one transaction, and logs are read up to their last complete line, so a live run can be read.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import time

@@ -12,8 +12,6 @@ logged batches again. The coordinator itself resumes from `run.db`, on another m
 from its copy in the store (`run_copy.py`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

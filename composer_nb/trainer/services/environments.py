@@ -7,8 +7,6 @@ An environment worker drives its agents exactly as the plain loop does; only the
 before it reports its end. It does not import torch, so that many workers fit on a machine.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

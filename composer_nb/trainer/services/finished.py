@@ -5,8 +5,6 @@ An environment worker packs a rollout and writes it before it reports its end, s
 reported. A batch takes over the packed rollouts as they are (`records/batches.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from functools import partial
 from pathlib import Path

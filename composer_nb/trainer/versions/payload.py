@@ -12,8 +12,6 @@ With more than 256 MiB of weights, or more than one writer, the payload is sever
 While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

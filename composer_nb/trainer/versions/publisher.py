@@ -13,8 +13,6 @@ it is used, so a fault costs bytes and versions, never correctness.
 A fault on one rank is raised on all and leaves no version behind. A store has one publisher.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

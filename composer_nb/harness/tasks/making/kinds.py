@@ -4,8 +4,6 @@ Each kind draws candidates from the functions that tests reach, and builds the t
 without a flag every time, and the start must not.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
