@@ -16,9 +16,7 @@ from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, 
 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
-WHERE = arg(
-    "--where QUERY", "as `advantage < -.5 and edited a test`, /regular expression/, `rl.lr = 3e-5` (docs/rl.md)", ""
-)
+WHERE = arg("--where QUERY", "as `advantage < -.5 and edited a test`, /a pattern/ or `rl.lr = 3e-5` (docs/rl.md)", "")
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
 SAME_COMMAND = "resume with the same command"
 log = logging.getLogger(__name__)
@@ -321,12 +319,7 @@ def rollouts(args: argparse.Namespace) -> int:
 
 @command(
     "compare",
-    arg(
-        "paths RUN|EVAL",
-        "two runs, or folders of eval; the second is compared with the first, more are drawn on the page alone",
-        nargs="+",
-        type=Path,
-    ),
+    arg("paths RUN|EVAL", "two runs, or folders of eval; more of these are drawn on the page", nargs="+", type=Path),
     HTML,
     JSON,
 )
