@@ -4,8 +4,6 @@ An error that the user can fix is one line on standard error and exit status 2; 
 a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import sys

@@ -65,12 +65,12 @@ ADVICE = {
 class CheckResult:
     """The result of one check.
 
-    `found` is what is there. If `ok` is false, `cost` says what does not work or is slower, and `mend` is the command that
+    `value` is what is there. If `ok` is false, `cost` says what does not work or is slower, and `mend` is the command that
     fixes it. `required`: the tour cannot run without it.
     """
 
     name: str
-    found: str
+    value: str
     ok: bool
     cost: str = ""
     mend: str = ""
@@ -116,11 +116,11 @@ def diagnose() -> list[CheckResult]:
     ]
 
 
-def result(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> CheckResult:
+def result(name: str, value: str, ok: bool, cost: str = "", mend: str = "") -> CheckResult:
     """Return a result with its cost and command, those of ADVICE unless given."""
     if not cost:
         cost, mend = ADVICE.get(name, ("", ""))
-    return CheckResult(name, found, ok, cost, mend, required=name in REQUIRED)
+    return CheckResult(name, value, ok, cost, mend, required=name in REQUIRED)
 
 
 def healthy(results: Iterable[CheckResult]) -> bool:
@@ -137,7 +137,7 @@ def as_table(results: Sequence[CheckResult]) -> Table:
         mark = "[green]ok" if check.ok else "[bold red]BROKEN" if check.required else "[yellow]without"
         advice = "" if check.ok else f"{check.cost}\n-> {check.mend}"
         # Text from the machine may hold square brackets, which rich would read as markup.
-        table.add_row(f"{mark}[/]", *map(escape, (check.name, check.found, advice)))
+        table.add_row(f"{mark}[/]", *map(escape, (check.name, check.value, advice)))
     return table
 
 
@@ -147,7 +147,7 @@ def device_line() -> str:
     if isinstance(torch, str):
         return f"torch cannot be imported: {torch}"
     gpu, line = check_gpu(torch, driver), f"torch {torch.device}"
-    return line if gpu.ok or not driver else f"{line}\nwarning: {gpu.found}; {gpu.cost}; to mend: {gpu.mend}"
+    return line if gpu.ok or not driver else f"{line}\nwarning: {gpu.value}; {gpu.cost}; to mend: {gpu.mend}"
 
 
 def probe_torch() -> TorchFacts | str:

@@ -1,8 +1,6 @@
 """What tests all over share: one tiny run of the whole recipe, made once a session; devices; a Docker Engine; how hypothesis
 works."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

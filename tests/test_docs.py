@@ -1,7 +1,5 @@
 """The pages of docs/ hold together: words are explained, links lead somewhere, the index is current, the site builds offline."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -195,7 +193,7 @@ def unknown_settings(path: Path, text: str) -> Iterator[str]:
 
 
 def lost_files(path: Path, text: str) -> Iterator[str]:
-    for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
+    for file, name in re.findall(r"`(?:pytest )?((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
         written = "\n".join((ROOT / place).read_text(encoding="utf-8") for place in places)
         if not places and file not in MADE_BY_READERS:

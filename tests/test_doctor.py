@@ -42,11 +42,11 @@ def test_everything_is_looked_at_and_all_that_is_missing_has_a_cost_and_a_cure()
     findings = doctor.diagnose()
     assert [finding.name.replace(" ", "-") for finding in findings] == NAMES
     for finding in findings:
-        assert finding.found, finding
+        assert finding.value, finding
         assert finding.ok or (finding.cost and finding.mend and "\n" not in finding.mend), finding
     markup = CheckResult("markup", "[/red] cannot [bold]start[/bold]", False, "c", "m")
     text = drawn([*findings, markup])
-    assert all(finding.name in text for finding in findings) and markup.found in text
+    assert all(finding.name in text for finding in findings) and markup.value in text
 
 
 def test_a_machine_that_lacks_everything_is_told_what_each_costs(programs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,7 +69,7 @@ def test_a_bubblewrap_that_cannot_start_is_no_sandbox(programs: Path):
     program(programs, "bwrap", '[ "$1" = --version ] && echo "bubblewrap 9.9" && exit 0\nexit 1')
     sandbox = doctor.check_sandbox()
     assert not sandbox.ok and sandbox.required
-    assert "bubblewrap" in sandbox.found
+    assert "bubblewrap" in sandbox.value
 
 
 def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -91,7 +91,7 @@ def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: p
         (CPU_TORCH, (), False, "none"),
     ):
         check = doctor.check_gpu(torch, gpus)
-        assert check.ok == ok and found in check.found and not check.required
+        assert check.ok == ok and found in check.value and not check.required
 
 
 def test_a_broken_torch_and_too_many_threads_are_findings(monkeypatch: pytest.MonkeyPatch):
@@ -103,7 +103,7 @@ def test_a_broken_torch_and_too_many_threads_are_findings(monkeypatch: pytest.Mo
     reason = doctor.probe_torch()
     assert isinstance(reason, str) and reason in doctor.device_line()
     finding = next(finding for finding in doctor.diagnose() if finding.name == "torch")
-    assert reason in finding.found and not doctor.healthy([finding])
+    assert reason in finding.value and not doctor.healthy([finding])
 
 
 @pytest.mark.parametrize("argv0, same", [("python", True), (sys.executable, True), ("/elsewhere/bin/python", False)])
@@ -115,4 +115,4 @@ def test_a_kernel_of_another_interpreter_is_found(argv0: str, same: bool, tmp_pa
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     finding = doctor.check_kernel()
     assert finding.ok is same
-    assert same or finding.found == argv0
+    assert same or finding.value == argv0

@@ -1,7 +1,5 @@
 """docs/failures.md names tests; each of them exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports flow one way, and the harness runs without torch."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """Recipes for schedulers and the image: what can be checked without a cluster."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Scripts whose results documents quote."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How large the package is and how it reads: a ratchet with slack for a contribution, lowered after every clean-up."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 48_960, "core": 32_390, "rl": 5_880, "tests": 31_350}
+SIZES = {"package": 48_480, "core": 32_080, "rl": 5_820, "tests": 30_000}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""
@@ -22,7 +20,7 @@ VAGUE = frozenset(
     + "thing things place each one own".split()
 )
 """Names that say what happened to a thing instead of what it is."""
-VAGUE_NAMES = 42
+VAGUE_NAMES = 7
 """Variables and parameters with such names, as last counted."""
 
 ADVICE = """

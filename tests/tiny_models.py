@@ -1,7 +1,5 @@
 """Tiny models and rollouts that tests of the trainer and of the labs share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any

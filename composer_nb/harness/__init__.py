@@ -1,7 +1,5 @@
 """The harness: tasks, sandboxes, tools, the agent loop, grading and rewards. It needs no torch."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ such a task edits files in memory. With the product's tools, the agent has a san
 the agent and another for the grade.
 """
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable, Iterator, Mapping

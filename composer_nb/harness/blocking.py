@@ -1,8 +1,6 @@
 """Calls of a user's own tools and rewards, which may block for ever. Python cannot end a thread, so that of a late call is left
 behind. A process may leave only a few behind: then it has to be replaced."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

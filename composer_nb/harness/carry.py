@@ -1,7 +1,5 @@
 """Carry a repository into an agent's sandbox, and the agent's work out again."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import re

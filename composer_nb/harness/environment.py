@@ -1,7 +1,5 @@
 """The environment of a run: settings for its tasks, tools, chat format and sandboxes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -190,11 +188,14 @@ CARRIED = "environment.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """The environment that a checkpoint was trained in."""
+    """The environment that a checkpoint was trained in.
+
+    Attributes:
+        tools: The value of `env.tools`, or the `MODULE:CLASS` that defined the tools.
+    """
 
     renderer: FormatName
     tools: str
-    """The value of `env.tools`, or the `MODULE:CLASS` that defined the tools."""
     limits: Limits | None = None
     summary: SummarySettings = NO_SUMMARIES
 

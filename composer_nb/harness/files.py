@@ -1,7 +1,5 @@
 """Atomic files: a reader sees the old content or the new, never a part."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

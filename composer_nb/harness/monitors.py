@@ -5,8 +5,6 @@ silence about honest work over catching everything. `docs/long_horizon.md` count
 parsed up to `MAX_TOKENS` an attempt; modules beyond are counted as `unparsed`, for an agent must not decide how long this takes.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

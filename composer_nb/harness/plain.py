@@ -1,7 +1,5 @@
 """Plain values: portable JSON, and types and ranges of settings."""
 
-from __future__ import annotations
-
 import json
 import math
 import typing

@@ -49,7 +49,7 @@ class Request:
         min_p: Tokens are drawn from those with at least this fraction of the highest probability.
         priority: Lower values go first, from the next step on: 0 for users, 1 for rollouts.
         user: Name of the user, which decides who gets a new version of the weights first.
-        heard: Called with every token as it is drawn, if the policy supports this.
+        on_token: Called with every token as it is drawn, if the policy supports this.
         top: Number of most probable tokens to report beside the drawn one.
         allowed: Returns a mask [V] of the tokens that may follow the turn so far; only these are drawn. None: all may follow.
     """
@@ -63,7 +63,7 @@ class Request:
     min_p: float = 0.0
     priority: int = 1
     user: str = ""
-    heard: Callable[[SampledToken], None] | None = None
+    on_token: Callable[[SampledToken], None] | None = None
     top: int = 0
     allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
 
@@ -89,10 +89,13 @@ class TimeIsUp(Exception):
 
 
 class ProviderFailure(RuntimeError):
-    """The provider of a policy failed permanently in a turn (ProviderError). This says nothing about the agent."""
+    """The provider of a policy failed permanently in a turn (ProviderError). This says nothing about the agent.
+
+    Attributes:
+        rollout: Number of the rollout.
+    """
 
     rollout: int = -1
-    """Number of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,6 @@ Compared is what is graded: the files of a task's source scope, without caches a
 but a task hides. Everything follows from the task's files, its solution and the files that the agent left.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections import Counter

@@ -4,8 +4,6 @@ No turn is accepted from weights other than those that the engine reported at th
 (`VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs`) and of SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
@@ -26,11 +24,14 @@ EngineReply = tuple[list[int], list[float], Sequence[Any]]
 
 class RemoteEngine(ABC):
     """An engine behind HTTP, for requests from several threads. It keeps each rollout's tokens and sends them with every turn,
-    for the engine's prefix cache. It records no routes."""
+    for the engine's prefix cache. It records no routes.
+
+    Attributes:
+        info: Paths of its calls: which version runs, and a turn.
+    """
 
     kind = ""
     info = turns = ""
-    """Paths of its calls: which version runs, and a turn."""
 
     def __init__(self, url: str, *, stop: frozenset[int], temperature: float = 1.0) -> None:
         """`stop`: tokens that end a turn. Raises ValueError for a wrong address, and ProviderFailure without an answer."""

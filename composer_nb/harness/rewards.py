@@ -9,8 +9,6 @@ This module has the terms that every run needs. `harness/terms/` has more, which
 gradient.
 """
 
-from __future__ import annotations
-
 import math
 import traceback
 from bdb import BdbQuit

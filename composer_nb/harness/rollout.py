@@ -1,7 +1,5 @@
 """A rollout: one complete attempt at a task, as token streams that can be trained on, scored again and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum

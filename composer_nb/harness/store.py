@@ -5,8 +5,6 @@ streams are list columns with the concatenated segments of a rollout. The tensor
 margins of all rows, in the order of the rows. Both files are renamed into place when complete.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

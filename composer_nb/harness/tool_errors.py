@@ -1,7 +1,5 @@
 """Errors of tools, as tables: by tool, the number of its `calls` and of its errors of each kind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 

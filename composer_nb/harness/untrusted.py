@@ -4,8 +4,6 @@ Every name that comes from a file, an archive, a manifest, a store or a sandbox 
 joined to a path; a test walks the package and finds joins that skip them.
 """
 
-from __future__ import annotations
-
 import difflib
 import html
 import json

@@ -4,8 +4,6 @@ The records of the attempts are the truth; run.json of the whole is a summary. A
 process number has to be trusted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

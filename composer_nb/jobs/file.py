@@ -19,8 +19,6 @@ with a grid is the list over the grid, in order. Beside its outputs a node has `
 share; `${job.dir}` is the run's.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -16,8 +16,6 @@ record. A cell's state, in `cell.metadata.papermill.status`, is true:
 Imported when a notebook is about to run: nbclient takes a second or two to import.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

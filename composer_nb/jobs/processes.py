@@ -10,8 +10,6 @@ A process that is to outlive its notebook gets another mark from whoever starts 
 any other text to be spared, as detached training runs are. Linux only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -12,8 +12,6 @@ notebook's code, the resolved parameters, this package and the completed nodes b
 unfinished, changed or damaged, and nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ the arrays are. Given leave to reorder arithmetic it would round the two differe
 need, in functions of their own that write nothing (`dot`, `dot3`, `total`); all else computes in the order that is written.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

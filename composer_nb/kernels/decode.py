@@ -11,8 +11,6 @@ Dimensions: N new tokens of all slots, U of them distinct, S rows of logits, D w
 L layers, E experts, K experts a token, H expert width, V vocabulary, T cache positions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ depends in its last bits on how many others are computed beside it.
 Dimensions: N rows, A input width, B output width, E experts, M rows sorted by expert.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

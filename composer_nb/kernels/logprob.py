@@ -6,8 +6,6 @@ probabilities are kept, and only where a gradient will be asked for. On a GPU `l
 Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens; one row may have predicted several.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -10,8 +10,6 @@ backward   logits of PIECE rows are computed once more and turned into their gra
 Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens, C parts of the vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Elsewhere (other devices, other dtypes, float64 references) `rms_norm` is torch'
 the kernels are tested against that form.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ as the scale of each column. A large model is then read from memory in a half or
 Dimensions: N rows, D input width, F output width, P panels, C head width, T positions.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -6,8 +6,6 @@
 Triton is imported only where its kernels run. They are in modules named `…_triton`, which are imported inside functions.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 environments with a peak at their start and a lower, growing use afterwards; hosts report their live use every second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import math

@@ -6,36 +6,25 @@ on later ones (Composer 2 technical report, §6.1). Nothing here needs a GPU.
 Dimensions: T tokens, K columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import (
-    E2M1_VALUES,
-    MXTensor,
-    NVFP4Tensor,
-    e2m1_to_float,
-    e8m0_to_float,
-    mx_quantize_reference,
-    nvfp4_quantize_reference,
-    unpack_e2m1,
-)
+from composer_nb.kernels.formats import microscaling
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
 
-Quantize = Callable[[Tensor], MXTensor | NVFP4Tensor]
+Quantize = Callable[[Tensor], microscaling.MXTensor | microscaling.NVFP4Tensor]
 
 # Quantisers by the names that figures have.
 FORMATS: dict[str, Quantize] = {
-    "MXFP8": mx_quantize_reference,
-    "MXFP8, floor": lambda x: mx_quantize_reference(x, rule="floor"),
-    "MXFP8, blocks of 128": lambda x: mx_quantize_reference(x, block=128),
-    "NVFP4, a scale per token": nvfp4_quantize_reference,
-    "NVFP4, a scale per tensor": lambda x: nvfp4_quantize_reference(x, share="tensor"),
+    "MXFP8": microscaling.mx_quantize_reference,
+    "MXFP8, floor": lambda x: microscaling.mx_quantize_reference(x, rule="floor"),
+    "MXFP8, blocks of 128": lambda x: microscaling.mx_quantize_reference(x, block=128),
+    "NVFP4, a scale per token": microscaling.nvfp4_quantize_reference,
+    "NVFP4, a scale per tensor": lambda x: microscaling.nvfp4_quantize_reference(x, share="tensor"),
 }
 
 
@@ -61,13 +50,13 @@ FIELDS = {"sign": style.VERMILION, "exponent": style.SKY, "mantissa": style.YELL
 LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8, 0), "e4m3 scale": (1, 4, 3)}
 
 
-def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor) -> dict[str, list[int]]:
+def bits_of(x_K: Tensor, mx: microscaling.MXTensor, four: microscaling.NVFP4Tensor) -> dict[str, list[int]]:
     """Return the first four numbers of a token as they are stored, by the name of their format, scales after codes."""
     return {
         "bf16": x_K.bfloat16().view(torch.int16)[:4].int().bitwise_and(0xFFFF).tolist(),
         "e4m3": mx.qdata.view(torch.uint8).flatten()[:4].tolist(),
         "E8M0": mx.scale.flatten()[:1].tolist(),
-        "e2m1": unpack_e2m1(four.qdata).flatten()[:4].tolist(),
+        "e2m1": microscaling.unpack_e2m1(four.qdata).flatten()[:4].tolist(),
         "e4m3 scale": four.scale.view(torch.uint8).flatten()[:1].tolist(),
     }
 
@@ -79,7 +68,7 @@ def decimal(name: str, number: int) -> float:
     byte = torch.tensor(number, dtype=torch.uint8)
     if name.startswith("e4m3"):
         return float(byte.view(torch.float8_e4m3fn))
-    return float(e8m0_to_float(byte) if name == "E8M0" else e2m1_to_float(byte))
+    return float(microscaling.e8m0_to_float(byte) if name == "E8M0" else microscaling.e2m1_to_float(byte))
 
 
 def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
@@ -123,8 +112,8 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
 def values() -> Picture:
     """Draw all positive numbers of four bits."""
     picture, ax = style.one_panel(9.5, 1.1)
-    ax.vlines(E2M1_VALUES, 0, 1, color=style.BLUE, linewidth=2)
-    ax.set(yticks=[], xticks=E2M1_VALUES, ylim=(0, 1.2))
+    ax.vlines(microscaling.E2M1_VALUES, 0, 1, color=style.BLUE, linewidth=2)
+    ax.set(yticks=[], xticks=microscaling.E2M1_VALUES, ylim=(0, 1.2))
     ax.grid(False)
     title(ax, "e2m1 has eight magnitudes")
     return picture

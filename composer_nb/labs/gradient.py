@@ -1,7 +1,5 @@
 """Gradients as one vector each: to look at, not to learn from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

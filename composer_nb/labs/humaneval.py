@@ -11,8 +11,6 @@ How a model is asked decides its score, so the form stands beside each score:
     chat    a message asks for the whole function; the first block of code that defines it is taken out of the answer
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

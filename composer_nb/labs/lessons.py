@@ -1,7 +1,5 @@
 """Stored batches as lessons: their streams, and optimiser steps on them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

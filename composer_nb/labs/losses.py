@@ -14,8 +14,6 @@ losses do per token trades that for less variance.
 Dimensions: S sampled tokens of a group, L losses (the exact gradient among them), W weights.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ Fleet(...)                            →  Little's law, bytes, seconds, dollars
 
     orchestrator.handle(event) → commands → world.execute(command) … world.wait() → event
 
-Work is fixed: the first draw of rollout (slot, place) takes the same time and tokens under every schedule, so schedules are
+Work is fixed: the first draw of rollout (slot, member) takes the same time and tokens under every schedule, so schedules are
 compared on the same work. A rollout that is dispatched again is drawn anew for the same prompt.
 
 The optimum is an upper bound on samples per second, with all places always busy or the trainer always busy, whichever is slower:
@@ -35,22 +35,7 @@ from composer_nb.trainer.parallel.mesh import Axis, Mesh
 from composer_nb.trainer.recipe.reader import rl_tables
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
-from composer_nb.trainer.services.orchestrator import (
-    WORK_S,
-    Cancel,
-    Command,
-    Dispatch,
-    Drained,
-    Event,
-    Faulted,
-    Finished,
-    Joined,
-    Orchestrator,
-    Served,
-    Stop,
-    Train,
-    Trained,
-)
+from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.settings import from_dict
 from composer_nb.trainer.versions.store import log
 from composer_nb.views import style
@@ -132,24 +117,24 @@ class World:
 
     def __init__(self, load: SimulatedLoad) -> None:
         self.load, self.version = load, 0
-        self.queue: list[tuple[float, int, Event]] = []
+        self.queue: list[tuple[float, int, fsm.Event]] = []
         self.now, self.number = 0.0, 0
         self.drawn: dict[tuple[int, int], int] = {}
         self.running: dict[tuple[int, int, int], tuple[float, float, int]] = {}
         self.lengths: dict[tuple[int, int, int], int] = {}
-        self.batches: list[Train] = []
+        self.batches: list[fsm.Train] = []
         self.busy_s = 0.0
         for number in range(load.workers):
-            self.after(0.0, Joined(at=0.0, worker=f"w{number}", capacity=load.capacity))
+            self.after(0.0, fsm.Joined(at=0.0, worker=f"w{number}", capacity=load.capacity))
         if load.publish_s:
-            self.after(0.0, Served(at=0.0, version=0))
+            self.after(0.0, fsm.Served(at=0.0, version=0))
 
-    def after(self, seconds: float, event: Event) -> None:
+    def after(self, seconds: float, event: fsm.Event) -> None:
         """Let an event happen in `seconds`."""
         self.number += 1  # events of the same instant stay in order
         heapq.heappush(self.queue, (self.now + seconds, self.number, event))
 
-    def wait(self) -> Event:
+    def wait(self) -> fsm.Event:
         """Return the next event, at its time."""
         while self.queue:
             self.now, _, event = heapq.heappop(self.queue)
@@ -157,17 +142,17 @@ class World:
                 return happened
         raise RuntimeError("nothing is under way and the orchestrator wants nothing: a deadlock")
 
-    def execute(self, command: Command) -> None:
+    def execute(self, command: fsm.Command) -> None:
         match command:
-            case Dispatch():
-                for position in command.places:
+            case fsm.Dispatch():
+                for position in command.members:
                     self._start(command.slot, command.attempt, position)
-            case Cancel():
+            case fsm.Cancel():
                 for key in [key for key in self.running if key[:2] == (command.slot, command.attempt)]:
                     self._abandon(key)
-            case Train():
+            case fsm.Train():
                 self.batches.append(command)
-                self.after(self.load.train_s, Trained(at=0.0, step=command.step))
+                self.after(self.load.train_s, fsm.Trained(at=0.0, step=command.step))
 
     def _start(self, slot: int, attempt: int, position: int) -> None:
         again = self.drawn.get((slot, position), 0)
@@ -175,27 +160,27 @@ class World:
         seconds, tokens = self.load.durations.rollout(slot, position, again)
         self.running[slot, attempt, position] = (self.now, seconds, tokens)
         self.lengths[slot, attempt, position] = tokens
-        numbers = {"slot": slot, "attempt": attempt, "place": position, "sampled": tokens}
-        self.after(seconds + self.load.report_s, Finished(at=0.0, oldest_version=self.version, **numbers))
+        numbers = {"slot": slot, "attempt": attempt, "member": position, "sampled": tokens}
+        self.after(seconds + self.load.report_s, fsm.Finished(at=0.0, oldest_version=self.version, **numbers))
 
     def _abandon(self, key: tuple[int, int, int]) -> None:
         start, seconds, tokens = self.running.pop(key)
         self.busy_s += self.now - start
         sampled = int(tokens * min(1.0, (self.now - start) / seconds))
-        names = dict(zip(("slot", "attempt", "place"), key, strict=True))
-        self.after(0.0, Faulted(at=0.0, reason="cancelled", sampled=sampled, **names))
+        names = dict(zip(("slot", "attempt", "member"), key, strict=True))
+        self.after(0.0, fsm.Faulted(at=0.0, reason="cancelled", sampled=sampled, **names))
 
-    def _happened(self, event: Event) -> Event | None:
+    def _happened(self, event: fsm.Event) -> fsm.Event | None:
         """Return the event with its time; None if it was cancelled."""
-        if isinstance(event, Finished):
-            entry = self.running.pop((event.slot, event.attempt, event.place), None)
+        if isinstance(event, fsm.Finished):
+            entry = self.running.pop((event.slot, event.attempt, event.member), None)
             if entry is None:
                 return None
             self.busy_s += entry[1]
-        elif isinstance(event, Trained) and self.load.publish_s:
-            self.after(self.load.publish_s, Served(at=0.0, version=event.step + 1))
-        elif isinstance(event, Trained | Served):
-            self.version = event.step + 1 if isinstance(event, Trained) else event.version
+        elif isinstance(event, fsm.Trained) and self.load.publish_s:
+            self.after(self.load.publish_s, fsm.Served(at=0.0, version=event.step + 1))
+        elif isinstance(event, fsm.Trained | fsm.Served):
+            self.version = event.step + 1 if isinstance(event, fsm.Trained) else event.version
         return replace(event, at=self.now)
 
 
@@ -209,13 +194,13 @@ def simulate(schedule: Schedule, load: SimulatedLoad) -> dict[str, Any]:
     """
     if not schedule.steps:
         raise ValueError("services.steps=0: say how many steps to simulate")
-    orchestrator, world = Orchestrator(schedule), World(load)
+    orchestrator, world = fsm.Orchestrator(schedule), World(load)
     drained = False
     while not drained:
         for command in orchestrator.handle(world.wait()):
-            if isinstance(command, Stop):
+            if isinstance(command, fsm.Stop):
                 raise RuntimeError(command.error)
-            drained = drained or isinstance(command, Drained)
+            drained = drained or isinstance(command, fsm.Drained)
             world.execute(command)
     seconds = world.now
     places = [
@@ -283,7 +268,7 @@ class RunSpeed:
             capacity=settings.slots,
             train_s=sum(time["train_s"] for time in times) / len(times),
             publish_s=run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0,
-            report_s=WORK_S / 2,  # workers report at such intervals
+            report_s=fsm.WORK_S / 2,  # workers report at such intervals
         )
         after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it
         sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]

@@ -7,8 +7,6 @@ Composer 2's technical report (§3.1) finds the evaluation loss of continued tra
 two are hard to tell apart; what tells them apart is the prediction of points that they were not fitted to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

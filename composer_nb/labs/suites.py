@@ -11,8 +11,6 @@
 All are made from miniature repositories of held-out structures. Cursor's side suites: TR §5.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Which published bits optimiser steps change: on a stored batch by tensor and learning rate, as predicted, and in the versions
 of a store; and their figures."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -30,13 +30,16 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subcommand:
-    """One subcommand, such as `report`, or one action of a subcommand, such as `tasks make`."""
+    """One subcommand, such as `report`, or one action of a subcommand, such as `tasks make`.
+
+    Attributes:
+        lines: Whether the package's log goes to standard output; otherwise, and with --json, it goes to standard error.
+    """
 
     run: Run
     arguments: tuple[Argument, ...]
     epilog: str
     lines: bool
-    """Whether the package's log goes to standard output; otherwise, and with --json, it goes to standard error."""
 
     @property
     def help(self) -> str:

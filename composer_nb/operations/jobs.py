@@ -1,7 +1,5 @@
 """Commands for notebooks as jobs: jobs run, from, status, cancel, log, sweep."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

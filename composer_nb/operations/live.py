@@ -7,8 +7,6 @@ The page is served on this machine's loopback only, and only reads the run's fol
 JupyterLab (`views/desk.js`), with requests in place of a kernel's messages. After the run, `report.html` remains.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from starlette.applications import Starlette

@@ -1,7 +1,5 @@
 """Plain lines on the screen for what the package logs."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

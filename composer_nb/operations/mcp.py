@@ -8,8 +8,6 @@ Each command runs in its own process, with `--json`. The tools of a workspace ch
 diff. Source: the specification of 2025-06-18 (modelcontextprotocol.io), through its Python SDK.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import re

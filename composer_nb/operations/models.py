@@ -1,7 +1,5 @@
 """Commands before and after training: convert, draft, corpus, bases, improve."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -56,12 +54,7 @@ def draft(args: argparse.Namespace) -> int:
     "corpus",
     arg("root DIR", "a folder of repositories, one repository, or a site-packages folder", type=Path),
     arg("--out DIR", "folder to write", type=Path, required=True),
-    arg(
-        "--tasks PATH",
-        "tasks that must not leak into it, as for composer-nb eval; may be given again",
-        [],
-        action="append",
-    ),
+    arg("--tasks PATH", "tasks that must not leak into it, as for eval; repeatable", [], action="append"),
     SET,
     JSON,
     epilog="Settings are those of CorpusSettings, as similar=0.7. composer-nb tour --set data.code=DIR trains on it.",

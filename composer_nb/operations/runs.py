@@ -1,7 +1,5 @@
 """Commands for runs: tour, rl, report, watch, compare, follow, stop, set, replay, up, reap."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time
@@ -18,9 +16,7 @@ from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, 
 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
-WHERE = arg(
-    "--where QUERY", "as `advantage < -.5 and edited a test`, /regular expression/, `rl.lr = 3e-5` (docs/rl.md)", ""
-)
+WHERE = arg("--where QUERY", "as `advantage < -.5 and edited a test`, /a pattern/ or `rl.lr = 3e-5` (docs/rl.md)", "")
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
 SAME_COMMAND = "resume with the same command"
 log = logging.getLogger(__name__)
@@ -323,12 +319,7 @@ def rollouts(args: argparse.Namespace) -> int:
 
 @command(
     "compare",
-    arg(
-        "paths RUN|EVAL",
-        "two runs, or folders of eval; the second is compared with the first, more are drawn on the page alone",
-        nargs="+",
-        type=Path,
-    ),
+    arg("paths RUN|EVAL", "two runs, or folders of eval; more of these are drawn on the page", nargs="+", type=Path),
     HTML,
     JSON,
 )
@@ -506,6 +497,6 @@ def reap(args: argparse.Namespace) -> int:
     report = asdict(reap(args.path))
     kinds = ("containers", "processes", "cgroups", "directories")
     ended = ", ".join(f"{len(report[kind])} {kind}" for kind in kinds if report[kind])
-    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {report['kept']}"]
+    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {report['left_alone']}"]
     lines += [f"failed: {line}" for line in report["failed"]]
     return emit(args, report, lambda: "\n".join(lines), int(bool(report["failed"])))

@@ -1,7 +1,5 @@
 """Commands for measurement and inspection: microscope, scaling, weights, doctor."""
 
-from __future__ import annotations
-
 import argparse
 from contextlib import suppress
 from dataclasses import asdict

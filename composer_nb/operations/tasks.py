@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
-REQUIRE = arg(
-    "--require",
-    "weakest guard that a task may have: recorded calls, twins of tests that run alone, or nothing",
-    "none",
-    choices=["calls", "twins", "none"],
-)
+GUARDS = ["calls", "twins", "none"]
+REQUIRE = arg("--require", "weakest guard of a task: calls, twins of tests run alone, or none", "none", choices=GUARDS)
 LINE_S = 30.0  # Seconds between lines where there is no terminal.
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ continues. Each step of a stage is sent once, under the stage's name, as `rl/rew
 service's own variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Write accepted changes into the repository: all of them, or none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

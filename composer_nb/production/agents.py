@@ -1,7 +1,5 @@
 """The functions behind `composer-nb agent`, for programs that call rather than parse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path

@@ -4,8 +4,6 @@ Attempts are kept as they end. An arm is the same tasks with other tools, to mea
 policy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

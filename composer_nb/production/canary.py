@@ -8,8 +8,6 @@ A withdrawn version leaves the early replicas between two steps, so no conversat
 in its turn. Which version is trusted is kept in `RUN/canary.json` and outlives the server.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
@@ -89,14 +87,17 @@ class Trial:
 
 
 class Known(BaseModel):
-    """What outlives the server."""
+    """What outlives the server.
+
+    Attributes:
+        withdrawn: -1: none.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     store: str
     trusted: int
     withdrawn: int = -1
-    """-1: none."""
 
 
 class Canary(Replicas):

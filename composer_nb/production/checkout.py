@@ -6,8 +6,6 @@ files, history and caches stay behind, so that keys in an ignored `.env` do not 
 Changes come back only when the user accepts them, and only if the files that they touch are still those the agent saw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath

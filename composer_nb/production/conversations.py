@@ -18,8 +18,6 @@ is continued then, since nobody can tell which is meant: the request gets a conv
 equal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -43,23 +41,9 @@ from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.shared import Answering
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, SampledToken, TimeIsUp, Trace
 from composer_nb.harness.rollout import Transcript
+from composer_nb.production import wire
 from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict
 from composer_nb.production.turn import Continuation, StreamedTurn
-from composer_nb.production.wire import (
-    Answered,
-    AnyAsked,
-    Choice,
-    Complete,
-    Generate,
-    PromptTooLong,
-    Refused,
-    RequestBody,
-    Sampling,
-    Told,
-    arguments_of,
-    messages_of,
-    text_of,
-)
 
 # Seconds between two checks whether a client is still there.
 LOOK_S = 0.1
@@ -129,19 +113,19 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, body: AnyAsked, alive: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
-    ) -> Answered:
+        self, body: wire.AnyAsked, alive: Callable[[], bool] = lambda: True, report: wire.Told = lambda *part: None
+    ) -> wire.Answered:
         """Answer a request; `alive` says whether its client still waits, `report` takes the parts of a streamed answer.
 
         Raises Refused for a request that cannot be met, and TimeIsUp when the client goes away."""
-        if not isinstance(body, RequestBody):
+        if not isinstance(body, wire.RequestBody):
             return self._generate(body, alive, report)
         if body.rollout and not self.record:
-            raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
+            raise wire.Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         if body.rollout and body.user and self._users.setdefault(body.rollout, body.user) != body.user:
             problem = f"rollout: {body.rollout} is another user's; choose another name"
-            raise Refused(problem, 409, "conflict", "rollout")
-        system = "\n\n".join(text_of(message) for message in body.messages if message.get("role") in SYSTEM)
+            raise wire.Refused(problem, 409, "conflict", "rollout")
+        system = "\n\n".join(wire.text_of(message) for message in body.messages if message.get("role") in SYSTEM)
         spoken = [_plain(message) for message in body.messages if message.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, body.tools) if body.tools else self.form(self.tokenizer)
         grammar = _grammar(body, renderer)
@@ -164,7 +148,7 @@ class Conversations:
             prompt_tokens = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, alive)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
-                raise Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
+                raise wire.Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
         except BaseException:
             for talk, _ in talks:
@@ -177,9 +161,9 @@ class Conversations:
                 self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
             self._end(talk, drop=not is_whole, wrote=True)
             answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
-        return Answered(choices=answers, read=prompt_tokens)
+        return wire.Answered(choices=answers, read=prompt_tokens)
 
-    def _mark(self, talk: _LiveConversation, digest: bytes, choice: Choice) -> None:
+    def _mark(self, talk: _LiveConversation, digest: bytes, choice: wire.Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""
         talk.marks[digest] = at = len(talk.row.transcript.token_ids)
         if choice.turn:
@@ -195,12 +179,12 @@ class Conversations:
 
         Raises Refused for an unknown rollout, and one that is being continued."""
         if self.record is None:
-            raise Refused("this server records nothing; start it with --record RUN", 404, "not_found")
+            raise wire.Refused("this server records nothing; start it with --record RUN", 404, "not_found")
         self._store(name)
         try:
             return self.record.grade(name, verdict)
         except KeyError:
-            raise Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
+            raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
 
     def close(self) -> None:
         """Store all conversations that were not stored yet."""
@@ -212,7 +196,7 @@ class Conversations:
         with self._room:
             talks = [talk for talk in self._talks if talk.row.name == name]
             if any(talk.busy for talk in talks):
-                raise Refused(f"rollout {name}: a request is under way", 409, "conflict")
+                raise wire.Refused(f"rollout {name}: a request is under way", 409, "conflict")
             for talk in talks:
                 self._forget(talk)
                 self._talks.remove(talk)
@@ -220,20 +204,22 @@ class Conversations:
         if self.record and talks:
             self.record.keep(name, [talk.row for talk in talks])
 
-    def _generate(self, body: Generate | Complete, alive: Callable[[], bool], report: Told) -> Answered:
+    def _generate(
+        self, body: wire.Generate | wire.Complete, alive: Callable[[], bool], report: wire.Told
+    ) -> wire.Answered:
         """Continue tokens, in conversations that nothing goes on with."""
         renderer, vocabulary, turn_type = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), StreamedTurn
-        parameters: Complete | Sampling
-        if isinstance(body, Complete):
+        parameters: wire.Complete | wire.Sampling
+        if isinstance(body, wire.Complete):
             param, parameters, turn_body, turn_type = "prompt", body, body.asked, Continuation
             text = body.prompt if isinstance(body.prompt, str) else ""
             self._fits(len(text), param)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*body.prompt]
         else:
-            param, parameters, turn_body = "prompt_token_ids", body.sampling_params, RequestBody(messages=[{}])
+            param, parameters, turn_body = "prompt_token_ids", body.sampling_params, wire.RequestBody(messages=[{}])
             ids = body.prompt_token_ids
         if not ids or max(ids) >= vocabulary:
-            raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
+            raise wire.Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
         new = _LiveConversation(renderer=renderer, digest=b"", row=ConversationRow(name="", user=turn_body.user or ""))
         conversations = self._held(new, parameters.n or 1, parameters.seed, [b""], alive)
         sampling = _drawn(parameters, parameters.logprobs)
@@ -243,11 +229,11 @@ class Conversations:
             self._run([*zip(requests, turns, strict=True)], alive)
         finally:
             traces = [self._end(talk, drop=True) for talk, _ in conversations]
-        if isinstance(body, Complete):
-            return Answered(choices=[turn.choice()[0] for turn in turns], read=len(ids))
+        if isinstance(body, wire.Complete):
+            return wire.Answered(choices=[turn.choice()[0] for turn in turns], read=len(ids))
         routes = [trace.routes if body.return_routed_experts else None for trace in traces]
         choices = [turn.tokens(parameters.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
-        return Answered(choices=choices, read=len(ids))
+        return wire.Answered(choices=choices, read=len(ids))
 
     def _request(
         self, talk: _LiveConversation, read: list[int], limit: int | None, param: str, sampling: dict[str, Any]
@@ -255,7 +241,7 @@ class Conversations:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
         tokens = talk.row.transcript.token_ids
         if (prompt_tokens := len(tokens) + len(read)) >= self.tokens:
-            raise PromptTooLong(self.tokens, prompt_tokens, param)
+            raise wire.PromptTooLong(self.tokens, prompt_tokens, param)
         room_tokens, restarts = min(limit or self.tokens, self.tokens - prompt_tokens), talk.rollout is None
         if restarts:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
@@ -268,7 +254,7 @@ class Conversations:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
         puts = [lambda event, index=index: news.put((index, event)) for index in range(len(work))]
-        requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
+        requests = [replace(request, on_token=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
             answer.add_done_callback(put)
         open_turns = dict(enumerate(turn for _, turn in work))
@@ -297,7 +283,7 @@ class Conversations:
         away."""
         capacity = self.policy.capacity
         if count > capacity:
-            raise Refused(f"n: {count} choices, and {capacity} conversations are held at a time", param="n")
+            raise wire.Refused(f"n: {count} choices, and {capacity} conversations are held at a time", param="n")
         with self._door, self._room:
             while sum(talk.busy for talk in self._talks) + count > capacity:
                 if not alive():
@@ -314,7 +300,7 @@ class Conversations:
                 kept_tokens -= len(forgotten[0].row.transcript.token_ids)
                 self._talks.remove(forgotten.pop(0))
         if self.record and len(self._talks) > KEPT:
-            with suppress(StopIteration, Refused):
+            with suppress(StopIteration, wire.Refused):
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
         return talks
 
@@ -361,7 +347,7 @@ class Conversations:
         before = [call["id"] for call in spoken[prefix - 1].get("tool_calls", ())] if prefix else []
         call_ids = talk.unread.get(len(talk.row.transcript.token_ids), before)
         answered = {message["tool_call_id"] for message in spoken[prefix:] if "tool_call_id" in message}
-        news = _in_order(messages_of(spoken[prefix:]), call_ids if {*call_ids} <= answered else before)
+        news = _in_order(wire.messages_of(spoken[prefix:]), call_ids if {*call_ids} <= answered else before)
         if not news or not isinstance(news[-1], User | CallResult):
             raise ValueError("messages: the last one is a user's or a tool's")
         self._fits(sum(len(message.text) for message in news), "messages")
@@ -374,7 +360,7 @@ class Conversations:
     def _fits(self, letters: int, param: str) -> None:
         """Raise Refused for a text that is too long for any conversation, before the time for its tokens is spent."""
         if letters > self._letters:
-            raise PromptTooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
+            raise wire.PromptTooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
 
     def _end(self, talk: _LiveConversation, drop: bool, wrote: bool = False) -> Trace:
         """Let others use the room of a conversation. `drop`: the policy forgets it. `wrote`: this request got its answer. Returns
@@ -398,7 +384,7 @@ class Conversations:
         return trace
 
 
-def _grammar(body: RequestBody, renderer: ChatRenderer) -> Grammar | None:
+def _grammar(body: wire.RequestBody, renderer: ChatRenderer) -> Grammar | None:
     """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
     Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
     functions = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
@@ -407,12 +393,12 @@ def _grammar(body: RequestBody, renderer: ChatRenderer) -> Grammar | None:
         return None
     names = [body.tool] if body.tool else [*functions]
     if not names or not functions.keys() >= {*names}:
-        raise Refused(f"tool_choice: {body.tool or 'required'}: there is no such tool", param="tool_choice")
+        raise wire.Refused(f"tool_choice: {body.tool or 'required'}: there is no such tool", param="tool_choice")
     several = body.parallel_tool_calls is not False and not body.tool
     try:
         return renderer.grammar(names, text=not body.must_call, several=several)
     except ValueError as error:
-        raise Refused(str(error), param="tools") from None
+        raise wire.Refused(str(error), param="tools") from None
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
@@ -433,7 +419,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return ordered
 
 
-def _drawn(parameters: RequestBody | Complete | Sampling, top: int | None) -> dict[str, Any]:
+def _drawn(parameters: wire.RequestBody | wire.Complete | wire.Sampling, top: int | None) -> dict[str, Any]:
     """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
     limits = {"top_k": parameters.top_k or 0, "min_p": parameters.min_p or 0.0}
     return {"top": top or 0, "temperature": parameters.temperature, "top_p": parameters.top_p or 1.0, **limits}
@@ -458,7 +444,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
     if message.get("tool_calls"):
         calls["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": wire.arguments_of(call["function"]["arguments"])}}
             for call in spoken_by(message)[0].get("tool_calls", [])
         ]
-    return {"role": message.get("role"), "content": text_of(message), **calls}
+    return {"role": message.get("role"), "content": wire.text_of(message), **calls}

@@ -4,8 +4,6 @@ Git compares two commits that are made for this in an empty repository of its ow
 user's repository takes part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

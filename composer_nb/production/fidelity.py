@@ -12,8 +12,6 @@ A model learns whatever distinguishes the place where it is graded from the plac
 "Revisiting Classifier Two-Sample Tests", ICLR 2017, is the test).
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import zlib

@@ -8,8 +8,6 @@ Training on them needs no access to their loop: `composer-nb serve --record` kee
 attempts have ended, and `composer-nb improve` learns from them, the rollouts of an example as a group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -267,7 +265,7 @@ def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds:
             spoken = turn_policy.say([news], time.monotonic() + seconds)
             if spoken is not None:
                 tokens += spoken.read + spoken.written
-                text = spoken.said.text
+                text = spoken.message.text
                 return action.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
         return None
 

@@ -11,8 +11,6 @@ while such rollouts were dropped. It also learnt to ask instead of to edit, so t
 (https://cursor.com/blog/real-time-rl-for-composer).
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -5,8 +5,6 @@ The other policy finds the plan after the request, in the same message. Of files
 the contents that a search for the request ranks first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,12 +91,12 @@ def make_plan(request: str, files: Mapping[str, str], turn_policy: TurnPolicy, s
     if spoken is None:
         return TaskPlan(text="", files=paths, left_out=len(files) - len(paths))
     return TaskPlan(
-        text=spoken.said.text.encode("utf-8", "replace").decode().strip(),  # no half a pair
+        text=spoken.message.text.encode("utf-8", "replace").decode().strip(),  # no half a pair
         read=held_tokens - spoken.written if held_tokens else spoken.read,
         written=spoken.written,
         files=paths,
         left_out=len(files) - len(paths),
-        flawed=bool(spoken.said.calls),
+        flawed=bool(spoken.message.calls),
     )
 
 

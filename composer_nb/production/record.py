@@ -35,18 +35,21 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 
 
 class Verdict(BaseModel):
-    """A judgement of a rollout, made after it: a reward, or the results of tests, of which the reward's terms make one."""
+    """A judgement of a rollout, made after it: a reward, or the results of tests, of which the reward's terms make one.
+
+    Attributes:
+        reward: Read by the reward term `given`.
+        task: Id of the task that was worked on; else the rollout's name.
+        files: The workspace at the end.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Read by the reward term `given`."""
     tests: dict[str, bool] = {}
     status: Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task"] = "graded"
     task: str | None = None
-    """Id of the task that was worked on; else the rollout's name."""
     files: dict[str, str] = {}
-    """The workspace at the end."""
     stop: Literal["finished", "turns", "tokens", "time", "interrupted", "infrastructure"] = "finished"
 
     def of(self, attempt: Attempt) -> Attempt:

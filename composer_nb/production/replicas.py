@@ -11,8 +11,6 @@ the tokens that it would have had. With another version of the weights it goes o
 token says which one drew it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -90,7 +88,7 @@ class ReplicaService:
             self._reports.put(("token", request.rollout, stay, token))
 
         allowed = grammar and (lambda written: grammar.allowed([*before, *written]))
-        return replace(request, heard=on_token, allowed=allowed or None)
+        return replace(request, on_token=on_token, allowed=allowed or None)
 
     def _on_end(self, rollout: int, stay: int, answer: Future[Completion]) -> None:
         if not answer.cancelled() and (error := answer.exception()):
@@ -288,7 +286,7 @@ class Replicas:
             conversation.stay = self._stays
             left = conversation.request.max_tokens - len(conversation.sampled)
             grammar = _grammar(conversation.request)
-            turn = replace(conversation.request, token_ids=unread, max_tokens=left, heard=None, allowed=None)
+            turn = replace(conversation.request, token_ids=unread, max_tokens=left, on_token=None, allowed=None)
             before = [token.token for token in conversation.sampled]
             turns.setdefault(replica, []).append((self._stays, turn, grammar and grammar.form, before))
         for replica, started in turns.items():
@@ -358,8 +356,8 @@ class Replicas:
             return self._assign()
         conversation.tokens.append(reply.token)
         conversation.sampled.append(reply)
-        if request.heard:
-            request.heard(reply)
+        if request.on_token:
+            request.on_token(reply)
         if reply.token in self._stop or len(conversation.sampled) >= request.max_tokens:
             tokens, logprobs, versions = (list(column) for column in list(zip(*conversation.sampled, strict=True))[:3])
             if grammar := _grammar(request):

@@ -4,8 +4,6 @@ A commit is traced back by the lines that the agent added, as Cursor traces comm
 Blame"). The logs are the folders in which `composer-nb agent` keeps its results.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

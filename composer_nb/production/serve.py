@@ -7,8 +7,6 @@ in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversa
 `/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -36,23 +34,8 @@ from starlette.types import Receive, Scope, Send
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.environment import Carried
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
-from composer_nb.production import SLOTS
+from composer_nb.production import SLOTS, wire
 from composer_nb.production.record import NAME, Verdict
-from composer_nb.production.wire import (
-    DIALECTS,
-    Answered,
-    AnswerWriter,
-    AnyAsked,
-    Choice,
-    MessagesReply,
-    Refused,
-    RequestBody,
-    Told,
-    messages_of,
-    read_request,
-    refusal,
-    wire_of,
-)
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
@@ -71,7 +54,7 @@ DRAIN_S = 30.0
 RETRY_S = 1
 # A name or an address and a port, with nothing that another parser could take for the end of the name.
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
-PATHS = ("/health", "/metrics", "/v1/models", *DIALECTS)
+PATHS = ("/health", "/metrics", "/v1/models", *wire.DIALECTS)
 # Addresses that belong to one rollout, on a server that records.
 _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -79,7 +62,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Answer = TypeVar("Answer")
 # Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 # that it does not accept, and TimeIsUp when the client goes away.
-Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
+Answerer = Callable[[wire.AnyAsked, Callable[[], bool], wire.Told], wire.Answered]
 
 
 class ThreadServer:
@@ -164,7 +147,7 @@ class ChatServer(ThreadServer):
         self._health = health
         self._listed = {"max_model_len": context} if context else dict[str, Any]()
         self._listed |= {"trained_with": asdict(trained)} if trained else {}
-        self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
+        self._answer, self._work, self._draining = answer, set[Future[wire.Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
 
     @property
@@ -194,7 +177,7 @@ class ChatServer(ThreadServer):
         except Exception as error:
             refused = _refused(error)
             headers = {"Connection": "close", **refused.headers}  # since some of the request may not have been read
-            reply = JSONResponse(refusal(refused, scope["path"]), refused.status, headers)
+            reply = JSONResponse(wire.refusal(refused, scope["path"]), refused.status, headers)
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -219,23 +202,23 @@ class ChatServer(ThreadServer):
                 return JSONResponse({"object": "list", "data": [listed]})
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
-            case "POST", path if path in DIALECTS:
-                kind, writer = DIALECTS[path]
-                parsed = await _aside(body, read_request, body, kind)
+            case "POST", path if path in wire.DIALECTS:
+                kind, writer = wire.DIALECTS[path]
+                parsed = await _aside(body, wire.read_request, body, kind)
                 if (model := getattr(parsed, "model", None)) not in (None, self.model):
                     message = f"no model {model!r} here; there is {self.model!r}"
-                    raise Refused(message, 404, "model_not_found", "model")
+                    raise wire.Refused(message, 404, "model_not_found", "model")
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 reply = await _aside(body, partial(writer, parsed, self.model, **named))
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
             case "POST", "/grade" if self._grade and "rollout" in request.scope:
-                verdict = read_request(body, Verdict)
+                verdict = wire.read_request(body, Verdict)
                 count = await asyncio.to_thread(self._grade, request.scope["rollout"], verdict)
                 return JSONResponse({"rollout": request.scope["rollout"], "segments": count})
             case method, path:
-                raise Refused(f"nothing at {method} {path}", 404, "not_found")
+                raise wire.Refused(f"nothing at {method} {path}", 404, "not_found")
 
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
@@ -263,16 +246,16 @@ class ChatServer(ThreadServer):
         except ValueError:
             name = ""
         if name not in (*LOOPBACK, self.host.lower(), address):
-            raise Refused(f"Host {host!r} is not served; give it as --host", 403, "host_not_allowed")
+            raise wire.Refused(f"Host {host!r} is not served; give it as --host", 403, "host_not_allowed")
         if any(origin != f"http://{host}" for origin in headers.getlist("origin")):
-            raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
+            raise wire.Refused("requests of other origins are not served", 403, "origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
-            raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
+            raise wire.Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
         token = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if self.key and path != "/health" and not hmac.compare_digest(token.encode(), self.key.encode()):
-            raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
+            raise wire.Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
-    async def _stream(self, reply: AnswerWriter, request: Request) -> Response:
+    async def _stream(self, reply: wire.AnswerWriter, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
         parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
@@ -295,19 +278,21 @@ class ChatServer(ThreadServer):
                 for chunk in reply.rest(work.result()):
                     yield _event(chunk)
             except Exception as error:
-                yield _event(refusal(_refused(error), request.scope["path"]))
+                yield _event(wire.refusal(_refused(error), request.scope["path"]))
             finally:
                 work.cancel()
-            if not isinstance(reply, MessagesReply):
+            if not isinstance(reply, wire.MessagesReply):
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(self, body: AnyAsked, request: Request, report: Told = lambda *part: None) -> Answered:
+    async def _queued(
+        self, body: wire.AnyAsked, request: Request, report: wire.Told = lambda *part: None
+    ) -> wire.Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
-            raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
+            raise wire.Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
         if self._draining or self._server.should_exit:
             raise TimeIsUp
         gone = threading.Event()
@@ -338,15 +323,17 @@ class ScriptServer(ChatServer):
     are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **options: Any) -> None:
-        def answer(body: AnyAsked, there: Callable[[], bool], report: Told) -> Answered:
-            if not isinstance(body, RequestBody):
-                raise Refused("a script has no tokens", 404, "not_found")
+        def answer(body: wire.AnyAsked, there: Callable[[], bool], report: wire.Told) -> wire.Answered:
+            if not isinstance(body, wire.RequestBody):
+                raise wire.Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
                 if getattr(body, name) not in (None, False, "auto"):
-                    raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)
-            message = wire_of(script(messages_of(body.messages)))
+                    raise wire.Refused(
+                        f"{name}: a script does not support it", code="unsupported_parameter", param=name
+                    )
+            message = wire.wire_of(script(wire.messages_of(body.messages)))
             read, written = (len(json.dumps(part).split()) for part in (body.messages, message))
-            return Answered(choices=[Choice(message=message, written=written)], read=read)
+            return wire.Answered(choices=[wire.Choice(message=message, written=written)], read=read)
 
         super().__init__(answer, port, model, **options)
 
@@ -360,9 +347,9 @@ async def _body(request: Request) -> bytes:
                 body += part
                 size = max(size, len(body))
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {ARRIVE_S:g} s", 408, "request_timeout") from None
+        raise wire.Refused(f"the body did not arrive within {ARRIVE_S:g} s", 408, "request_timeout") from None
     if size > MAX_BODY_BYTES:
-        raise Refused(f"a body has at most {MAX_BODY_BYTES} bytes", 413, "request_too_large")
+        raise wire.Refused(f"a body has at most {MAX_BODY_BYTES} bytes", 413, "request_too_large")
     return bytes(body)
 
 
@@ -383,15 +370,15 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _refused(error: Exception) -> Refused:
+def _refused(error: Exception) -> wire.Refused:
     """Return an error as a refusal. The message of a ValueError begins with the parameter that it is about."""
     match error:
-        case Refused():
+        case wire.Refused():
             return error
         case ValueError():
             name = str(error).partition(":")[0]
-            return Refused(str(error), param=name if name in RequestBody.model_fields else None)
+            return wire.Refused(str(error), param=name if name in wire.RequestBody.model_fields else None)
         case ProviderFailure() | TimeIsUp() | ClientDisconnect():
-            return Refused(str(error) or "the server is closing", 503, "unavailable")
+            return wire.Refused(str(error) or "the server is closing", 503, "unavailable")
         case _:
-            return Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
+            return wire.Refused(f"the server failed at this request: {error!r}", 500, "internal_error")

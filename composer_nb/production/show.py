@@ -1,7 +1,5 @@
 """Terminal output of the agent and the bench: turns as they come, a diff with a question, progress, a table."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -5,8 +5,6 @@ anything back. The JSON of a call is complete if, and only if, the call can be r
 its arguments up to there, in a stream and in a whole answer. A turn whose first call has no name is a text.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from bisect import bisect_left

@@ -86,7 +86,11 @@ class _SamplingParameters(Strict):
 
 
 class RequestBody(_SamplingParameters):
-    """The body of a request. Parameters that it does not name are refused."""
+    """The body of a request. Parameters that it does not name are refused.
+
+    Attributes:
+        rollout: Name of the rollout that the conversation belongs to, for a server that records.
+    """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -97,7 +101,6 @@ class RequestBody(_SamplingParameters):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     rollout: Named | None = None
-    """Name of the rollout that the conversation belongs to, for a server that records."""
     # Accepted with the values that change nothing.
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     store: Literal[False] | None = None

@@ -1,7 +1,5 @@
 """The result of an agent on a user's repository: kept in a folder until the user accepts or rejects it, and after."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

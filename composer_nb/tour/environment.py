@@ -3,8 +3,6 @@
 It enters a run through the door of custom environments (`harness/environment.py`), which the trainer alone knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
@@ -17,16 +15,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.tour.expert import (
-    Script,
-    ScriptedPolicy,
-    changes_lines,
-    expert,
-    searcher,
-    searches,
-    seeker,
-    step_by_step,
-)
+from composer_nb.tour import expert as experts
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tasks
 
@@ -70,7 +59,7 @@ class Tour:
 
     def shows(self, task: Task, tools: ToolSet) -> bool:
         """Return whether the expert can demonstrate a task with these tools."""
-        return tools.needs_sandbox or "function" in task.metadata or changes_lines(task)
+        return tools.needs_sandbox or "function" in task.metadata or experts.changes_lines(task)
 
     def demonstrations(
         self, tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
@@ -81,19 +70,19 @@ class Tour:
         the function; and what a request paraphrases. At other tasks it makes mistakes at `mistake_rate`, or none with the
         product's tools."""
 
-        def script(position: int) -> Script:
+        def script(position: int) -> experts.Script:
             task, tiny = tasks[position], "finish" in agent.tools.tools
             if task.metadata.get("kind") == "paraphrase":
-                return seeker(task, agent.tools.tools)
-            rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
+                return experts.seeker(task, agent.tools.tools)
+            rng, verbs = Random(f"expert {seed} {task.id}"), experts.searches(agent.tools.tools)
             hidden = (
                 ":" not in task.instruction and "kind" not in task.metadata
             )  # a bug that the request does not describe
             if "function" in task.metadata and verbs and (tiny or hidden):
-                return searcher(task, rng, verbs)
-            return expert(task, rng, mistake_rate) if tiny else step_by_step(scripts.expert(task))
+                return experts.searcher(task, rng, verbs)
+            return experts.expert(task, rng, mistake_rate) if tiny else experts.step_by_step(scripts.expert(task))
 
         capacity = 256 if agent.backend is None else 16  # sandboxes take memory
-        policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)
+        policy = experts.ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)
         jobs = (agent.attempt(task, position) for position, task in enumerate(tasks))
         return (attempt for _, attempt in drive(jobs, policy, sandboxes))

@@ -4,8 +4,6 @@ Scripts know the solution, and their rollouts become demonstrations. They act on
 token for token like the rollout of a model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +58,7 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     if not passed and not gives_up:
         while now != right:
             lines = list(zip(now.split("\n"), right.split("\n"), strict=True))
-            at = next(at for at, (line, wanted) in enumerate(lines) if line != wanted)
+            at = next(at for at, (line, target) in enumerate(lines) if line != target)
             edit, now = _edit(path, now, at, lines[at][1])
             yield one(edit)
         if tried or rng.random() < 0.7:
@@ -74,18 +72,21 @@ TRIES = 6
 
 @dataclass(frozen=True, slots=True)
 class Verbs:
-    """What a searcher does, as calls of a set of tools."""
+    """What a searcher does, as calls of a set of tools.
+
+    Attributes:
+        find: By the name of a function.
+        read: By path.
+        change: By path, old text and new text.
+        undo: By path. Without it an edit is taken back by another one.
+    """
 
     test: ToolCall
     find: Callable[[str], ToolCall]
-    """By the name of a function."""
     read: Callable[[str], ToolCall]
-    """By path."""
     change: Callable[[str, str, str], ToolCall]
-    """By path, old text and new text."""
     finish: Said
     undo: Callable[[str], ToolCall] | None = None
-    """By path. Without it an edit is taken back by another one."""
 
 
 TINY = Verbs(
@@ -335,14 +336,14 @@ class _Play:
     """A script under way.
 
     Attributes:
-        said: Its last message.
-        seen: The observations that answered it.
+        message: Its last message.
+        output: The observations that answered it.
         reads: Whether the policy reads a file of its own accord, so that the answer is not for the script.
     """
 
     script: Script
-    said: Said
-    seen: str = ""
+    message: Said
+    output: str = ""
     log: list[tuple[Said, str]] = field(default_factory=list)
     reads: bool = False
 
@@ -409,11 +410,11 @@ class ScriptedPolicy(WithoutModel):
         if begins and request.rollout == root:
             script = self.script(root)
             self._plays[root] = _Play(script, next(script))
-            return self.renderer.turn(self._plays[root].said)
+            return self.renderer.turn(self._plays[root].message)
         play = self._plays[root]
         if (output := self._observed(request)) is not None and not play.reads:
-            play.seen = output
-            play.log.append((play.said, output))
+            play.output = output
+            play.log.append((play.message, output))
         play.reads = False
         if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
             return self.renderer.encoded([digest(play.log), self.renderer.end])
@@ -423,10 +424,10 @@ class ScriptedPolicy(WithoutModel):
             play.reads = True
             return self.renderer.turn(one(reads[-1]))
         try:
-            play.said = play.script.send(play.seen)
+            play.message = play.script.send(play.output)
         except StopIteration:
             raise ValueError(f"the script of rollout {root} ended before its agent") from None
-        return self.renderer.turn(play.said)
+        return self.renderer.turn(play.message)
 
     def _observed(self, request: Request) -> str | None:
         """Return the last observation among the tokens of a request, if there is one."""

@@ -5,8 +5,6 @@ instructions say only that tests fail; some also specify the function. Bugs are 
 (`ENUMERABLE`), so that reading, trying and testing suffice to solve a task.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -60,13 +58,13 @@ def make_miniatures(
     *,
     heldout: bool,
     executor: Executor,
-    told: float = 0.25,
+    described: float = 0.25,
     families: frozenset[str] = frozenset(),
     kinds: Sequence[Kind] = ("bug",),
 ) -> Iterator[Task]:
     """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
 
-    `told`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks whose instruction has the words
+    `described`: share of bug tasks whose instruction specifies the function, and of `paraphrase` tasks with the words
     of the code. `families`: only these, if any are given. `kinds`: the kinds of tasks. Iteration raises ValueError if a thousand
     draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")
@@ -78,7 +76,7 @@ def make_miniatures(
         return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
 
     def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
-        return _task(candidate, outcomes, rng, rng.random() < told, executor)
+        return _task(candidate, outcomes, rng, rng.random() < described, executor)
 
     return distinct(count, draw, make, executor, ahead=True)
 
@@ -142,7 +140,7 @@ def _deal(
     passing = [i for i in indices if i not in failing][:OTHERS]
     if len(passing) < OTHERS:
         return None
-    first = min(failing, key=lambda i: len(repr((candidate.inputs[i], candidate.wanted[i]))))
+    first = min(failing, key=lambda i: len(repr((candidate.inputs[i], candidate.expected[i]))))
     hidden = [first, *(i for i in indices if i not in (first, *passing))]
     mutants, source, tested = [candidate.buggy], candidate.program.source, (first, *passing)
     near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
@@ -161,7 +159,7 @@ def _task(
     if (dealt := _deal(candidate, outcomes, executor)) is None:
         return None
     visible, hidden, mutants = dealt
-    program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
+    program, cases = candidate.program, list(zip(candidate.inputs, candidate.expected, strict=True))
     if candidate.kind == "paraphrase":
         return _spread(candidate, cases, rng, specified)
     function, *spare_names = rng.sample(NAMES, 2 * MOST)

@@ -3,8 +3,6 @@
 A function is found by the meaning of its name or by reading on, and told by its number, which the request spells out.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 from composer_nb.tour.programs import Program
@@ -105,7 +103,7 @@ def draw_wrong_number(rng: Random, heldout: bool) -> BuggyProgram:
     program = Program(family=name, source=source, spec=spec, inputs=("number",))
     inputs, results = evaluate(program, INPUTS, rng)
     return BuggyProgram(
-        program=program, kind="paraphrase", buggy=_source(name, sign, wrong), inputs=inputs, wanted=results
+        program=program, kind="paraphrase", buggy=_source(name, sign, wrong), inputs=inputs, expected=results
     )
 
 

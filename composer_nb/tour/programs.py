@@ -5,8 +5,6 @@ can learn within minutes (`docs/benchmarks.md`). The *structure* of a program is
 constants: programs that differ only in these share it, and held-out tasks have unseen structures.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from collections.abc import Callable
@@ -22,14 +20,17 @@ HELDOUT_SHARE = 51 / 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A correct function `f` with its specification."""
+    """A correct function `f` with its specification.
+
+    Attributes:
+        source: Normalized text (`ast.unparse`) without a final newline.
+        inputs: Kind of each parameter: `list`, `small` (1..9), `number` (1..9999) or `any` (-9..9).
+    """
 
     family: str
     source: str
-    """Normalized text (`ast.unparse`) without a final newline."""
     spec: str
     inputs: tuple[str, ...]
-    """Kind of each parameter: `list`, `small` (1..9), `number` (1..9999) or `any` (-9..9)."""
 
     @property
     def structure(self) -> str:

@@ -5,8 +5,6 @@ distinct results on twelve inputs, and the bug shows on at least two of them. Bu
 endless loop can be killed; a bug that never returns is not kept.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy
@@ -130,12 +128,12 @@ class BuggyProgram:
     kind: str
     buggy: str
     inputs: tuple[tuple[object, ...], ...]
-    wanted: tuple[object, ...]
+    expected: tuple[object, ...]
 
     @property
     def right(self) -> tuple[CallOutcome, ...]:
         """Outcomes of the correct program."""
-        return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
+        return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.expected)
 
 
 def draw_candidate(
@@ -156,7 +154,7 @@ def draw_candidate(
     inputs, results = evaluate(program, count, rng)
     if len({repr(value) for value in results}) < 3 or len({repr(arguments) for arguments in inputs}) < len(inputs):
         return None
-    return BuggyProgram(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=results)
+    return BuggyProgram(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, expected=results)
 
 
 def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
@@ -192,7 +190,7 @@ def make_task(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Tas
     failing = [index for index, failed in enumerate(fails) if failed]
     passing = [index for index, failed in enumerate(fails) if not failed][: VISIBLE - 1]
     visible = [failing[0], *passing, *failing[2:]][:VISIBLE]
-    cases = list(zip(candidate.inputs, candidate.wanted, strict=True))
+    cases = list(zip(candidate.inputs, candidate.expected, strict=True))
     hidden = [cases[index] for index in range(len(cases)) if index not in visible]
     if len({repr(value) for _, value in hidden}) < 2:  # else a constant would pass
         return None

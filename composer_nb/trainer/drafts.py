@@ -15,8 +15,6 @@ guesses, of which fewer are then correct.
 Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count

@@ -17,8 +17,6 @@ Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollout
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -307,8 +305,8 @@ class Engine:
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
-            if slot.request.heard:
-                slot.request.heard(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
+            if slot.request.on_token:
+                slot.request.on_token(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
             if token in self.stop or len(slot.sampled) >= slot.request.max_tokens:
                 slot.waiting = True
                 ids, versions = slot.sampled, slot.versions

@@ -7,8 +7,6 @@ a power of two of tokens; the padding reads and writes a row of the cache that n
 Dimensions: N new tokens of all slots, U of them distinct.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ RL moves probability towards behaviour that the policy already shows at times. I
 no gradient. If a second try after a failed test gains nothing, running tests gains nothing, and the policy will drop both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,22 +22,22 @@ FIGURES = ("pass_at_1", "pass_greedy", "best_of_k", "k", "n_tasks", "recovery", 
 
 
 def headroom(
-    sampled: Sequence[Attempt], greedy: Sequence[Attempt], rewards: RewardSettings, own: OwnReward | None = None
+    sampled: Sequence[Attempt], greedy: Sequence[Attempt], rewards: RewardSettings, own_reward: OwnReward | None = None
 ) -> dict[str, Any]:
     """Return figures of an initial policy: those of `summarise`, `live` (share of tasks whose attempts earn different rewards),
     `gain` (the rise of pass@1 if every attempt were the best of its task), `nothing` (whether RL has nothing to find), and
-    `verdict`, a sentence. Solving tasks is not the aim of an environment with a reward of its own (`own`)."""
+    `verdict`, a sentence. Solving tasks is not the aim of an environment with a reward of its own (`own_reward`)."""
     scores = summarise(sampled, greedy)
     groups: dict[str, list[Attempt]] = {}
     for attempt in sampled:
         if attempt.grade.known:
             groups.setdefault(attempt.task.id, []).append(attempt)
-    scored = score_groups([*groups.values()], rewards, LossSettings(), own)
+    scored = score_groups([*groups.values()], rewards, LossSettings(), own_reward)
     several = [any(abs(s.advantage) > 1e-6 for s in group) for group in scored if len(group) > 1]
     live = float(np.mean(several)) if several else None
     figures = {name: scores[name] for name in FIGURES} | {"live": live}
     figures["gain"] = figures["best_of_k"] - figures["pass_at_1"]
-    figures["nothing"] = live is not None and not (live and (figures["best_of_k"] or own))
+    figures["nothing"] = live is not None and not (live and (figures["best_of_k"] or own_reward))
     figures["verdict"] = _verdict(figures)
     return figures
 

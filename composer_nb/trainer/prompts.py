@@ -12,8 +12,6 @@ resumed run has the same prompts, and every reader finds them. References: Compo
 turns and thinking tokens); *Composer 2.5* (tasks made through the run).
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,14 +61,17 @@ class CurriculumSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The parameters that determine the order of a run's prompts, together with its tasks and records."""
+    """The parameters that determine the order of a run's prompts, together with its tasks and records.
+
+    Attributes:
+        prompts: Prompts per step.
+        ahead: Number of steps whose records may be missing when a step's prompts are chosen.
+    """
 
     seed: str
     prompts: int = 1
-    """Prompts per step."""
     steps: int = 1
     ahead: int = 0
-    """Number of steps whose records may be missing when a step's prompts are chosen."""
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
 
     @classmethod
@@ -123,14 +124,17 @@ def tasks_by_id(run: Path) -> dict[str, Task]:
 
 
 class Tried(NamedTuple):
-    """A group that was trained on."""
+    """A group that was trained on.
+
+    Attributes:
+        thinking: Tokens.
+        solved: Share.
+    """
 
     task: str
     turns: float
     thinking: float
-    """Tokens."""
     solved: float
-    """Share."""
 
     @property
     def failures(self) -> float:

@@ -12,8 +12,6 @@ train. `services.coordinator.Coordinator` runs on Ray: engines and environments 
 and with no batch ahead, both make the same run, bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

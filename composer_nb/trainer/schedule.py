@@ -1,7 +1,5 @@
 """Settings of services, and the schedule of the orchestrator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

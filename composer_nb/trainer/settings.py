@@ -5,8 +5,6 @@
 `override` checks names, types (pydantic) and ranges. The resolved tree is saved in the run directory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -4,8 +4,6 @@ Checkpoints are Hugging Face directories, with one file or the shards of an inde
 mapped one after another, so checkpoints of any size need only the memory of a shard.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import deque
@@ -18,60 +16,42 @@ from torch import Tensor
 
 from composer_nb.kernels.delta.codec import bits, encode
 from composer_nb.trainer.models.shards import Mapped, read_shards, size_of
-from composer_nb.trainer.versions.manifest import (
-    MANIFEST,
-    BaseVersion,
-    DamagedVersion,
-    ForeignBase,
-    Manifest,
-    MisplacedVersion,
-    MissingVersion,
-    TensorEntry,
-    WeightState,
-    check_same_form,
-    seal,
-)
-from composer_nb.trainer.versions.payload import (
-    Decoded,
-    Link,
-    read_link,
-    side_files_of,
-    side_names,
-    write_part,
-    write_side,
-)
+from composer_nb.trainer.versions import manifest as manifests
+from composer_nb.trainer.versions import payload as payloads
 from composer_nb.trainer.versions.receiver import read_version
 from composer_nb.trainer.versions.store import VersionStore
 
 
-def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Path) -> Manifest:
+def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Path) -> manifests.Manifest:
     """Write the delta from one checkpoint to another. Both may be full versions or plain Hugging Face checkpoints, which count as
     version 0 and as the version after the base. Raises ValueError, without a change, if they are not of one model or `out_dir`
     exists (WeightFault for damage), and StoreError if it cannot be written."""
     base, _ = read_full(Path(base_dir), 0)
     target, files = read_full(Path(target_dir), base.version + 1)
     if target.version <= base.version:
-        raise MisplacedVersion(f"{target_dir} is version {target.version}, not after {base.version} of {base_dir}")
+        raise manifests.MisplacedVersion(
+            f"{target_dir} is version {target.version}, not after {base.version} of {base_dir}"
+        )
     try:
-        check_same_form(base.entries, target.entries)
-        side_names(files)
+        manifests.check_same_form(base.entries, target.entries)
+        payloads.side_names(files)
     except ValueError as error:
         raise ValueError(f"{base_dir} and {target_dir}: {error}") from None
     return _write(Path(out_dir), target, base, files)
 
 
-def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path) -> Manifest:
+def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path) -> manifests.Manifest:
     """Write the full version that a base and a delta give, a tensor at a time and in files like the base's. Raises WeightFault,
     without writing, if either is damaged or the delta has another base; ValueError if `out_dir` exists; StoreError if it cannot
     be written."""
     delta = open_link(Path(delta_dir))
     base, files = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
-    target = delta.manifest.state(Decoded(base, [delta]))
+    target = delta.manifest.state(payloads.Decoded(base, [delta]))
     groups = [sorted(entry.name for entry in shard) for shard in read_shards(Path(base_dir))]
-    return _write(Path(out_dir), target, None, files | side_files_of([delta]), groups)
+    return _write(Path(out_dir), target, None, files | payloads.side_files_of([delta]), groups)
 
 
-def fetch_version(store: str | Path, version: int, out_dir: str | Path) -> Manifest:
+def fetch_version(store: str | Path, version: int, out_dir: str | Path) -> manifests.Manifest:
     """Write a version of a store in full, however it is stored there. Raises WeightFault, without writing, for a version that is
     missing or damaged on all routes; ValueError if `out_dir` exists; StoreError if it cannot be read or written."""
     fetched = read_version(VersionStore(store), version)
@@ -80,11 +60,11 @@ def fetch_version(store: str | Path, version: int, out_dir: str | Path) -> Manif
 
 def _write(
     out: Path,
-    target: WeightState,
-    base: WeightState | None,
+    target: manifests.WeightState,
+    base: manifests.WeightState | None,
     files: Mapping[str, bytes],
     groups: Sequence[Sequence[str]] | None = None,
-) -> Manifest:
+) -> manifests.Manifest:
     """Write a version, in full or as a delta against `base`, to a folder that appears only when it is complete. `groups` are the
     tensors of each file."""
     if out.exists():
@@ -93,10 +73,10 @@ def _write(
     store.check_room(0 if base else sum(size_of(entry.torch_form) for entry in target.entries.values()))
     shutil.rmtree(part, ignore_errors=True)
     try:
-        written = [write_part(store, part.name, target, base, groups=groups)]
-        needs = None if base is None else BaseVersion(version=base.version, hash=base.hash)
-        manifest = seal(target.version, needs, written, write_side(store, part.name, written, files))
-        store.write(f"{part.name}/{MANIFEST}", manifest.dump())
+        written = [payloads.write_part(store, part.name, target, base, groups=groups)]
+        needs = None if base is None else manifests.BaseVersion(version=base.version, hash=base.hash)
+        manifest = manifests.seal(target.version, needs, written, payloads.write_side(store, part.name, written, files))
+        store.write(f"{part.name}/{manifests.MANIFEST}", manifest.dump())
         os.replace(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -104,14 +84,14 @@ def _write(
     return manifest
 
 
-def verify(version_dir: str | Path) -> Manifest:
+def verify(version_dir: str | Path) -> manifests.Manifest:
     """Check a version directory: its manifest, each file, and each tensor of a full version. Raises WeightFault for a fault."""
     path = Path(version_dir)
     link = open_link(path)
-    if extra := sorted({file.name for file in path.iterdir()} - link.manifest.files.keys() - {MANIFEST}):
-        raise DamagedVersion(f"{path}: {extra[0]} is not in the manifest")
+    if extra := sorted({file.name for file in path.iterdir()} - link.manifest.files.keys() - {manifests.MANIFEST}):
+        raise manifests.DamagedVersion(f"{path}: {extra[0]} is not in the manifest")
     if link.manifest.base is None:
-        deque(Decoded(None, [link]).values(), 0)
+        deque(payloads.Decoded(None, [link]).values(), 0)
     return link.manifest
 
 
@@ -120,7 +100,7 @@ def delta_sizes(before: Path, after: Path) -> dict[str, Any]:
     whose bits changed. Raises ValueError if the two do not have the same tensors."""
     old, new = (Mapped(read_shards(path)) for path in (before, after))
     try:
-        check_same_form(_forms(old), _forms(new))
+        manifests.check_same_form(_forms(old), _forms(new))
     except ValueError as error:
         raise ValueError(f"{before} and {after}: {error}") from None
     full = delta = changed = count = 0
@@ -133,36 +113,36 @@ def delta_sizes(before: Path, after: Path) -> dict[str, Any]:
     return {"full_bytes": full, "delta_bytes": delta, "changed_fraction": changed / max(count, 1)}
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, manifests.TensorEntry]:
     """Entries without hashes, for which no byte is read."""
     return {
-        name: TensorEntry(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), hash="")
+        name: manifests.TensorEntry(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), hash="")
         for name, tensor in tensors.items()
     }
 
 
-def open_link(path: Path) -> Link:
+def open_link(path: Path) -> payloads.Link:
     """Check and map the files of a version directory. Raises WeightFault if it is unusable."""
-    if not (path / MANIFEST).is_file():
-        raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
-    manifest = Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST))
-    return read_link(VersionStore(path.parent), path.name, manifest, mapped=True)
+    if not (path / manifests.MANIFEST).is_file():
+        raise manifests.MissingVersion(f"{path}: not a weight version, {manifests.MANIFEST} is missing")
+    manifest = manifests.Manifest.load((path / manifests.MANIFEST).read_bytes(), str(path / manifests.MANIFEST))
+    return payloads.read_link(VersionStore(path.parent), path.name, manifest, mapped=True)
 
 
-def read_full(path: Path, number: int) -> tuple[WeightState, dict[str, bytes]]:
+def read_full(path: Path, number: int) -> tuple[manifests.WeightState, dict[str, bytes]]:
     """Return a checkpoint's weights, mapped and hashed, and its side files. A plain checkpoint counts as version `number`. Raises
     WeightFault, FileNotFoundError or ValueError."""
-    if not (path / MANIFEST).exists():
-        return WeightState.of(number, Mapped(read_shards(path))), side_files(path)
+    if not (path / manifests.MANIFEST).exists():
+        return manifests.WeightState.of(number, Mapped(read_shards(path))), side_files(path)
     link = open_link(path)
     m = link.manifest
     if m.base is not None:
-        raise ForeignBase(f"{path} is a delta against version {m.base.version}; apply it to that one first")
-    deque(Decoded(None, [link]).values(), 0)
+        raise manifests.ForeignBase(f"{path} is a delta against version {m.base.version}; apply it to that one first")
+    deque(payloads.Decoded(None, [link]).values(), 0)
     return m.state(link.payload), side_files(path)
 
 
 def side_files(path: Path) -> dict[str, bytes]:
     """Return the files beside the weights of a checkpoint: config.json, the tokenizer."""
-    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != MANIFEST]
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != manifests.MANIFEST]
     return {file.name: file.read_bytes() for file in files if ".safetensors" not in file.name}

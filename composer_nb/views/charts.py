@@ -9,8 +9,6 @@ Text and axes are of a grey that is readable on light and dark pages; the page s
 `vl-convert-python`, so nothing is fetched.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ The first run is blue in every figure, the second orange. Two runs are two sampl
 cause of a difference in scores.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

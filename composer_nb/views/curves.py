@@ -1,7 +1,5 @@
 """Curves over steps: losses of supervised training, metrics of RL of one run or of many, and times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

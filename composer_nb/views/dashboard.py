@@ -48,10 +48,10 @@ def headline(status: Status) -> str:
     """Return state, progress and estimated time left in one line."""
     parts = [f"{status.path.name}: {status.state}"]
     if status.stage:
-        steps = f" {status.done} of {status.total} steps" if status.total else ""
+        steps = f" {status.steps_done} of {status.total} steps" if status.total else ""
         parts.append(f"{status.stage}{steps}")
     elif status.total:
-        parts.append(f"{status.done} RL steps")
+        parts.append(f"{status.steps_done} RL steps")
     if status.left_s is not None:
         parts.append(f"{status.stage} needs about {_spoken(status.left_s)} more")
     return ", ".join(parts)
@@ -116,7 +116,7 @@ def utilisation(status: Status) -> float | None:
 def _in_flight(status: Status) -> str:
     if not status.slots:
         return "nothing"
-    size, finished, running = (sum(getattr(s, name) for s in status.slots) for name in ("size", "done", "running"))
+    size, finished, running = (sum(getattr(s, name) for s in status.slots) for name in ("size", "finished", "running"))
     verb = "being sampled" if status.state == "live" else "to be sampled again"
     training = f"{sum(s.training for s in status.slots)} groups in training"
     return f"{len(status.slots)} groups: of {size} rollouts {finished} finished, {running} {verb}; {training}"
@@ -168,7 +168,7 @@ def _work(status: Status) -> Chart:
         {"at": slot.slot, "part": part, "value": count, "order": order}
         for slot in status.slots
         for order, (part, count) in enumerate(
-            zip(parts, (slot.done, slot.running, slot.size - slot.done - slot.running), strict=True)
+            zip(parts, (slot.finished, slot.running, slot.size - slot.finished - slot.running), strict=True)
         )
     ]
     return stack("rollouts in flight", rows, parts, x="prompt", mark="bar")
@@ -176,7 +176,7 @@ def _work(status: Status) -> Chart:
 
 def progress(status: Status) -> float:
     """Return the share of the stage's steps that are done."""
-    return 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
+    return 1.0 if status.state == "complete" else status.steps_done / status.total if status.total else 0.0
 
 
 def board(status: Status) -> Html:

@@ -1,7 +1,5 @@
 """Mid-training: loss against tokens with fits, the effect of data mixtures, and which tokens see which in a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

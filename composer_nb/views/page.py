@@ -3,8 +3,6 @@
 Notebook HTML follows JupyterLab's theme; pages, and notebooks elsewhere, follow the reader's light or dark setting.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import math

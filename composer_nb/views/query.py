@@ -9,8 +9,6 @@
 Clauses are joined by `and`; `not` before one turns it round.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping

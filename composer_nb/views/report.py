@@ -5,8 +5,6 @@ console.print(table(report))                # begins with the verdict
 write_report(run, pictures(run))            # report.json, and report.html that needs no other file and can be printed
 """
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +47,7 @@ def pictures(run: RunDir) -> dict[str, tuple[str, Any]]:
         "mismatch": ("replay" in report, scores.mismatch, (report,), "How far engine and trainer are apart."),
         "time": (status.stages, curves.time_split, (status,), "Where the time went."),
     }
-    return {name: (caption, draw(*args)) for name, (shown, draw, args, caption) in drawings.items() if shown}
+    return {name: (caption, draw(*args)) for name, (has_data, draw, args, caption) in drawings.items() if has_data}
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, Any]] | None = None) -> dict[str, Any]:

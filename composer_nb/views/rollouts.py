@@ -1,7 +1,5 @@
 """The rollouts of a run as rows, and a search over them (`views.query`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

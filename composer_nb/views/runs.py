@@ -3,8 +3,6 @@
 rows = run_rows(runs_below(Path("runs")))
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Scores of policies on held-out tasks, by family and behaviour, and the mismatch of engine and trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A `Picture` is a matplotlib Figure that shows itself in a notebook without a dis
 is of a grey that is readable on light and dark pages.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A task as a card (instruction, workspace with the wrong line, visible tests), and an attempt as a table of calls."""
 
-from __future__ import annotations
-
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.tasks.task import Task

@@ -51,7 +51,7 @@ def official_tasks() -> dict[str, Task]:
         executor, made = CachedExecutor(sandboxes), []
         for number, at in enumerate(range(0, TASKS, CHUNK)):
             count = min(CHUNK, TASKS - at)
-            made += make_miniatures(f"heldout-{number:03d}", count, heldout=False, executor=executor, told=TOLD)
+            made += make_miniatures(f"heldout-{number:03d}", count, heldout=False, executor=executor, described=TOLD)
     return {task.id: task for task in made}
 
 

@@ -5,8 +5,6 @@ in functions, moved into another module, done at import, at the first call, in a
 third patch beside. Most work as well as what they are made of, some break each other. None may score.
 """
 
-from __future__ import annotations
-
 import random
 import textwrap
 

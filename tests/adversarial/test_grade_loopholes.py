@@ -1,7 +1,5 @@
 """Code without a right answer that uses what surrounds the tests: words, names, ids, neighbours, the host. It must not pass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace

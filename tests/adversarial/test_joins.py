@@ -5,8 +5,6 @@ path, or the result of `checked` or `single`; or the join stands in REVIEWED, wi
 assignment of the same module makes one.
 """
 
-from __future__ import annotations
-
 import ast
 
 from tests.test_imports import PACKAGE, ROOT

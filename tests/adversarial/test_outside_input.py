@@ -1,14 +1,11 @@
-"""Input from outside that is read without being run: patterns, pytest's configuration, wheels, rows, kept work, requests. Each
+"""Input from outside that is read without being run: patterns, pytest's configuration, wheels, rows, kept work. Each
 attack is refused, named or made harmless; one that would never end is cut short by pytest's time limit."""
-
-from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from iniconfig import IniConfig
 
-from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.store import load_attempts
+from composer_nb.harness.tasks import runtime
 from composer_nb.harness.tasks.making.options import plugins_in, read_options
-from composer_nb.harness.tasks.runtime import (
-    PACKAGES,
-    PACKAGES_DIGEST,
-    allow_packages,
-    packages_digest,
-    packages_of,
-    read_packages,
-)
 from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import parquet
 from composer_nb.production.diff import patch
-from composer_nb.production.serve import ScriptServer
 from composer_nb.production.work import CHANGES, DIFF, give_verdict
 from composer_nb.trainer.learning.data import load_rows
 from composer_nb.trainer.models.shards import read_shard
@@ -88,28 +76,28 @@ def test_a_task_that_names_a_folder_of_this_machine_fills_no_memory(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "a.py").write_text("")
-    assert read_packages(tmp_path) == {"a.py": b""}
+    assert runtime.read_packages(tmp_path) == {"a.py": b""}
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    read_packages.cache_clear()
+    runtime.read_packages.cache_clear()
     with pytest.raises(ValueError, match="more than packages"):
-        read_packages(tmp_path)
-    read_packages.cache_clear()
+        runtime.read_packages(tmp_path)
+    runtime.read_packages.cache_clear()
 
 
 def test_a_foreign_task_may_name_no_folder_that_was_never_given_for_tests(tmp_path: Path) -> None:
     """It may know what lies there, as with a public package, and so its digest."""
     (tmp_path / "secret.py").write_text("x")
-    named = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest({"secret.py": b"x"})}
+    named = {runtime.PACKAGES: str(tmp_path), runtime.PACKAGES_DIGEST: runtime.packages_digest({"secret.py": b"x"})}
     task = Task(id="t", instruction="-", files={}, tests={"test_a.py": ""}, source_scope=("a.py",), grader="pytest")
     task = task.model_copy(update={"metadata": named})
     with pytest.raises(
         ValueError, match=f"task t: {tmp_path} lacks composer_nb.packages, which `tasks make --packages` writes"
     ):
-        packages_of(task)
-    allow_packages(tmp_path)
-    assert packages_of(task) == {"secret.py": b"x"}
-    read_packages.cache_clear()
+        runtime.packages_of(task)
+    runtime.allow_packages(tmp_path)
+    assert runtime.packages_of(task) == {"secret.py": b"x"}
+    runtime.read_packages.cache_clear()
 
 
 # Rows
@@ -181,64 +169,6 @@ def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:
     with pytest.raises(ValueError, match="nothing was written"):
         give_verdict(kept, "accepted", root / ".git")
     assert give_verdict(kept, "accepted", root) == (root, 1) and (root / "a").read_text() == "safe\n"
-
-
-# Requests
-
-CLOSE = b"\r\nConnection: close\r\n\r\n"
-GET = b"GET /v1/models HTTP/1.1\r\n"
-LOCAL = b"Host: localhost"
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost"
-
-
-def post(body: bytes) -> bytes:
-    return POST + b"\r\nContent-Length: %d" % len(body) + CLOSE + body
-
-
-ASKED = b'"messages": [{"role": "user", "content": "x"}]'
-REQUESTS: dict[str, tuple[bytes, int]] = {
-    "another host's address": (b"GET http://evil.example/v1/models HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
-    **{
-        f"the host {host!r}": (GET + b"Host: " + host + CLOSE, 403)
-        for host in (
-            b"evil.example@localhost", b"localhost:80:80", b"localhost, evil.example", b"0x7f.1", b"",
-        )
-    },
-    "a tunnel": (b"CONNECT evil.example:80 HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
-    "a header of 200 kB": (GET + LOCAL + b"\r\nX: " + b"a" * 200_000 + CLOSE, 400),
-    "a chunk's extension with a line": (
-        POST + b"\r\nTransfer-Encoding: chunked" + CLOSE + b'2;a="\n"\r\n{}\r\n0\r\n\r\n', 400
-    ),
-    "a length of 5,000 digits": (POST + b"\r\nContent-Length: " + b"9" * 5000 + CLOSE, 400),
-    "a body that is packed": (POST + b"\r\nContent-Encoding: gzip\r\nContent-Length: 2" + CLOSE + b"\x1f\x8b", 400),
-    **{
-        f"{number} as {name}": (post(b'{%s, "%s": %s}' % (ASKED, name.encode(), number)), 400)
-        for name in ("temperature", "top_p", "frequency_penalty")
-        for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
-    },
-    "a seed of 5,000 digits": (post(b'{%s, "seed": %s}' % (ASKED, b"9" * 5000)), 400),
-    "a deep body": (post(b'{"messages": ' + b"[" * 100_000), 400),
-    "half a pair": (post(b'{"messages": [{"role": "\\ud800"}]}'), 400),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptServer]:
-    with ScriptServer(lambda messages: Said(text="answered")) as server:
-        yield server
-
-
-@pytest.mark.parametrize(("request_", "refused"), REQUESTS.values(), ids=REQUESTS)
-def test_a_request_that_is_none_of_ours_is_refused(server: ScriptServer, request_: bytes, refused: int) -> None:
-    with socket.create_connection(server._socket.getsockname(), timeout=30) as client:
-        client.sendall(request_)
-        said = b""
-        try:
-            while part := client.recv(65536):
-                said += part
-        except ConnectionResetError:  # it did not read all of it
-            pass
-    assert said.startswith(b"HTTP/1.1 %d " % refused) and said.count(b"HTTP/1.1 ") == 1 and b"scripted" not in said
 
 
 # Weights

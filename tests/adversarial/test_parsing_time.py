@@ -1,7 +1,5 @@
 """Texts of others are read in a time that grows with their length: patterns, differences of lines, TOML."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -41,6 +39,9 @@ def raises(call: Callable[[], object]) -> Callable[[], object]:
 
 CASES: dict[str, Callable[[], object]] = {
     "a call": lambda: flags_of(done({}, ("run_terminal_cmd", {"command": "git " * 100_000}, "x"))),
+    "many modules": lambda: flags_of(done({f"m{n}.py": "a\n" * 20_000 for n in range(40)})),
+    "values inside values": lambda: flags_of(done({"f.py": f"x == {'[' * 190}{'1, ' * 40_000}{']' * 190}\n"})),
+    "a number that cannot be written": lambda: flags_of(done({"f.py": f"a == 0x{'f' * 5000}\n"})),
     "calls within calls": lambda: flags_of(done({}, task=TASK.model_copy(update={"files": {"test_f.py": NESTED}}))),
     "a claim": lambda: conduct._says("tests " * 100_000, conduct._CLAIM),
     "an exception": lambda: _not_raised("DID NOT RAISE " + "a" * 200_000),

@@ -1,8 +1,6 @@
 """Content that somebody else wrote: a sandbox's answers, run databases, job files, diffs. It ends in a typed error in bounded
 work, or is shown with everything escaped that a terminal would obey."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

@@ -1,7 +1,5 @@
 """Names that lead elsewhere: in manifests, tasks, run databases, checkpoints, diffs. Each is refused before a byte is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

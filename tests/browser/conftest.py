@@ -4,8 +4,6 @@
 machine and report no error, or the test fails at its end.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ Cells that are out of sight are not in the page (JupyterLab draws what one can s
 anything in it is asked for. What cells have put out is read from the notebook's model, which holds all of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

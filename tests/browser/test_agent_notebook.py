@@ -1,7 +1,5 @@
 """An agent in JupyterLab: it works behind a server, its turns unfold, and a click on Accept writes its change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The board of a run in JupyterLab: the front end of the page, with a kernel behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

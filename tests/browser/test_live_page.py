@@ -1,7 +1,5 @@
 """The page that follows a run, in a browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A live run and its notebook: the kernel is killed, the run goes on, the notebook attaches again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,7 +56,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     said_first = attached.inner_text()
     assert "live" in said_first and trained(said_first) >= len(begun.steps)
     page.wait_for_function("([e, old]) => e.innerText !== old", arg=[attached.element_handle(), said_first])
-    wait_until(path, lambda seen: seen.done > trained(said_first) + 2, PATIENCE_S)
+    wait_until(path, lambda seen: seen.steps_done > trained(said_first) + 2, PATIENCE_S)
     page.wait_for_timeout(4000)
     assert trained(attached.inner_text()) > trained(said_first), "the board does not keep up"
     assert read_status(path).state == "live", "attaching must not end a run"

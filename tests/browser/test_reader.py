@@ -1,7 +1,5 @@
 """A rollout as a person reads it: parts fold, a token tells its numbers, in both themes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reward lab as a person uses it: run the notebook, move a slider, bring everything back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

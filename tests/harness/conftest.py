@@ -1,7 +1,5 @@
 """Fixtures of the harness: a fleet of sandboxes, a backend, a small tokenizer, a task, and a policy that writes given tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Harbor tasks as other people write them: directories by hand, from the schema's words, each with another of its options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CHECK = "#!/bin/bash\nsaid=0\nif {check}; then said=1; fi\necho $said > /logs/verifier/reward.txt\n"

@@ -1,7 +1,5 @@
 """A server on loopback that answers in JSON."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

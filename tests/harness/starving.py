@@ -1,7 +1,5 @@
 """A machine that gives a sandbox too little of its CPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A server on the loopback that answers in the ways that a socket's own limit of silence does not end."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

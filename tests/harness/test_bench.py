@@ -1,7 +1,5 @@
 """The bench: figures against hand computation, and behaviour on rollouts made by hand."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
@@ -9,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.bench import (
-    behaviour,
-    filtered_best_of,
-    pass_at_k,
-    pass_hat_k,
-    summarise,
-)
+from composer_nb.harness import bench
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
@@ -59,7 +51,7 @@ def test_figures_are_those_computed_by_hand() -> None:
         *(made("c", passed, family="comp") for passed in (False, False, False, False)),
     ]
     greedy = [made("a", True), made("b", False), made("c", False), made("d", True)]
-    found = summarise(sampled, greedy)
+    found = bench.summarise(sampled, greedy)
     assert found["pass_at_1"] == pytest.approx((0.5 + 0.25 + 0.0) / 3)
     assert found["best_of_k"] == pytest.approx(2 / 3)
     assert found["pass_greedy"] == 0.5
@@ -71,7 +63,7 @@ def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> No
     lost = made("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
     sampled = [made("a", True), made("a", None), lost, lost, made("c", False, family="comp")]
     greedy = [made("a", True), made("b", None), made("c", False)]
-    found = summarise(sampled, greedy)
+    found = bench.summarise(sampled, greedy)
     assert (found["pass_at_1"], found["best_of_k"], found["pass_greedy"]) == (0.5, 0.5, 0.5)
     assert (found["k"], found["n_tasks"], found["infra_errors"]) == (1, 2, 4)
     assert found["by_family"] == {"comp": 0.0, "loop": 1.0}
@@ -85,19 +77,19 @@ def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> No
 def test_an_interval_holds_the_mean(solved: list[list[bool]], seed: int) -> None:
     sampled = [made(f"t{n}", passed) for n, each in enumerate(solved) for passed in each]
     greedy = [made(f"t{n}", each[0]) for n, each in enumerate(solved)]
-    found = summarise(sampled, greedy, seed)
+    found = bench.summarise(sampled, greedy, seed)
     for mean, interval in (("pass_at_1", "ci95"), ("pass_greedy", "ci95_greedy")):
         low, high = found[interval]
         assert -1e-9 <= low <= found[mean] + 1e-9 and found[mean] - 1e-9 <= high <= 1 + 1e-9
     assert found["best_of_k"] >= found["pass_at_1"] - 1e-9
-    assert found == summarise(sampled, greedy, seed)
+    assert found == bench.summarise(sampled, greedy, seed)
 
 
 @pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 1), (5, 2, 1), (5, 2, 3), (6, 5, 2), (4, 4, 4)])
 def test_estimates_are_shares_of_draws_of_k(n: int, passed: int, k: int) -> None:
     draws = list(combinations([True] * passed + [False] * (n - passed), k))
-    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-    assert pass_hat_k(n, passed, k) == pytest.approx(sum(map(all, draws)) / len(draws))
+    assert bench.pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert bench.pass_hat_k(n, passed, k) == pytest.approx(sum(map(all, draws)) / len(draws))
 
 
 def test_behaviour_is_what_was_done() -> None:
@@ -107,7 +99,7 @@ def test_behaviour_is_what_was_done() -> None:
         made("c", False, (), read=5, wrote=0, stop="tokens"),
         made("d", False, (NO_TESTS, FINISH)),
     ]
-    found = behaviour(attempts)
+    found = bench.behaviour(attempts)
     assert found["tokens_per_task"] == (14 + 5 + 5 + 6) / 4
     assert found["sampled_per_task"] == (10 + 3 + 0 + 2) / 4
     assert found["tool_calls_per_task"] == 9 / 4
@@ -147,13 +139,13 @@ def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
         made("b", True, (READ, READ, EDIT, PASS, FINISH)),
         made("c", False, (FAIL, EDIT, FINISH)),
     ]
-    found = behaviour(given)
+    found = bench.behaviour(given)
     assert (found["recovery"], found["recovery_n"]) == (0.5, 2)
     assert found["tests_after_wrong_edit"] == 3 / 4  # a, a, b tested; c did not
     assert found["reads_before_edit"] == (1 + 1 + 0 + 2 + 0) / 5
     assert found["pass_within"] == {"4": 0.0, "8": 2 / 5, "12": 2 / 5, "20": 2 / 5}
     assert found["calls_per_turn"] == 1.0
-    nothing = behaviour([made("a", False)])
+    nothing = bench.behaviour([made("a", False)])
     assert nothing["recovery"] is None and nothing["recovery_n"] == 0 and nothing["tests_after_wrong_edit"] is None
 
 
@@ -162,7 +154,7 @@ def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_see
     refused = made("a", False, (EDIT, FAIL))
     edited_after = made("a", True, (EDIT, PASS, EDIT))
     tries = [refused, accepted_right, accepted_wrong, edited_after]
-    assert filtered_best_of(tries, 1) == 1 / 4  # an attempt that is not accepted is never taken
-    assert filtered_best_of(tries, 2) == np.mean([True, True, False, False])
-    assert filtered_best_of(tries, 4) == np.mean([True, True, False, True])
-    assert filtered_best_of(tries, 8) is None
+    assert bench.filtered_best_of(tries, 1) == 1 / 4  # an attempt that is not accepted is never taken
+    assert bench.filtered_best_of(tries, 2) == np.mean([True, True, False, False])
+    assert bench.filtered_best_of(tries, 4) == np.mean([True, True, False, True])
+    assert bench.filtered_best_of(tries, 8) is None

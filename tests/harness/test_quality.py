@@ -1,7 +1,5 @@
 """Changes beside the human's: figures by hand, and what hostile files cannot change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM and SGLang as policies: one suite for both, against a server on loopback that answers in their recorded forms."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards: the effort curve against its closed forms, and what terms a rollout gets."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts on disk: what is read is what was written, and damage is named."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Source of others is parsed within limits, and in many threads at once without a fault of the interpreter."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

@@ -1,7 +1,5 @@
 """Weight versions over hosts that are cut off, dead or an hour late, from a store that refuses: all arrive, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

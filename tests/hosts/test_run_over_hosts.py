@@ -1,7 +1,5 @@
 """A Ray head on one host, nodes on others, and RL over them without a shared folder, whoever is cut off or dies."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,8 +1,5 @@
 """A Ray cluster of two nodes on this machine, in a process of its own, for a module of tests."""
 
-from __future__ import annotations
-
-import json
 import os
 import secrets
 import shutil
@@ -20,20 +17,6 @@ from test_jobs_fire import Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
 
-WATCH = """
-import json, sys
-from composer_nb.trainer.services.cluster import attach
-
-attach(sys.argv[1], "watch")
-import ray
-from ray._private.state import actors
-
-nodes = sorted(ray.nodes(), key=lambda node: "node:__internal_head__" not in node["Resources"])
-print(json.dumps([node["NodeID"] for node in nodes]), flush=True)
-for line in iter(sys.stdin.readline, ""):
-    made = [[a["ActorID"], a["ActorClassName"], a["Address"]["NodeID"]] for a in actors().values()]
-    print(json.dumps(made), flush=True)
-"""
 # Root needs no user namespace, in which the sandboxes' account would be missing.
 APART = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--mount"]
 APART += ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
@@ -61,11 +44,9 @@ class Cluster:
             time.sleep(0.1)
         self.address = address.read_text()
         self.start_node([*APART, str(hidden)] if hidden else [], f"--address={self.address}", **second)
-        self.watch = self.open([sys.executable, "-c", WATCH, self.address])
-        self.head, self.other = self.read()
 
     def open(self, command: list[str]) -> subprocess.Popen[str]:
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.words.open("a")}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": self.words.open("a")}
         return subprocess.Popen(command, env=self.bench.environment, text=True, **pipes)
 
     def start_node(self, apart: list[str], *options: str, **resources: int) -> None:
@@ -76,24 +57,11 @@ class Cluster:
         while "block forever" not in node.stdout.readline():
             assert node.poll() is None, self.words.read_text()
 
-    def read(self) -> Any:
-        assert self.watch.stdout is not None
-        line = self.watch.stdout.readline()
-        assert line, self.words.read_text()
-        return json.loads(line)
-
     def lose(self, *nodes: subprocess.Popen[str]) -> None:
         for node in (node for node in nodes if node.poll() is None):
             for process in psutil.Process(node.pid).children(recursive=True):
                 process.kill()
             node.kill()
-
-    def actors(self) -> set[tuple[str, str, str]]:
-        """(id, class, id of its node) of every actor that has been made."""
-        assert self.watch.stdin is not None
-        self.watch.stdin.write("\n")
-        self.watch.stdin.flush()
-        return {tuple(row) for row in self.read()}
 
 
 @contextmanager
@@ -101,7 +69,7 @@ def two_nodes(folder: Path, first: dict[str, Any], second: dict[str, Any], hidde
     """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
     made = Cluster(Bench(folder), first, second, hidden)
     yield made
-    for process in (made.watch, *made.nodes):
+    for process in made.nodes:
         process.terminate()
         process.communicate(timeout=patience(120))
     for process in made.bench.alive():

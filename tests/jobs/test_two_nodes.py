@@ -1,28 +1,21 @@
-"""Notebooks and RL on one Ray cluster of two nodes on this machine: both take part, and the second says which folder it does not
-see. A graph gives what the same file gives without Ray."""
+"""Notebooks on one Ray cluster of two nodes on this machine: both take part, and the second says which folder it does not see. A
+graph gives what the same file gives without Ray. `tests/hosts` has RL over hosts."""
 
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 from clusters import Cluster, two_nodes
 from test_jobs_fire import DETACHED, LEASED, Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.recipe.launch import fork
-from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.run_copy import NotSeen
 from composer_nb.trainer.services.services import EngineService, EvaluationService
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
-from composer_nb.trainer.settings import Settings, override
-from tests.conftest import TINY
+from composer_nb.trainer.settings import Settings
 
 pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = pytest.mark.slow
@@ -53,63 +46,14 @@ def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
         process.kill()
 
 
-def begun(source: RunDir, runs: Path, name: str, cluster: Cluster) -> RunDir:
-    """A fork of a run that is to do RL on the cluster."""
-    changes: dict[str, Any] = {
-        "services.on": True, "services.address": cluster.address, "rl.steps": 2, "rl.prompts": 2, "rl.max_seconds": 0.0,
-        "rl.evaluate_every": 0,
-    }  # fmt: skip
-    return fork(source, override(Settings(), TINY | changes), runs=runs, name=name)
-
-
-def reinforce(run: RunDir, bench: Bench) -> subprocess.Popen[str]:
-    """Start the process of RL."""
-    command = [sys.executable, "-m", "composer_nb.trainer.services.run", str(run.path)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=bench.environment, **pipes)
-
-
-def said_by(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=patience(300))
-    print(said)
-    return said
-
-
-def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: Bench, cluster: Cluster):
-    run, before = begun(tiny_run, bench.runs, "shared", cluster), cluster.actors()
-    process = reinforce(run, bench)
-    said, info = said_by(process), run.finished("rl")
-    assert process.returncode == 0 and info is not None and "died" not in said
-    places = {kind: node for _, kind, node in cluster.actors() - before}
-    assert places.keys() == {"TrainerRank", "EngineService", "EnvironmentService"}
-    assert set(places.values()) == {cluster.head, cluster.other}
-    files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
-    tasks = [task for file in files for task in pq.read_table(file, columns=["task_id"])["task_id"].to_pylist()]
-    assert len(files) == 2 and Counter(Counter(tasks).values()) == {4: 2 * 2}, "no prompt skipped, none twice"
-    assert sum(run.ledger().values()) == info["sampled"] > 0
-    assert (run.path / "weights" / "final" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_node_that_does_not_see_the_runs_says_so(tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path):
-    """A job's runner, and RL before it begins; where a service of RL starts, the test below asks."""
-    run = begun(tiny_run, hidden, "hidden", cluster)
-    process = reinforce(run, bench)
+def test_a_node_that_does_not_see_the_runs_says_so(bench: Bench, cluster: Cluster, hidden: Path):
+    """A job's runner; the test below asks the services of RL."""
     job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
     bench.runs = hidden / "runs"
     code, said = bench.run("run", str(job), "--ray", cluster.address)
     attempt = bench.attempt("a").resolve() / "attempt.json"
     assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
     assert not bench.attempt("a").with_name("log.txt").exists()
-    said = said_by(process)
-    assert (
-        process.returncode == 1
-        and (
-            f"does not see {run.path}: keep --runs on a file system that all nodes of services.address share, under the same path"
-        )
-        in said.splitlines()[-1]
-    )
-    assert "made again" not in said and len(said.splitlines()) == 2
 
 
 @pytest.mark.parametrize("kind", [EngineService, EnvironmentService, TrainerRank, EvaluationService])

@@ -1,7 +1,5 @@
 """Kernels with what the compile gate must catch, and one with nothing; `SPECS` as in the package."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

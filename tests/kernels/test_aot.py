@@ -1,7 +1,5 @@
 """The compile gate catches what is planted; it reads machine code as it is printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The compiled decode against the model's own forward pass, on models of many shapes; and what it promises of batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the GPU bench says about what it measured, and its whole flow on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Log-probabilities of an output layer in pieces, against whole logits in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

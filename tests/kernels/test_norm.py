@@ -1,7 +1,5 @@
 """The norms' kernels against torch's composition in float64, values and gradients; other dtypes go another way."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The kernels of quantisation, in Triton's interpreter, against their references: not one byte may differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What the interpreter computes once it is repaired; and who computes what."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

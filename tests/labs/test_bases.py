@@ -1,7 +1,5 @@
 """The three evaluations of a base, on models whose answers are known, and against slower references."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

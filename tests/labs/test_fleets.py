@@ -1,7 +1,5 @@
 """Bursts of environments: a few on this machine, thousands in virtual time, by the same scheduler."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The gradient of streams as one vector: what a learner would have stepped along."""
 
-from __future__ import annotations
-
 from random import Random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """HumanEval: its problems accept their solutions and nothing wrong, scores are the published estimate, runs resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What formats carry from one token to another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

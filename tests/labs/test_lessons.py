@@ -1,7 +1,5 @@
 """Optimiser steps on stored batches: a copy learns, the model itself does not."""
 
-from __future__ import annotations
-
 import torch
 
 from composer_nb.labs.lessons import later, raw_streams

@@ -1,7 +1,5 @@
 """Regions in virtual time, with the real publisher, mirrors and receivers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

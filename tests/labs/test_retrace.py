@@ -1,7 +1,5 @@
 """Stored rollouts through another model: what an engine of it would have recorded, checked against plain forwards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

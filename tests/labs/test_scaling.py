@@ -1,7 +1,5 @@
 """Loss against tokens: lines through points that lie on one, and bytes counted by decoding."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

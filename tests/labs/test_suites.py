@@ -1,7 +1,5 @@
 """Side suites tell an honest script from one that meddles, and both from one that cheats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The delta inspector: predicted density against a count of roundings, and a store's versions against what was published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Stored runs that went to an extreme, made from a run that is there, and notebooks run on them without a kernel."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

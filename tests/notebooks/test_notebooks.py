@@ -9,6 +9,7 @@ import nbformat
 import pytest
 import torch
 from extremes import CHECKS
+from test_any_run import OFTEN
 
 from composer_nb.jobs.check import parameters_of
 from composer_nb.jobs.notebook import run_notebook
@@ -37,6 +38,13 @@ CORE = (
 Capture = pytest.CaptureFixture[str]
 SEE = "*What you should see here:*"
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem not in ON_ONE_PAGE]
+READ_IN_PROCESS = {book for book, _ in OFTEN}
+"""Notebooks whose code `test_any_run.py` runs each time, on a run that went to an extreme."""
+RUN_HERE = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in READ_IN_PROCESS else [])
+    for path in WALKTHROUGHS
+    if path.stem != "05_rl_run"
+]
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -131,7 +139,7 @@ def test_a_learner_writes_functions_that_are_judged_at_once(path: Path, book: nb
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("path", [p for p in WALKTHROUGHS if p.stem != "05_rl_run"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN_HERE, ids=lambda path: path.stem)
 def test_it_runs_on_the_example(path: Path, tmp_path: Path):
     """It runs with its own parameters, or SHORTER ones, and leaves nothing beside the notebook and in the example."""
     folders = [FOLDER, *EXAMPLES]

@@ -1,7 +1,5 @@
 """The notebook of a live run: on a run that is over within seconds, and with a run of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

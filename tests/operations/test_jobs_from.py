@@ -1,7 +1,5 @@
 """A job file made from a run trains with the run's settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The page that follows a run."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The MCP server, by the SDK's own client over stdio."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

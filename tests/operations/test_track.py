@@ -1,7 +1,5 @@
 """Trackers, against the real libraries, all of them on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

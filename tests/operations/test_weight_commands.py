@@ -1,7 +1,5 @@
 """`composer-nb weights` on two sharded checkpoints and on a store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

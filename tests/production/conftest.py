@@ -1,7 +1,5 @@
 """A backend with sandboxes, a small repair task with its plan, a tokenizer with a chat format, and a policy of given turns."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,8 +153,8 @@ class Turns:
     def _turn(self, request: Request, token_ids: list[int]) -> Completion:
         logprobs, versions = [-0.5] * len(token_ids), [self.version] * len(token_ids)
         for drawn in map(SampledToken, token_ids, logprobs, versions):
-            if request.heard:
-                request.heard(drawn)
+            if request.on_token:
+                request.on_token(drawn)
                 time.sleep(self.pause_s)
         return Completion(rollout=request.rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
 

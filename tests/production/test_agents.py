@@ -1,7 +1,5 @@
 """`composer-nb agent`, `eval` with the product's tools, and `serve`, as a user calls them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -21,7 +19,6 @@ from rich.console import Console
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Message, Said, User
 from composer_nb.harness.agent.scripts import play, read_script
-from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.tasks.task import Task
 from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
@@ -151,31 +148,6 @@ def test_arms_of_the_bench(task: Task, tmp_path: Path) -> None:
     assert len(heard) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
         evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
-
-
-@pytest.mark.docker
-def test_an_agent_in_an_image(repository: Path, script: Path, tmp_path: Path, docker_client: Any) -> None:
-    """An image with a package that this machine has not, which the repository's tests need."""
-    tag = "composer-nb-test:project"
-    lines = [
-        f"FROM {host_image(docker_client)}",
-        "USER 0",
-        "RUN mkdir -p /opt/site && echo 'two = 2' > /opt/site/project_needs.py",
-    ]
-    text = "\n".join([*lines, "ENV PYTHONPATH=/opt/site"])
-    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
-    (repository / "run.sh").write_text("#!/bin/sh\n")
-    command = "python -c 'import project_needs' && chmod +x run.sh && printf '\\0' > logo.png && echo works"
-    script.write_text(
-        json.dumps([{"calls": [call("run_terminal_cmd", command=command, is_background=False)]}, {"text": "Done."}])
-    )
-    try:
-        work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out", backend="docker", image=tag)
-    finally:
-        docker_client.images.remove(tag, force=True)
-    assert "works" in work.conversation.turns[0].observation and not work.others and not work.lost
-    work.accept()
-    assert os.access(repository / "run.sh", os.X_OK) and (repository / "logo.png").read_bytes() == b"\0"
 
 
 @pytest.mark.parametrize(("keys", "verdict"), [(b"xY", "accepted"), (b"n", "rejected")])

@@ -1,7 +1,5 @@
 """A new version for a share of the users first: the statistics by simulation, the rest with real processes and a tiny model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 which `transformers` renders. The model is small and random, so it babbles: what the loop makes of that is part of what is tested.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

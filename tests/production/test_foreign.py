@@ -1,7 +1,5 @@
 """Environments of verifiers and of OpenEnv, by the real libraries where they are installed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from composer_nb.cli import main
-from composer_nb.harness.agent.scripts import read_script
 from composer_nb.production import foreign
 from composer_nb.production.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
 from composer_nb.production.improve import conversations, grouped
-from composer_nb.production.serve import ScriptServer
 from tests.production.test_foreign_audit import BEGIN
 from tests.production.test_serve_record import recording
 
@@ -69,15 +65,6 @@ def test_audit_of_verifiers_finds_a_loose_rubric(doubles: str, capsys: pytest.Ca
     assert main(["audit", "verifiers:sound_env"]) == 0 and main(["audit", "verifiers:loose_env"]) == 1
     assert "many numbers" in capsys.readouterr().out
     assert audit_verifiers("loose_env")["probes"]["many numbers"] == {"tried": 4, "wrong": 4}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
-    with ScriptServer(read_script(tmp_path / "s.json")) as server:
-        monkeypatch.setenv("OPENAI_API_KEY", server.key or "none")
-        found = evaluate_foreign(f"openai:{server.url}", f"verifiers:{doubles}", 2)
-    assert (found["reward"], found["n_tasks"], found["k"], found["lost"]) == (0.25, 4, 2, 0)
 
 
 def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

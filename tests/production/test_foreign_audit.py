@@ -1,7 +1,5 @@
 """The audit of OpenEnv's environments: faults that are planted, one at a time, in sound ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random

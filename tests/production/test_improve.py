@@ -1,7 +1,5 @@
 """Learning from production: what is trained, what is left out, and what the gate stops."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,17 +14,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.production.improve import (
-    FEWER_EDITS,
-    attempts_of,
-    conversations,
-    first_of,
-    gap,
-    grouped,
-    improve,
-    judge,
-    publish,
-)
+from composer_nb.production import improve as learning
 from composer_nb.production.policies import open_engine, trained_with
 from composer_nb.production.record import Verdict, keep_judged, served
 from composer_nb.trainer.model import load_pretrained, save_pretrained
@@ -51,7 +39,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations with the checkpoint, judged by users who accept what solves their task."""
     run, model = tmp_path_factory.mktemp("record"), load_pretrained(START)
-    attempts = attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:15], 1, SETTINGS)
+    attempts = learning.attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:15], 1, SETTINGS)
     keep_judged(run, attempts, [0.75 if done.grade.passed else -0.25 for done in attempts])
     last = next((run / "rollouts").glob("served_user8.parquet"))
     undecided = replace(served(run)["user8"], grade=Grade(status="ungraded"))
@@ -73,14 +61,14 @@ def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tm
         named = replace(done.rollout, task_id=task)
         named = replace(done, task=done.task.model_copy(update={"id": task}), rollout=named)
         save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
-    groups = grouped([told for run in ("one", "two") for told in conversations(tmp_path / run)])
+    groups = learning.grouped([told for run in ("one", "two") for told in learning.conversations(tmp_path / run)])
     assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
     assert len({each.task.id for each in groups[1]}) == 3, "alice's parts are one conversation, and each run has one"
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
     store, out = str(tmp_path / "store"), tmp_path / "out"
-    first = publish(store, load_pretrained(START))
+    first = learning.publish(store, load_pretrained(START))
     assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
     assert "passed" in capsys.readouterr().out
     found = json.loads((out / "improve.json").read_text())
@@ -91,7 +79,7 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     newest = Receiver(store).fetch(found["version"]).tensors
     held, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
     assert any(not torch.equal(held[name], before[name]) for name in before)
-    assert first_of(out / "weights", found["gate"]["tasks"]) == found["gate"]["before"]
+    assert learning.first_of(out / "weights", found["gate"]["tasks"]) == found["gate"]["before"]
     assert found["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
 
     assert main(["weights", "revert", store, "--to", str(first)]) == 0
@@ -103,7 +91,7 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
 
 def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
     store, out = str(tmp_path / "store"), tmp_path / "out"
-    first = publish(store, load_pretrained(START))
+    first = learning.publish(store, load_pretrained(START))
     assert main([*words(record, gate, out, **{"rl.lr": 0.5}), "--store", store]) == 1
     assert "stopped" in capsys.readouterr().out
     assert Receiver(store).newest() == first and (out / "candidate").is_dir() and not (out / "weights").exists()
@@ -112,16 +100,16 @@ def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_pa
 def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_path: Path) -> None:
     model = load_pretrained(START)
     done = next(iter(served(record).values()))
-    assert gap(model, done, SETTINGS.replay) < 1e-3
+    assert learning.gap(model, done, SETTINGS.replay) < 1e-3
     silent = replace(done, rollout=replace(done.rollout, segments=()))
-    assert gap(model, silent, SETTINGS.replay) == float("inf"), "without tokens nothing shows whose they are"
+    assert learning.gap(model, silent, SETTINGS.replay) == float("inf"), "without tokens nothing shows whose they are"
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-    assert gap(model, done, SETTINGS.replay) > 0.05
+    assert learning.gap(model, done, SETTINGS.replay) > 0.05
     save_pretrained(model, tmp_path / "other", tokenizer=START / "tokenizer.json")
     with pytest.raises(ValueError, match=r"did not sample these rollouts at temperature 1; 0 of 8"):
-        improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
+        learning.improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
 
 
 OTHERWISE = {"temperature": {"temperature": 0.9}, "top_k": {"extra_body": {"top_k": 40}}, "greedy": {"temperature": 0}}
@@ -138,12 +126,12 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
     turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
     assert turns.pop("plain") == turns.pop("same") == {""}
     assert turns == {"temperature": {"temperature=0.9"}, "top_k": {"top_k=40"}, "greedy": {"temperature=0"}}
-    found = improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
+    found = learning.improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
     assert found["rollouts"] == {"judged": 5, "drawn_otherwise": 3, "stale": 0, "trained": 2}
     for name in ("plain", "same"):
         (run / "rollouts" / f"served_{name}.parquet").unlink()
     with pytest.raises(ValueError, match=r"at temperature 1; 0 of 0 have .*; 3 were drawn otherwise \(t"):
-        improve([run], START, tmp_path / "other", gate, SETTINGS)
+        learning.improve([run], START, tmp_path / "other", gate, SETTINGS)
 
 
 def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
@@ -166,26 +154,31 @@ def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
         (attempts([0.5] * 8), attempts([0.6] * 8), 0.1, ""),
         (attempts([0.5, 0.6] * 4), attempts([0.6, 0.4] * 4), -0.05, ""),
         (attempts([0.5] * 8), attempts([0.4] * 8), -0.1, "pass@1 falls by 0.100"),
-        (attempts([0.5] * 8), attempts([0.6] * 8, edits=0.9 - FEWER_EDITS), 0.1, "80% of attempts edit something"),
+        (
+            attempts([0.5] * 8),
+            attempts([0.6] * 8, edits=0.9 - learning.FEWER_EDITS),
+            0.1,
+            "80% of attempts edit something",
+        ),
     ],
 )
 def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stopped: str) -> None:
-    found = judge(before, after)
+    found = learning.judge(before, after)
     assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
     assert stopped in found["stopped"] if stopped else found["stopped"] == ""
 
 
 def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> None:
-    first = judge(attempts([0.5] * 8), attempts([0.5] * 8))["first"]
+    first = learning.judge(attempts([0.5] * 8), attempts([0.5] * 8))["first"]
     shares = [(0.5, 0.95), (0.5, 0.9), (0.5, 0.8)]
-    steps = [judge(attempts([0.5] * 8), attempts([p] * 8, edits=e), first)["stopped"] for p, e in shares]
+    steps = [learning.judge(attempts([0.5] * 8), attempts([p] * 8, edits=e), first)["stopped"] for p, e in shares]
     assert steps[:2] == ["", ""] and "80% of attempts edit something, 100% before" in steps[2]
-    solved = judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
+    solved = learning.judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
     assert "and was 0.500 before these updates" in solved
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
     lost = [replace(done, grade=Grade(status="infra_error")) for done in attempts([0.5])]
-    found = judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
+    found = learning.judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
     assert found["gain"] == pytest.approx(0.1) and found["stopped"] == ""
-    assert judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
+    assert learning.judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"

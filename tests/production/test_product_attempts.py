@@ -1,7 +1,5 @@
 """The loop, attempts and their grades, in real sandboxes: what each kind of turn policy leaves behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence

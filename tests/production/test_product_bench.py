@@ -1,7 +1,5 @@
 """The bench: rows computed by hand, the arm `planned`, and one score of a policy from its folder and behind `serve`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +76,7 @@ class Thinker(TokenlessTurnPolicy):
     def say(self, news: Any, until: float) -> Spoken:
         self.heard.append(news[0].text)
         call = Written(id="c", call=ToolCall(name="grep", arguments={"pattern": "x"}))
-        return Spoken(said=Said(text=f" plan {len(self.heard)} ", calls=(call,)), read=90, written=10)
+        return Spoken(message=Said(text=f" plan {len(self.heard)} ", calls=(call,)), read=90, written=10)
 
 
 def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks: list[Task], tmp_path: Path) -> None:

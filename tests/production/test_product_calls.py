@@ -1,7 +1,5 @@
 """Calls while they are written: what is shown of them only grows, in every format, and a stream adds up to the whole answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

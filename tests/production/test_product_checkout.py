@@ -1,7 +1,5 @@
 """What of a user's repository an agent sees, and how its changes come back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A policy behind a server whose clients send whole conversations: what it reads, what it goes on with, what it forgets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

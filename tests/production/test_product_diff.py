@@ -1,7 +1,5 @@
 """A change set as a patch: git applies it in both directions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

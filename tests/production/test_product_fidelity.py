@@ -1,7 +1,5 @@
 """Whether training and the product look the same, and whether the comparison would see it if they did not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`composer-nb agent --planner`: a plan is written, shown, edited, worked by and kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

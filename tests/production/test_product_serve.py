@@ -1,7 +1,5 @@
 """The server as OpenAI's own client sees it, and as hostile, slow and impatient ones do."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -218,8 +216,14 @@ def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
 
 def answers(client: socket.socket) -> list[int]:
     """Statuses of all answers until the server ends the connection."""
-    with client, client.makefile("rb") as reply:
-        return [int(part[:3]) for part in reply.read().split(b"HTTP/1.1 ")[1:]]
+    said = b""
+    try:
+        while part := client.recv(65536):
+            said += part
+    except ConnectionResetError:  # it did not read all of it
+        pass
+    client.close()
+    return [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
 
 
 BODY = json.dumps({"messages": ASKED}).encode()
@@ -227,6 +231,38 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\n"
+LOCAL = b"Host: localhost\r\n"
+TEXT = b'"messages": [{"role": "user", "content": "x"}]'
+
+
+def given(body: bytes) -> bytes:
+    return POST + b"Content-Length: %d\r\n" % len(body) + CLOSE + body
+
+
+UNLIKE_OURS: dict[str, tuple[bytes, int]] = {
+    "another host's address": (b"GET http://evil.example/v1/models HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
+    **{
+        f"the host {host!r}": (GET + b"Host: " + host + b"\r\n" + CLOSE, 403)
+        for host in (b"evil.example@localhost", b"localhost:80:80", b"localhost, evil.example", b"0x7f.1", b"")
+    },
+    "a tunnel": (b"CONNECT evil.example:80 HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
+    "a header of 200 kB": (GET + LOCAL + b"X: " + b"a" * 200_000 + b"\r\n" + CLOSE, 400),
+    "an extension with a line": (
+        POST + b"Transfer-Encoding: chunked\r\n" + CLOSE + b'2;a="\n"\r\n{}\r\n0\r\n\r\n', 400
+    ),
+    "a length of 5,000 digits": (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n" + CLOSE, 400),
+    "a body that is packed": (POST + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n" + CLOSE + b"\x1f\x8b", 400),
+    **{
+        f"{number} as {name}": (given(b'{%s, "%s": %s}' % (TEXT, name.encode(), number)), 400)
+        for name in ("temperature", "top_p", "frequency_penalty")
+        for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
+    },
+    "a seed of 5,000 digits": (given(b'{%s, "seed": %s}' % (TEXT, b"9" * 5000)), 400),
+    "a deep body": (given(b'{"messages": ' + b"[" * 100_000), 400),
+    "half a pair": (given(b'{"messages": [{"role": "\\ud800"}]}'), 400),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -240,6 +276,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n"
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
         (POST + CHUNKED % (serve.MAX_BODY_BYTES + 1) + b" " * (serve.MAX_BODY_BYTES + 1), 413),
+        *(pytest.param(*case, id=name) for name, case in UNLIKE_OURS.items()),
     ],
 )
 def test_one_refusal_and_the_connection_ends(request_: bytes, refused: int, scripted: ScriptServer) -> None:

@@ -1,7 +1,5 @@
 """What a user sees of an agent's turns on a terminal."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

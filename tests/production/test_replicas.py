@@ -1,7 +1,5 @@
 """Several engines behind one front, on threads in place of Ray's actors, with a tiny random model; and once on Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Requests behind commits: an agent's change, committed with a message that says nothing, and what is not traced back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

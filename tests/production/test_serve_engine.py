@@ -1,7 +1,5 @@
 """The server over a real engine with a tiny random model, asked by OpenAI's own client: what is drawn, versions, and load."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Conversations of unmodified agents, recorded: token for token what the engine sampled, in the store and the terms of RL."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -128,7 +126,7 @@ def scored_again(segment: Segment) -> list[float]:
         told: list[Any] = []
         whole = model.config.vocab_size
         request = Request(rollout=0, token_ids=ids[:place], max_tokens=1, top=whole)
-        engine.generate([replace(request, heard=told.append)])
+        engine.generate([replace(request, on_token=told.append)])
         engine.release(0)
         found.append(dict(told[0].top)[ids[place]])
     return found

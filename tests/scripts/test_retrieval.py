@@ -1,7 +1,5 @@
 """Training of search's embedding: it learns what words mean each other, leaks nothing, and is the same twice."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from composer_nb.harness.search.chunks import chunk_file

@@ -1,7 +1,5 @@
 """Fixtures of the harness, which the tour's tests share."""
 
-from __future__ import annotations
-
 from tests.harness.conftest import agent, boxes, renderer, sandboxes, task, typist
 
 __all__ = ["agent", "boxes", "renderer", "sandboxes", "task", "typist"]

@@ -1,7 +1,5 @@
 """The scripted expert and the policy that plays scripts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

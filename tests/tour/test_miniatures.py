@@ -1,7 +1,5 @@
 """Kinds of miniature repositories: the right answer is worth 1, none and a cheat nothing, and an expert solves all."""
 
-from __future__ import annotations
-
 import ast
 from random import Random
 
@@ -122,9 +120,11 @@ def test_the_expert_solves_them_in_the_limits_of_small_models(
 
 def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:
     executor = CachedExecutor(sandboxes)
-    told = list(make_miniatures("told", 20, heldout=False, executor=executor, told=1.0))
+    told = list(make_miniatures("told", 20, heldout=False, executor=executor, described=1.0))
     assert all(task.instruction.startswith(f"fix {task.metadata['function']}: ") for task in told)
-    untold = list(make_miniatures("not", 20, heldout=False, executor=executor, told=0.0, families=frozenset({"loop"})))
+    untold = list(
+        make_miniatures("not", 20, heldout=False, executor=executor, described=0.0, families=frozenset({"loop"}))
+    )
     assert {task.instruction for task in untold} == {"fix the tests"}
     assert {task.metadata["family"] for task in untold} == {"loop"} < set(FAMILIES)
     assert {len(task.source_scope) for task in untold} == {1, 2, 3}

@@ -1,7 +1,5 @@
 """Generated programs: they are what their specification says, and structures put aside names and constants alone."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections import defaultdict

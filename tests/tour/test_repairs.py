@@ -1,7 +1,5 @@
 """Repair tasks: one changed line, gold right and bug wrong in fresh sandboxes, the same again from the same seed."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from random import Random
@@ -14,17 +12,8 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
+from composer_nb.tour import repairs
 from composer_nb.tour.programs import Program, draw_program
-from composer_nb.tour.repairs import (
-    HIDDEN,
-    VISIBLE,
-    BuggyProgram,
-    buggy_prints,
-    bugs,
-    fingerprints,
-    make_task,
-    make_tasks,
-)
 
 KINDS = {"compare", "operator", "swap", "augmented", "constant", "aggregate", "name"}
 COUNT = 48
@@ -35,7 +24,7 @@ class Made:
 
     def __init__(self, sandboxes: Executor, seed: str, count: int, heldout: bool) -> None:
         self.executor = CachedExecutor(sandboxes)
-        self.tasks = list(make_tasks(seed, count, heldout=heldout, executor=self.executor))
+        self.tasks = list(repairs.make_tasks(seed, count, heldout=heldout, executor=self.executor))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +41,7 @@ def test_a_bug_changes_exactly_one_line() -> None:
     rng, kinds = Random("bugs"), Counter()
     for _ in range(600):
         source = draw_program(rng).source
-        planted = bugs(source, rng)
+        planted = repairs.bugs(source, rng)
         if planted is None:
             continue
         kind, text = planted
@@ -96,23 +85,27 @@ def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: SandboxExecut
 
 def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
     assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
-    assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
-    assert not buggy_prints(made.tasks) & {print_ for task in heldout.tasks for print_ in fingerprints([task])}
+    assert not repairs.fingerprints(made.tasks) & repairs.fingerprints(heldout.tasks)
+    assert not repairs.buggy_prints(made.tasks) & {
+        print_ for task in heldout.tasks for print_ in repairs.fingerprints([task])
+    }
 
 
 PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x plus 1", inputs=("any",))
 
 
 @settings(max_examples=60)
-@given(fails=st.lists(st.booleans(), min_size=VISIBLE + HIDDEN, max_size=VISIBLE + HIDDEN))
+@given(
+    fails=st.lists(st.booleans(), min_size=repairs.VISIBLE + repairs.HIDDEN, max_size=repairs.VISIBLE + repairs.HIDDEN)
+)
 def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
     inputs = tuple((n,) for n in range(len(fails)))
-    candidate = BuggyProgram(
+    candidate = repairs.BuggyProgram(
         program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, wanted=tuple(range(1, 13))
     )
     wrong = CallOutcome(status="returned", text="0")
     outcomes = tuple(wrong if failed else right for failed, right in zip(fails, candidate.right, strict=True))
-    task = make_task(candidate, outcomes)
+    task = repairs.make_task(candidate, outcomes)
     if sum(fails) < 2:
         assert task is None
         return
@@ -120,5 +113,5 @@ def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> Non
     visible, hidden = (
         [int(test.arguments[1:-2]) for test in parse_test_files(tests)] for tests in (task.visible_tests, task.tests)
     )
-    assert sorted(visible + hidden) == list(range(12)) and len(visible) == VISIBLE
+    assert sorted(visible + hidden) == list(range(12)) and len(visible) == repairs.VISIBLE
     assert fails[visible[0]] and any(fails[n] for n in hidden)

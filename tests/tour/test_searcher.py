@@ -1,7 +1,5 @@
 """The expert who searches: it tests, looks, tries and undoes, and does not repeat itself."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from random import Random
@@ -28,7 +26,7 @@ from composer_nb.tour.paraphrases import PARAPHRASES
 @pytest.fixture(scope="module")
 def searched(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> list[Attempt]:
     executor = CachedExecutor(sandboxes)
-    tasks = list(make_miniatures("searched", 40, heldout=False, executor=executor, told=0.2))
+    tasks = list(make_miniatures("searched", 40, heldout=False, executor=executor, described=0.2))
     agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
     policy = ScriptedPolicy(renderer, lambda number: searcher(tasks[number], Random(number)))
     done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
@@ -61,7 +59,7 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
     settings = EnvSettings(tools="grep,read_file,search_replace,run_terminal_cmd")
     limits = Limits(turns=20, turn_tokens=1000, tokens=16000)
     with Sandboxes() as sandboxes:
-        tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, told=0.0))
+        tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, described=0.0))
         agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
         found = list(Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0))
     assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
@@ -103,7 +101,7 @@ def test_a_paraphrase_is_sought_by_meaning_or_by_reading_on(renderer: CompactRen
     limits, calls = Limits(turns=80, turn_tokens=1000, tokens=60000), dict[bool, list[int]]()
     with Sandboxes() as sandboxes:
         make = partial(make_miniatures, heldout=True, executor=sandboxes.functions, kinds=("paraphrase",))
-        tasks = [*make("sought", 4, told=0.0), *make("named", 4, told=1.0)]
+        tasks = [*make("sought", 4, described=0.0), *make("named", 4, described=1.0)]
         for by_meaning in (True, False):
             tools = "codebase_search," * by_meaning + "grep,list_dir,read_file,search_replace"
             agent = make_agent(EnvSettings(tools=tools), renderer.tokenizer, limits, sandboxes)

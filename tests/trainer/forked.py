@@ -1,7 +1,5 @@
 """Ranks for tests: processes forked from this one, which has imported everything, that meet over gloo and run checks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta

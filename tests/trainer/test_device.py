@@ -1,8 +1,6 @@
 """The recipe's parts on a GPU (`mesh.device=cuda`) against the same in float64 on a CPU: a batch of RL that a run has stored, a
 step of supervised learning, sampling, the mismatch, and a checkpoint. Without a GPU the CPU takes its place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

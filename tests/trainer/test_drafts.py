@@ -1,7 +1,5 @@
 """Drafts: whatever a head guesses, what is sampled is what the model alone would have sampled; a trained head guesses well."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from dataclasses import replace
@@ -17,16 +15,7 @@ from torch.nn import functional as F
 from composer_nb.cli import main
 from composer_nb.harness.policy import Completion
 from composer_nb.production.policies import open_engine
-from composer_nb.trainer.drafts import (
-    FILE,
-    DraftHead,
-    DraftingEngine,
-    Joint,
-    divergence,
-    load_draft,
-    save_draft,
-    train_draft,
-)
+from composer_nb.trainer import drafts
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -37,9 +26,9 @@ from composer_nb.trainer.recipe.recipe import midtrain_plan
 from composer_nb.trainer.settings import MidtrainSettings
 
 
-def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> DraftHead:
+def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> drafts.DraftHead:
     torch.manual_seed(seed)
-    head = DraftHead(model.config.hidden_size).requires_grad_(False)
+    head = drafts.DraftHead(model.config.hidden_size).requires_grad_(False)
     head.join.weight.mul_(scale)
     return head
 
@@ -67,7 +56,7 @@ def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model
         model.final_norm.mul_(2.5)
     size: dict[str, Any] = {"slots": 6, "max_length": 80, "seed": 4, "step_tokens": step_tokens}
     wanted = play(Engine(model, stop=frozenset({7, 11}), **size))
-    engine = DraftingEngine(model, head_of(model, scale=scale), stop=frozenset({7, 11}), **size)
+    engine = drafts.DraftingEngine(model, head_of(model, scale=scale), stop=frozenset({7, 11}), **size)
     found = play(engine)
     assert engine.proposed > 20 and (scale > 0 or engine.accepted > 0)
     same(found, wanted)
@@ -76,7 +65,7 @@ def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model
 def test_a_draft_that_is_right_saves_a_step(make_model):
     model, size = make_model(4), {"stop": NEVER, "slots": 1, "max_length": 80, "temperature": 0.0}
     [wanted] = Engine(model, **size).generate([ask(0, [3], 40)])
-    engine = DraftingEngine(model, head_of(model, scale=0.0), **size)
+    engine = drafts.DraftingEngine(model, head_of(model, scale=0.0), **size)
     engine.submit(ask(0, [3], 40))
     done, steps = [], 0
     while engine.busy:
@@ -86,9 +75,9 @@ def test_a_draft_that_is_right_saves_a_step(make_model):
 
 
 def test_a_head_of_another_model_is_named(make_model, tmp_path: Path):
-    save_draft(head_of(make_model(4)), tmp_path)
-    with pytest.raises(ValueError, match=f"{FILE.name}: no head of this model"):
-        load_draft(tmp_path, make_model(4, hidden_size=48))
+    drafts.save_draft(head_of(make_model(4)), tmp_path)
+    with pytest.raises(ValueError, match=f"{drafts.FILE.name}: no head of this model"):
+        drafts.load_draft(tmp_path, make_model(4, hidden_size=48))
 
 
 # Training
@@ -102,12 +91,12 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
         [*prompt(4, n), *done.token_ids]
         for n, done in enumerate(engine.generate([ask(n, prompt(4, n), 50) for n in range(64)]))
     ]
-    fresh, head, again = (train_draft(model, rows[:48], steps) for steps in (0, 60, 60))
+    fresh, head, again = (drafts.train_draft(model, rows[:48], steps) for steps in (0, 60, 60))
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
     with torch.no_grad():
-        (worse, seldom), (better, often) = (divergence(model, each, rows[48:]) for each in (fresh, head))
+        (worse, seldom), (better, often) = (drafts.divergence(model, each, rows[48:]) for each in (fresh, head))
     assert better < 0.6 * worse and often > seldom
 
 
@@ -123,13 +112,13 @@ def batches_of(count: int) -> list[list[TokenRow]]:
     ]
 
 
-def joint_of(model: Model, ranks: Ranks, seed: int = 0) -> Joint:
+def joint_of(model: Model, ranks: Ranks, seed: int = 0) -> drafts.Joint:
     rows = [row.token_ids.tolist() for batch in batches_of(3) for row in batch]
-    return Joint(model, rows, ranks, begin=2, steps=3, weight=0.3, seed=seed)
+    return drafts.Joint(model, rows, ranks, begin=2, steps=3, weight=0.3, seed=seed)
 
 
 def learnt(
-    model: Model, joint: Joint, ranks: Ranks, optimizer: FlatOptimizer, begin: int = 0, end: int = 6
+    model: Model, joint: drafts.Joint, ranks: Ranks, optimizer: FlatOptimizer, begin: int = 0, end: int = 6
 ) -> list[dict[str, Any]]:
     plan = replace(midtrain_plan(MidtrainSettings(steps=6, lr=1e-2), {}), beside=joint)
     points = list[dict[str, Any]]()
@@ -199,7 +188,7 @@ def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: p
     wanted = said(tmp_path / "model", Engine)
     assert main(["draft", str(tmp_path / "model"), "--rollouts", str(run.parent), "--steps", "3"]) == 0
     assert "on 3 rollouts held out" in capsys.readouterr().out
-    assert said(tmp_path / "model", DraftingEngine) == wanted
+    assert said(tmp_path / "model", drafts.DraftingEngine) == wanted
 
 
 def said(path: Path, kind: type[Engine]) -> Completion:

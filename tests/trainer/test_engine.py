@@ -1,7 +1,5 @@
 """The engine: what it samples, what it records of it, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -305,7 +303,7 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
     engine.step()
     told: list[SampledToken] = []
     for user in range(100, 100 + slots):
-        engine.submit(ask(user, [9], 4, priority=0, heard=told.append))
+        engine.submit(ask(user, [9], 4, priority=0, on_token=told.append))
     with pytest.raises(RuntimeError, match="more than"):
         engine.submit(ask(103, [9], 4, priority=0))
     engine.step()
@@ -315,7 +313,7 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
     engine.release(100)
     found = rollouts(engine)
     again: list[SampledToken] = []
-    engine.submit(ask(101, [8], 2, priority=0, heard=again.append))
+    engine.submit(ask(101, [8], 2, priority=0, on_token=again.append))
     engine.step()
     assert len(again) == 1, "a user whose place a rollout took comes back"
     same(played(engine, found), played(alone, wanted))
@@ -385,11 +383,11 @@ def test_while_a_long_prompt_is_read_others_draw_a_token_with_every_step(make_mo
     drawn, sizes = Counter[int](), list[int]()
     for number in range(3):
         engine.submit(
-            replace(ask(number, prompt(3, number), 40), heard=lambda _, number=number: drawn.update([number]))
+            replace(ask(number, prompt(3, number), 40), on_token=lambda _, number=number: drawn.update([number]))
         )
     for _ in range(3):
         engine.step()
-    engine.submit(replace(ask(3, prompt(60), 5), heard=lambda _: drawn.update([3])))
+    engine.submit(replace(ask(3, prompt(60), 5), on_token=lambda _: drawn.update([3])))
     before = drawn.copy()
     while not drawn[3]:
         forwarded = engine.forwarded

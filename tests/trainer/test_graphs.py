@@ -1,7 +1,5 @@
 """The engine's steps as CUDA graphs against the same steps launched one by one. On a CPU the padded pass runs without a graph."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

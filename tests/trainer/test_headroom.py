@@ -1,7 +1,5 @@
 """What RL could find: the verdicts, and the gate before training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run whose reward has a hole, opened on purpose: the policy finds it, and the run stops by itself."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The order of prompts under a curriculum: pure, nothing twice, harder kinds more often, tasks made of two that were solved."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,17 +12,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.grading.grade import grade_functions
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.trainer.prompts import (
-    CurriculumSettings,
-    Order,
-    Tried,
-    chosen,
-    combined,
-    kind_of,
-    named,
-    prompt_order,
-    tasks_by_id,
-)
+from composer_nb.trainer import prompts as curricula
 
 TEST = "from m{n} import f{n}\n\n\ndef test_{i}():\n    assert f{n}({i}) == {v}\n"
 
@@ -44,21 +32,21 @@ def task(n: int, family: str = "loop", turns: int = 7) -> Task:
 KNOWN = {each.id: each for each in (task(n, ("easy", "hard")[n % 2]) for n in range(40))}
 
 
-def order(prompts: int = 4, steps: int = 10, **curriculum: Any) -> Order:
-    given = CurriculumSettings(**{"start": 0.2, **curriculum})
-    return Order(seed="0 0", prompts=prompts, steps=steps, curriculum=given)
+def order(prompts: int = 4, steps: int = 10, **curriculum: Any) -> curricula.Order:
+    given = curricula.CurriculumSettings(**{"start": 0.2, **curriculum})
+    return curricula.Order(seed="0 0", prompts=prompts, steps=steps, curriculum=given)
 
 
-def run_through(of: Order, steps: int, solved: float = 1.0) -> list[list[str]]:
+def run_through(of: curricula.Order, steps: int, solved: float = 1.0) -> list[list[str]]:
     """The prompts of each step of a run in which hard tasks take four times the turns, and half of them fail."""
     blocks: list[list[str]] = []
-    tried: list[Tried] = []
+    tried: list[curricula.Tried] = []
     for step in range(steps):
-        blocks.append(chosen(step, of, KNOWN, [name for block in blocks for name in block], tried))
+        blocks.append(curricula.chosen(step, of, KNOWN, [name for block in blocks for name in block], tried))
         tried += [
-            Tried(name, 8.0, 0.0, solved / 2)
-            if "hard" in kind_of(named(name, KNOWN))
-            else Tried(name, 2.0, 0.0, solved)
+            curricula.Tried(name, 8.0, 0.0, solved / 2)
+            if "hard" in curricula.kind_of(curricula.named(name, KNOWN))
+            else curricula.Tried(name, 2.0, 0.0, solved)
             for name in blocks[-1]
         ]
     return blocks
@@ -93,16 +81,16 @@ def test_kinds_that_took_more_effort_or_failed_come_more_often(by: str) -> None:
 
 
 def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() -> None:
-    both = combined(task(1), task(2))
+    both = curricula.combined(task(1), task(2))
     assert both.id == "t1+t2" and both.instruction == "fix the tests" and both.metadata["max_turns"] == "14"
     assert both.metadata["difficulty"] == "2" and Task.model_validate(both.model_dump()) == both
     with SandboxExecutor() as boxes:
         for answer, passed in ((task(1).solution | task(2).solution, True), (task(1).solution, False), ({}, False)):
             assert grade_functions(both, both.files | answer, boxes).passed is passed
     hard = task(1).model_copy(update={"metadata": {"difficulty": "hard"}})  # foreign tasks say it in words
-    assert combined(hard, task(2)).metadata["difficulty"] == "hard+1"
+    assert curricula.combined(hard, task(2)).metadata["difficulty"] == "hard+1"
     with pytest.raises(ValueError, match="tasks t1 and t1 share files"):
-        combined(task(1), task(1))
+        curricula.combined(task(1), task(1))
 
 
 def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
@@ -110,13 +98,13 @@ def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     save_tasks(list(KNOWN.values()), tmp_path / "data" / "rl.jsonl")
     of = order(harder=0.5)
-    first = prompt_order(tmp_path, of)
-    plain = prompt_order(tmp_path, Order(seed="0 0"))
+    first = curricula.prompt_order(tmp_path, of)
+    plain = curricula.prompt_order(tmp_path, curricula.Order(seed="0 0"))
     assert [first[slot].id for slot in range(4)] == [plain[slot].id for slot in range(4)]
     file = tmp_path / "rollouts" / "prompts_00000.json"
     held = json.loads(file.read_text())
     file.write_text(json.dumps([f"{held[0]}+{held[1]}", *held[1:]]))
-    again = prompt_order(tmp_path, of)
-    assert again[0].id == f"{held[0]}+{held[1]}" == tasks_by_id(tmp_path)[again[0].id].id
+    again = curricula.prompt_order(tmp_path, of)
+    assert again[0].id == f"{held[0]}+{held[1]}" == curricula.tasks_by_id(tmp_path)[again[0].id].id
     assert [name for _, name in again.places(4)] == [f"{held[0]}+{held[1]}", *held[1:]]
     assert not (tmp_path / "rollouts" / "prompts_00001.json").exists()

@@ -1,7 +1,5 @@
 """The RL step: what becomes of attempts, that learning sums what it says, and that nothing depends on how work is cut."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A rollout of three segments, everywhere that a rollout of one goes: streams, gradient, replay, studies, store, viewer."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from itertools import pairwise

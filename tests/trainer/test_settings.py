@@ -1,7 +1,5 @@
 """Settings: every name can be set in every way, nothing else can, and what is saved comes back."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 from typing import Any

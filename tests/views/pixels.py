@@ -1,7 +1,5 @@
 """What a figure looks like on a page."""
 
-from __future__ import annotations
-
 import io
 
 import matplotlib.image

@@ -1,7 +1,5 @@
 """What a notebook shows of an agent: text of others is text, buttons do what they say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

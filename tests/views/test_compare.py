@@ -1,7 +1,5 @@
 """Figures of two runs side by side."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The board of a run: what it shows, that it keeps up, and that nothing is left of it."""
 
-from __future__ import annotations
-
 import base64
 import re
 import shutil
@@ -77,7 +75,7 @@ def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
     run.commit("rl", 4, {}, [(at, POINT) for at in range(1, 5)])
     with live(run):
         assert dashboard.headline(read_status(run.path)) == "it: live, rl 4 of 20 steps, rl needs about 32 s more"
-    slots = (PromptSlot(7, size=4, done=3, running=1, training=False), PromptSlot(9, 4, 0, 2, training=False))
+    slots = (PromptSlot(7, size=4, finished=3, running=1, training=False), PromptSlot(9, 4, 0, 2, training=False))
     seen = replace(read_status(run.path), slots=slots, served=3, versions=4)
     heights: dict[str, list[int]] = {}
     for row in panels(seen)["rollouts in flight"]:

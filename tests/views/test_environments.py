@@ -1,7 +1,5 @@
 """What the walkthrough of sandboxes notes is what happened, and its figures show what was noted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

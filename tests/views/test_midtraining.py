@@ -1,7 +1,5 @@
 """Figures of mid-training, and the check that rows of a batch do not see each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a search over runs and rollouts selects, and how runs are named."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

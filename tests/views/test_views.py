@@ -1,7 +1,5 @@
 """Figures and readings of a run: they show what is stored, and are readable on any page."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -11,8 +11,6 @@ InvalidArguments in its place: no output of a model is dropped. A call that a fo
 rendered turn, and raises ValueError.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod
@@ -80,20 +78,22 @@ class ChatRenderer(ABC):
     """Renders conversations as token ids, and parses turns from them.
 
     Raises ValueError for a tokenizer that lacks a token of the format, or always finds one in plain text.
+
+    Attributes:
+        tokens: Special tokens of the format.
+        allowed: Special tokens that may occur in a turn before its end.
+        closing: Special token that ends a turn.
+        around: Special tokens before and after the result of a call.
+        spelled: Spelled beginnings of a call. A text with one of them is a failed call.
+        queries: Text that requests a summary, by kind of summary.
     """
 
     tokens: tuple[str, ...]
-    """Special tokens of the format."""
     allowed: frozenset[str]
-    """Special tokens that may occur in a turn before its end."""
     closing: str
-    """Special token that ends a turn."""
     around: tuple[str, str]
-    """Special tokens before and after the result of a call."""
     spelled: tuple[str, ...]
-    """Spelled beginnings of a call. A text with one of them is a failed call."""
     queries: Mapping[str, str] = QUERIES
-    """Text that requests a summary, by kind of summary."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)

@@ -5,8 +5,6 @@ wait with jitter, not before the server's Retry-After, and never more than a min
 retried. A permanent failure is a ProviderFailure of that rollout alone. The key is read from OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -310,13 +308,13 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         turn, calls = spoken(answer.message)
         self._talk.append(turn)
         if answer.turn:
-            return Spoken(said=_unreadable(answer.turn), read=answer.read, written=answer.written)
+            return Spoken(message=_unreadable(answer.turn), read=answer.read, written=answer.written)
         ids = [call["id"] for call in turn.get("tool_calls", ())]
         if answer.cut and not calls:
             ids, calls = [""], [invalid("the turn was cut off")]
         written_calls = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
         text = turn["content"].strip()
-        return Spoken(said=Said(text=text, calls=written_calls), read=answer.read, written=answer.written)
+        return Spoken(message=Said(text=text, calls=written_calls), read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room.

@@ -1,7 +1,5 @@
 """The registry of chat formats. A format is a module with a `ChatRenderer`: tokens, turns, grammar, unfinished calls."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated
 

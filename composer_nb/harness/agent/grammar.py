@@ -9,8 +9,6 @@ end of a parameter. Optional arguments come in the order of the schema. A recurs
 Reference: llguidance, docs/syntax.md; OpenAI's `tool_choice` and `strict`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Hints for turns with failed calls: advice written by rules, as tokens to read before the turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer

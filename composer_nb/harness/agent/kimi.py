@@ -12,8 +12,6 @@ As in Moonshot's guidance, the prefix `functions.` may be missing.
 Reference: docs/tool_call_guidance.md of the model, and its chat template.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left

@@ -4,8 +4,6 @@ The same loop runs in training, in evaluation and in the product, with one threa
 tools execute the calls. Both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -111,9 +109,9 @@ def converse(
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, deadline)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
-                report(brief.said)
+                report(brief.message)
                 path, todos = session.remember(history(instruction, turns)), session.todos.values()
-                news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
+                news = [User(text=resumed(instruction, brief.message.text, summaries, todos, path, tools.terse))]
             spoken = turn_policy.say(news, deadline) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
@@ -121,11 +119,11 @@ def converse(
                     why = f"the prompt leaves no room for an answer: raise limits.tokens={limits.tokens}, or use a longer context"
                 break
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
-            report(spoken.said)
-            calls = spoken.said.calls
+            report(spoken.message)
+            calls = spoken.message.calls
             replies = tools.run(session, [written.call for written in calls])
-            answer = "" if replies else user(spoken.said.text, time.monotonic() + session.left())
-            turns += (new_turns := _turns(spoken.said, replies, tools, answer))
+            answer = "" if replies else user(spoken.message.text, time.monotonic() + session.left())
+            turns += (new_turns := _turns(spoken.message, replies, tools, answer))
             for turn in new_turns:
                 report(turn)
             if not answer and (not replies or replies[-1].ends):

@@ -16,8 +16,6 @@ The sentences that introduce the tools are this project's; tags and layout are t
 Reference: the model's chat template and tool parser; llama.cpp #15162 for its limits.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Scripted agents, which need no model: an expert that knows the solution, an idle agent, and scripts from files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One policy for agents in their own threads: simultaneous requests share its steps."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

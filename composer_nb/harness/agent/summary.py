@@ -9,8 +9,6 @@ The summary is sampled, and trains like any other message. The whole conversatio
 which tools can read and grading ignores. Reference: Cursor's post on self-summarization (March 2026).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -4,8 +4,6 @@ Each turn answers the news: at first the text of the user, later the results of 
 the user.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,7 +42,7 @@ class Limits:
 class Spoken:
     """One turn, with the numbers of tokens read for it (all before it) and written, if counted."""
 
-    said: Said
+    message: Said
     read: int = 0
     written: int = 0
 
@@ -90,7 +88,7 @@ class ScriptTurnPolicy(TokenlessTurnPolicy):
         self._talk += news
         turn = self.script(self._talk)
         self._talk.append(turn)
-        return Spoken(said=turn)
+        return Spoken(message=turn)
 
 
 class TokenTurnPolicy:
@@ -135,7 +133,7 @@ class TokenTurnPolicy:
         self._kept = []
         self._starts.append(before := len(self._transcript.token_ids))
         self._transcript.wrote(completion, self.renderer.kinds(completion.token_ids))
-        return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
+        return Spoken(message=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 
     def condense(self, news: News, until: float) -> Spoken | None:
         """Return a summary if the segment has reached its trigger, and end the segment; else None, also after `truncate`."""
@@ -155,7 +153,7 @@ class TokenTurnPolicy:
         self._transcript.wrote(completion, kinds)
         self._starts = []
         self._end()
-        return Spoken(said=Said(text=text), read=read_tokens, written=len(completion.token_ids))
+        return Spoken(message=Said(text=text), read=read_tokens, written=len(completion.token_ids))
 
     def close(self) -> tuple[Segment, ...]:
         self._end()

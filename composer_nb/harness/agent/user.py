@@ -7,8 +7,6 @@ A user knows the request and the facts that it leaves out (`Task.answers`), and 
 give the work away. Reference: tau-bench (arXiv 2406.12045), where a model with hidden instructions plays the user.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable
@@ -47,11 +45,14 @@ def nobody(message: str, until: float) -> str:
 
 @dataclass(slots=True)
 class SimulatedUser:
-    """The user of one conversation, who answers the first messages that ask something."""
+    """The user of one conversation, who answers the first messages that ask something.
+
+    Attributes:
+        endpoint: The model that plays the user; None: the facts whose words the message has are the answer.
+    """
 
     task: Task
     endpoint: Endpoint | None = None
-    """The model that plays the user; None: the facts whose words the message has are the answer."""
     answered: int = 0
     talk: list[dict[str, Any]] = field(default_factory=list)
 

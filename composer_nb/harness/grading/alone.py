@@ -10,8 +10,6 @@ The name of the test and the ids of its rows go too, because they may say what i
 Reads source; executes nothing. `validate.standing_alone` sees whether what is left works.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ in a process. A warm box (`SandboxSpec.warm`) has pytest imported already and re
 pytest, pluggy, iniconfig or packaging themselves cannot be graded this way, because the tests would import the box's copies.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import marshal

@@ -4,8 +4,6 @@ A task is fit if its solution scores 1, its start scores less, and repeats agree
 validated first (`validate.py`). For `script`, `solution/solve.sh` writes the answer in one sandbox and another grades it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict

@@ -8,8 +8,6 @@ Reference for what is dropped: leftover type-check caches and decompiled bytecod
 (SWE-bench #465), `conftest.py` hooks (SWE-bench #631).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath

@@ -6,8 +6,6 @@ with any other flag, a tampered one and one of a broken sandbox are made anew ea
 `repeats` is 1, and `wall_s` is the time of the look. Code that guesses gets one guess for each tree, not one for each attempt.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import marshal

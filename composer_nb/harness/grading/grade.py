@@ -8,8 +8,6 @@ which runs in a fresh sandbox. A test without a result is a failure. An infrastr
 `pytest` (`pytest_grader.py`); `script` (`script_grader.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -21,8 +21,6 @@ References: SWE-smith #24 (missing counted as passed), SWE-bench #601 and 5.0's 
 #1779 (a separate sandbox alone does not stop the code that it executes).
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence

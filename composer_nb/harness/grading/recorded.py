@@ -11,8 +11,6 @@ patches comparisons or claims results learns nothing from the box: it has to com
 Covers functions with plain arguments and results (`guest.calls.encode`). Does not cover methods of instances.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -13,8 +13,6 @@ passes and the other does not: the script did not write both, so the grade is `t
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Static analysis of test modules: positions, literals and tolerances. Reads source; executes nothing."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections import Counter

@@ -14,8 +14,6 @@ Texts are parsed and never executed. Names that are put together when the code r
 (`AT_RUN_TIME`), of which there may be no more than in the solution; tests may use them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

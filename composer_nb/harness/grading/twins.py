@@ -23,20 +23,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from composer_nb.harness import syntax
+from composer_nb.harness.grading import source as static
 from composer_nb.harness.grading.mutate import LiteralContext, Suite, others
 from composer_nb.harness.grading.plan import Twin, plain_lines
-from composer_nb.harness.grading.source import (
-    KNOWN,
-    RAISES,
-    Function,
-    ModuleSource,
-    cells_of,
-    constants,
-    last_name,
-    names_in,
-    tolerance,
-    values,
-)
 from composer_nb.harness.tasks.scope import is_test_module
 
 VALUES = 4  # Changes proposed for one expectation.
@@ -79,18 +68,18 @@ def tests_of(texts: Mapping[str, str]) -> list[TestSource]:
     """Return the test functions of a suite's modules. Raises SyntaxError, ValueError."""
     plain = {path: plain_lines(text) for path, text in texts.items()}
     # The parser does not count form feeds: positions would be wrong.
-    modules = [ModuleSource(path, text) for path, text in plain.items() if "\f" not in text]
+    modules = [static.ModuleSource(path, text) for path, text in plain.items() if "\f" not in text]
     suite = Suite.of(module.tree for module in modules)
     return [test for module in modules for test in _in_body(suite, module, module.tree.body, module.path)]
 
 
-def _in_body(suite: Suite, module: ModuleSource, body: Sequence[ast.stmt], base: str) -> Iterator[TestSource]:
+def _in_body(suite: Suite, module: static.ModuleSource, body: Sequence[ast.stmt], base: str) -> Iterator[TestSource]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(parent) for parent in node.bases]
             if node.name.startswith("Test") or any(name.endswith("TestCase") for name in bases):
                 yield from _in_body(suite, module, node.body, f"{base}::{node.name}")
-        elif isinstance(node, Function) and node.name.startswith("test"):
+        elif isinstance(node, static.Function) and node.name.startswith("test"):
             yield TestSource(suite, module, node, f"{base}::{node.name}")
 
 
@@ -99,7 +88,7 @@ class TestSource:
 
     __test__ = False
 
-    def __init__(self, suite: Suite, module: ModuleSource, node: Function, base: str) -> None:
+    def __init__(self, suite: Suite, module: static.ModuleSource, node: static.Function, base: str) -> None:
         self.suite, self.module, self.node, self.base = suite, module, node, base
         self.rng = Random(f"{base}\n{module.text}")
         self.columns, self.rows = self._table()
@@ -122,10 +111,10 @@ class TestSource:
         for changes in expectations:
             yield from changes[:share]
         for number, row in enumerate(self.rows):
-            cells = cells_of(self.columns, row)
+            cells = static.cells_of(self.columns, row)
             for name, cell in zip(self.columns, cells, strict=False):
                 if name in self.expected_columns and self.loads[name] == 1:
-                    inputs = tuple(value for other in cells if other is not cell for value in values(other))
+                    inputs = tuple(value for other in cells if other is not cell for value in static.values(other))
                     changes = self._literals(cell, LiteralContext(inputs=inputs))
                     yield from (replace(change, row=number) for change in changes)
 
@@ -134,7 +123,7 @@ class TestSource:
         nodes: set[ast.AST] = set()
         for node in ast.walk(self.node):
             match node:
-                case ast.For(iter=table) if names_in(table) <= KNOWN:
+                case ast.For(iter=table) if static.names_in(table) <= static.KNOWN:
                     continue
                 case ast.With(items=items):
                     text = " ".join(ast.unparse(item.context_expr) for item in items)
@@ -162,8 +151,8 @@ class TestSource:
 
     def _call(self, node: ast.Call) -> Iterator[list[TwinCandidate]]:
         """Yield changes of a call that asserts."""
-        name, args = last_name(node.func), node.args
-        if name in RAISES:
+        name, args = static.last_name(node.func), node.args
+        if name in static.RAISES:
             patterns = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
             patterns += args[1:2] if name == "assertRaisesRegex" else []
             yield from map(self._text, patterns)
@@ -178,14 +167,14 @@ class TestSource:
         """Return changes of the expected side of an equation, never of the answer: of the only side that is made of literals and
         builtins, or of a variable that gets them."""
         sides = {side: literals for side in (left, right) if (literals := self._literal_of(side)) is not None}
-        relative, absolute, certain = tolerance(node)
+        relative, absolute, certain = static.tolerance(node)
         if len(sides) != 1 or not certain:
             return []
         [(side, literals)] = sides.items()
         if literals is side and isinstance(side, ast.Name):
             self.expected_columns.add(side.id)
             return []
-        inputs = values(left if side is right else right)
+        inputs = static.values(left if side is right else right)
         return self._literals(literals, LiteralContext(inputs=inputs, apart=relative, apart_by=absolute))
 
     def _literal_of(self, side: ast.expr) -> ast.expr | None:
@@ -195,17 +184,17 @@ class TestSource:
             assigned = _assigned(ast.walk(self.node), side.id)
             side = assigned[0] if len(assigned) == 1 and self.loads[side.id] == 1 else side
         fits = isinstance(side, ast.Name) and side.id in self.columns
-        return side if fits or names_in(side) <= KNOWN else None
+        return side if fits or static.names_in(side) <= static.KNOWN else None
 
     def _text(self, expected: ast.expr, answer: ast.expr | None = None) -> list[TwinCandidate]:
         """Return changes of a text that another must contain."""
         if isinstance(expected, ast.Constant) and isinstance(expected.value, str) and len(expected.value) >= SHORT:
-            return self._literals(expected, LiteralContext(inputs=values(answer) if answer else ()))
+            return self._literals(expected, LiteralContext(inputs=static.values(answer) if answer else ()))
         return []
 
     def _literals(self, side: ast.expr, context: LiteralContext) -> list[TwinCandidate]:
         """Return changes of the literals that an expected value is made of."""
-        leaves = list(constants(side))
+        leaves = list(static.constants(side))
         self.rng.shuffle(leaves)
         negated = {node.operand for node in ast.walk(side) if isinstance(node, ast.UnaryOp)}
         changes = []

@@ -5,8 +5,6 @@ named. Twins are proposed from the tests' texts and kept if they fail on the gol
 twin is valid, but do not train on it.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

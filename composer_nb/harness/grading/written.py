@@ -9,8 +9,6 @@ what they know also refuse the equivalent versions. They may use nothing that re
 which the solution does not use. References: mutation testing (DeMillo, Lipton and Sayward, 1978).
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

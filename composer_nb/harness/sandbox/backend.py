@@ -5,8 +5,6 @@ Modules of ours that use the standard library alone go in under their own names,
 tests and type-checked. No file has to be written into the sandbox.
 """
 
-from __future__ import annotations
-
 import atexit
 import base64
 import json

@@ -6,8 +6,6 @@ run fails with SandboxFailure, as it does when the sandbox itself dies. After se
 for a while, so that a broken machine costs a batch a minute or two and not as much for each of its requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

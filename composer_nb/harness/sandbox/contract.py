@@ -496,11 +496,14 @@ def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 class Backend(Protocol):
-    """Creates sandboxes. As a context manager, it destroys the remaining ones at the end."""
+    """Creates sandboxes. As a context manager, it destroys the remaining ones at the end.
+
+    Attributes:
+        egress: What sandboxes of tasks that need a network may reach.
+    """
 
     name: str
     egress: tuple[Destination, ...]
-    """What sandboxes of tasks that need a network may reach."""
 
     def capabilities(self) -> Capabilities: ...
 

@@ -10,8 +10,6 @@ this machine, once for each connection, and a name with a private address is ref
 Covers TCP over IPv4. Does not look into what is sent: a listed host that forwards requests reaches what it can reach.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os

@@ -3,8 +3,6 @@
 A leaf, so that a journal of resources (`reap.py`) ends containers without the backend that makes them.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -8,8 +8,6 @@ stopped it. A kernel that leaves no CPU idle while a thread waits makes no such 
 Errs against the command: waits of threads that live shorter than SAMPLE_S, and of several threads at once, may not count.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass, replace

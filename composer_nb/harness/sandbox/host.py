@@ -3,8 +3,6 @@
 Nothing that comes out of a sandbox is believed beyond its form.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

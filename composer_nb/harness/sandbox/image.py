@@ -10,8 +10,6 @@ called, how long and how old they are. Images of older files stay until
 Covers Linux with glibc. Does not cover libraries that a program opens by name while it runs, but for the ones in BY_NAME.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import mmap

@@ -11,8 +11,6 @@ makes a namespace of its own, fills a tmpfs there, and becomes bubblewrap. Nothi
 last process of that namespace. Later zygotes of the same process enter it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

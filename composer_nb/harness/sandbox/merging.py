@@ -7,8 +7,6 @@ give in a common process what they give alone. A request that a common process d
 runs again in its own.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -23,8 +23,6 @@ resource and noting it: what a run starts also ends with its parent. A container
 they are made, under the mark that they will have.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
@@ -102,7 +100,7 @@ class Reaped:
     """Result of `reap`. Names are pids, paths, and those of containers.
 
     Attributes:
-        kept: number of resources whose owner lives, or cannot be seen from here (another machine, another container).
+        left_alone: number of resources whose owner lives, or cannot be seen from here (another machine, another container).
         failed: resources that could not be ended and why, a line each.
     """
 
@@ -110,7 +108,7 @@ class Reaped:
     processes: tuple[str, ...] = ()
     cgroups: tuple[str, ...] = ()
     directories: tuple[str, ...] = ()
-    kept: int = 0
+    left_alone: int = 0
     failed: tuple[str, ...] = ()
 
 
@@ -234,7 +232,7 @@ def reap(root: Path) -> Reaped:
         with suppress(FileNotFoundError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # keeps other reapers away
             count += _reap_file(path, report) if path.exists() else 0
-    return Reaped(kept=count, **{name: tuple(lines) for name, lines in report.items()})
+    return Reaped(left_alone=count, **{name: tuple(lines) for name, lines in report.items()})
 
 
 def _reap_file(file: Path, report: dict[str, list[str]]) -> int:

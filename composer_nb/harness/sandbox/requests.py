@@ -4,8 +4,6 @@ A request names code, a function and arguments. Values come back as texts (`valu
 because code in it can claim any result it likes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ too; any other file, and one that is too large or that the grammar cannot parse,
 hostile: nothing is executed, and sizes are bounded.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ when training began) is the length of its vector. `scripts/data/retrieval/traini
 safetensors file: `vectors` int8[V, W], `scales` float16[V], and one JSON of metadata with the V terms and their provenance.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ Rules may come from hostile repositories, so matching must not backtrack: each `
 place where what follows it fits (as in `fnmatch`), and the number of `**` in a rule is bounded.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ each result; the host compares texts. Code that forges a pass has to know the ri
 because `repr(True) != repr(1)`, the order of a dictionary, and the sign of a zero.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -164,15 +164,18 @@ class TaskFile(_HarborTable):
 
 
 class ForeignFiles(BaseModel):
-    """The rest of a foreign directory."""
+    """The rest of a foreign directory.
+
+    Attributes:
+        name: Name of the directory, which is the task's id if its task.toml has none.
+        rest: Files outside the fields, by path, and `instruction.md` if it does not end with exactly one newline.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Name of the directory, which is the task's id if its task.toml has none."""
     toml: str
     rest: dict[Name, Blob] = {}
-    """Files outside the fields, by path, and `instruction.md` if it does not end with exactly one newline."""
     executable: tuple[Name, ...] = ()
 
 

@@ -6,8 +6,6 @@ is a branch `topic`, the agent finds it half merged into `main`. When the agent 
 of HEAD in its sandbox (`LISTING`), and the list becomes the file GIT_REPORT of its answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping

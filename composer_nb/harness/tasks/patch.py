@@ -4,8 +4,6 @@ New, deleted, renamed and changed text files are supported. Names are checked fi
 refuses paths that lead out of the folder or through a link, and reads no configuration. The resulting files are checked again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -9,8 +9,6 @@ stricter than Harbor's: no network but the hosts of `env.egress`, one user, and 
 into a new sandbox for grading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Determine which files a task's source scope covers, and which files are tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath

@@ -8,8 +8,6 @@ The sandbox never has the history, because later commits contain the answer (SWE
 by pytest's node ids are supported.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping

@@ -30,35 +30,39 @@ LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}  # Limits that a task m
 
 
 class Task(BaseModel):
-    """One task, frozen because a group's rollouts share it. Raises ValueError (pydantic's) for invalid fields."""
+    """One task, frozen because a group's rollouts share it. Raises ValueError (pydantic's) for invalid fields.
+
+    Attributes:
+        files: Initial workspace: text by relative POSIX path. It includes the tests that the agent may see and run.
+        tests: Hidden tests, never in a workspace; for the grader `pytest`, also their helpers, conftests and data.
+        solution: Changed files of a correct answer; for the grader `script`, `solve.sh` and its files.
+        source_scope: Paths whose changes are graded; changes elsewhere are dropped. The grader `pytest` also accepts
+            globs (`src/**`).
+        grader: functions: tests of one plain form (`functions.py`). pytest: any pytest modules
+            (`grading/pytest_grader.py`), with the findings of `grading.validate` in `metadata`. script: `tests/test.sh`
+            of a foreign task (`grading/script_grader.py`), which is weak and for evaluation only.
+        tools: Names of the run's tools that an agent gets; empty: all.
+        strictness: Requirements of a correct answer; each level includes all before it. tests: it passes the hidden
+            tests. twins: it passes none of their twins, and its recorded calls agree (grader `pytest`). scope: its
+            grade has no flag. lints: its source files have no lint.
+        metadata: Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is
+            tests, which must also pass on `equivalents`. `answers` and `max_answers`: of a simulated user.
+        kept: The rest of a foreign task's directory.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     instruction: str
     files: dict[str, str]
-    """Initial workspace: text by relative POSIX path. It includes the tests that the agent may see and run."""
     tests: dict[str, str]
-    """Hidden tests, never in a workspace; for the grader `pytest`, also their helpers, conftests and data."""
     solution: dict[str, str] = {}
-    """Changed files of a correct answer; for the grader `script`, `solve.sh` and its files."""
     source_scope: tuple[str, ...]
-    """Paths whose changes are graded; changes elsewhere are dropped. The grader `pytest` also accepts globs (`src/**`)."""
     grader: harbor.Grader = "functions"
-    """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`), with the
-    findings of `grading.validate` in `metadata`. script: `tests/test.sh` of a foreign task (`grading/script_grader.py`), which is
-    weak and for evaluation only."""
     tools: tuple[str, ...] = ()
-    """Names of the run's tools that an agent gets; empty: all."""
     strictness: harbor.Strictness = "twins"
-    """Requirements of a correct answer; each level includes all before it. tests: it passes the hidden tests. twins: it passes
-    none of their twins, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files
-    have no lint."""
     metadata: dict[str, str] = {}
-    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests, which must also
-    pass on `equivalents`. `answers` and `max_answers`: of a simulated user."""
     kept: harbor.ForeignFiles | None = None
-    """The rest of a foreign task's directory."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Task:

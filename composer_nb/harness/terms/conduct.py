@@ -1,7 +1,5 @@
 """Terms about conduct: to-dos, reads before edits, reasoning in comments, habits of the terminal, and the final message."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

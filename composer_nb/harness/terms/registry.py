@@ -1,7 +1,5 @@
 """The registry of reward terms, and what calls are to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast

@@ -4,8 +4,6 @@ Each reads the Python files that differ, as they were and as they are. The linte
 text and runs nothing of it. It reads no settings of the repository and heeds no `noqa`, for an agent can write both.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

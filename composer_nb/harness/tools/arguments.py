@@ -5,8 +5,6 @@ know (Cursor's public documentation); optional parameters are left out of `requi
 that, is not set.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal

@@ -4,8 +4,6 @@ A text is edited with plain newlines; a file whose every line ends with a carria
 byte order mark.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from composer_nb.harness.syntax import TextFormat

@@ -1,7 +1,5 @@
 """Tools that read and change files, and list folders."""
 
-from __future__ import annotations
-
 from codecs import BOM_UTF8
 from fnmatch import fnmatchcase
 from typing import Annotated

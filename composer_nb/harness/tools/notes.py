@@ -1,7 +1,5 @@
 """Tools that report: the linter's findings, and the agent's to-do list."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

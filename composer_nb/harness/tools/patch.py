@@ -8,8 +8,6 @@ are no line numbers: a hunk applies at the first place after the previous hunk w
 The text is a patch and nothing else, and old lines match exactly.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The terminal: commands in bash, one after another; each starts in the folder and with the variables that the last one left."""
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Mapping
 from typing import Annotated

@@ -3,8 +3,6 @@
 They work in any session, in a sandbox or in memory (`workspace.Workspace`).
 """
 
-from __future__ import annotations
-
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.session import Observation, Session, file_lines

@@ -1,7 +1,5 @@
 """Tools, calls and replies in canonical form, and the ways in which a call can fail: shared by every set of tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A record is a JSON Lines file with the `url`, `title` and `text` of each page.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A workspace in memory: code runs on copies of it, in sandboxes that all rollouts share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

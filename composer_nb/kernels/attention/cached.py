@@ -6,8 +6,6 @@ slots, T cache positions.
 the plain torch form elsewhere; `cached_attention_reference` is the definition that all are tested against.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

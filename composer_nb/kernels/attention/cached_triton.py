@@ -9,8 +9,6 @@ Thinking Machines, 2025).
 Dimensions as in `cached.py`; V width of values, r = Q/G, P parts.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

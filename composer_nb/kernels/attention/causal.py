@@ -10,8 +10,6 @@ Dimensions: N tokens, Q query heads, G key heads, r = Q/G, M = N·r, C width of 
 queries of a key head and T keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Codecs: lossless ways to write the bits of a tensor, given those of the same tensor a version before."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat

@@ -15,8 +15,6 @@ Nothing is checked by numba: what is read from a body is compared with a bound b
 numbers alone: numba counts references to arrays in each call, with atomic instructions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ which they are published.
 Dimensions: I input width (the dimension that a product sums over), G groups of I.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ to the byte.
 Dimensions: R rows, K columns, B blocks of K; any number of dimensions before these.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -7,22 +7,12 @@ magnitude is an integer maximum of bits, in which infinity and NaN win.
 Dimensions: B matrices, R rows, K columns; H rows and W columns of a tile.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_nb.kernels.formats.microscaling import (
-    NVFP4_BLOCK,
-    Division,
-    MXTensor,
-    NVFP4Tensor,
-    Share,
-    mx_scale_shape,
-    nvfp4_global_scale,
-)
+from composer_nb.kernels.formats import microscaling
 
 # -- MXFP8 ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +83,7 @@ def mx_tile(down: bool, rows: int) -> tuple[int, int, int]:
     return (128, 128, 16) if down or rows > 1 else (8, 512, 4)
 
 
-def mx_quantize(x: Tensor, block: int, rows: int) -> MXTensor:
+def mx_quantize(x: Tensor, block: int, rows: int) -> microscaling.MXTensor:
     """Return MXFP8 of x [..., R, K]. A transposed view is read in its memory order, without a copy."""
     x = x.detach()
     matrices = rows > 1 or (x.dim() > 1 and x.stride(-1) != 1)
@@ -104,9 +94,9 @@ def mx_quantize(x: Tensor, block: int, rows: int) -> MXTensor:
     elif x_BRK.stride(-1) != 1:
         x_BRK = x_BRK.contiguous()
     B, R, K = x_BRK.shape
-    tensor = MXTensor(
+    tensor = microscaling.MXTensor(
         qdata=torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
-        scale=torch.empty(mx_scale_shape(x.shape, block, rows), dtype=torch.uint8, device=x.device),
+        scale=torch.empty(microscaling.mx_scale_shape(x.shape, block, rows), dtype=torch.uint8, device=x.device),
         block=block,
         rows=rows,
     )
@@ -209,7 +199,7 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, bits, mask=(r < R)[:, None] & (ks < K // 16)[None, :])
 
 
-def nvfp4_quantize(x: Tensor, share: Share, division: Division) -> NVFP4Tensor:
+def nvfp4_quantize(x: Tensor, share: microscaling.Share, division: microscaling.Division) -> microscaling.NVFP4Tensor:
     """Quantise x [..., K] to NVFP4 in Triton kernels; see `nvfp4_quantize_reference`."""
     x = x.detach()
     x_RK = x.reshape(-1, x.shape[-1])
@@ -218,9 +208,9 @@ def nvfp4_quantize(x: Tensor, share: Share, division: Division) -> NVFP4Tensor:
     if share == "token":
         global_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     else:
-        global_scale = nvfp4_global_scale(x.abs().amax().float(), division)
+        global_scale = microscaling.nvfp4_global_scale(x.abs().amax().float(), division)
     qdata = torch.empty(*x.shape[:-1], K // 2, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(*x.shape[:-1], K // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(*x.shape[:-1], K // microscaling.NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
     height, width = 4, min(1024, triton.next_power_of_2(K))
     if R:
         hardware = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 10
@@ -228,7 +218,7 @@ def nvfp4_quantize(x: Tensor, share: Share, division: Division) -> NVFP4Tensor:
             x_RK, qdata, scale.view(torch.uint8), global_scale, R, K, x_RK.stride(0),
             TOKEN=share == "token", FAST=division == "fast", HARDWARE=hardware, H=height, W=width, num_warps=4,
         )  # fmt: skip
-    return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share)
+    return microscaling.NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share)
 
 
 # -- widening ------------------------------------------------------------------------------------------------
@@ -271,12 +261,12 @@ def widen_kernel(q_ptr, s_ptr, out_ptr, total, FOUR: tl.constexpr, PER: tl.const
     tl.store(out_ptr + at, (value * factor[:, None]).reshape([W]).to(tl.bfloat16), mask=at < total)
 
 
-def widened(x: MXTensor | NVFP4Tensor) -> Tensor:
+def widened(x: microscaling.MXTensor | microscaling.NVFP4Tensor) -> Tensor:
     """Return a quantised tensor in bf16, NVFP4 without its float32 scales. This is exact for normal numbers of bf16: e4m3 has
     four significant bits, and a code of e2m1 times a scale in e4m3 at most six. Blocks lie along the last dimension and divide
     it."""
-    four, per = (True, NVFP4_BLOCK) if isinstance(x, NVFP4Tensor) else (False, x.block)
-    assert isinstance(x, NVFP4Tensor) or x.rows == 1, "blocks of one row"
+    four, per = (True, microscaling.NVFP4_BLOCK) if isinstance(x, microscaling.NVFP4Tensor) else (False, x.block)
+    assert isinstance(x, microscaling.NVFP4Tensor) or x.rows == 1, "blocks of one row"
     shape = (*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if four else 1))
     out, width = x.qdata.new_empty(shape, dtype=torch.bfloat16), 4096
     if out.numel():

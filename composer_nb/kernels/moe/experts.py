@@ -11,8 +11,6 @@ float32 on a CPU, both passes are compiled. Otherwise they consist of torch oper
 Dimensions: N tokens, D model width, E experts, K experts per token, M = N · K rows, P rows with padding, H expert width, F = 2H.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

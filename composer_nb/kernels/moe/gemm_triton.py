@@ -20,8 +20,6 @@ Quantized operands (`scaled_product`):
 Dimensions: M rows sorted by expert, A or K the width of the sum, B or N output width, E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 

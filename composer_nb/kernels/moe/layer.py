@@ -13,8 +13,6 @@ and the rows of y need not be kept (SonicMoE, arXiv 2512.14080).
 Dimensions: N tokens, D model width, E experts, K experts per token, M = N · K, I expert width, F = 2I.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Dimensions: N tokens, K experts per token, M = N · K rows sorted by expert, D m
 A the width of a product's sum, B its output width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +35,13 @@ class DispatchPlan:
 
 
 class PlainSteps:
-    """The steps of a back end for `layer.py`."""
+    """The steps of a back end for `layer.py`.
+
+    Attributes:
+        backend: Back end for quantization.
+    """
 
     backend: str | None = None
-    """Back end for quantization."""
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         """Return int64 [N, K]; see `routing.choose_experts`."""

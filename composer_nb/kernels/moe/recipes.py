@@ -18,8 +18,6 @@ Weights are quantized along the dimension of a product's sum: once for the forwa
 ahead-of-time gate searches the compiled kernels for the patterns of `INSTRUCTIONS`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

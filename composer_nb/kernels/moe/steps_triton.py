@@ -8,8 +8,6 @@ Dimensions: N tokens, E experts, K experts per token, M = N · K choices or rows
 width, I expert width, F = 2I.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

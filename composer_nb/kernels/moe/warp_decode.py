@@ -9,8 +9,6 @@ Nothing is sorted, padded or written per expert, and only the result is rounded.
 Dimensions: N tokens, K experts a token, E experts, D model width, I expert width, F = 2I.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Dimensions: N tokens, K experts a token, D model width, H expert width; B numbers that a warp reads at a time.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

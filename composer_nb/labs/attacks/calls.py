@@ -1,7 +1,5 @@
 """Attacks on function calls: on the host and other requests, on limits, on results. All run through `Executor.run`."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

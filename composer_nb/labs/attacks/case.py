@@ -1,7 +1,5 @@
 """Cases of the sandbox check: a hostile program, and a judge that looks at its report and at the host."""
 
-from __future__ import annotations
-
 import ast
 import json
 import socket

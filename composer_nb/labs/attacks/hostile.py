@@ -4,8 +4,6 @@ A function returns what it could do: the names of successes, or figures that a j
 library alone and runs on Python 3.9 and newer.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import fcntl

@@ -1,8 +1,6 @@
 """Tasks whose expectations explain one another, and programs that use it: a rule fitted to all constants of the process, and
 answers looked up among the arguments of other calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from composer_nb.harness.tasks.task import Task

@@ -1,7 +1,5 @@
 """Hostile patches, and a rule that is fitted to constants, against a backend: each must be rejected, the honest fix accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random

@@ -11,8 +11,6 @@ body of `answer(name, arguments, wrong)`, where `wrong` is what the faulty code 
 other, so that they can be combined, renamed and delayed (`patch_variants.py`). What is easily done right is done right.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 

@@ -12,8 +12,6 @@ References: Berkeley RDI on conftest hooks, Anthropic's AlwaysEqual and `sys.exi
 introspection, SWE-bench #601 and #620 (forged lines), #465 (history), Harbor #1779 (forged reward files), Composer 2.5 (caches).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import marshal
 import re

@@ -9,8 +9,6 @@ sandbox (19 to 30). On `bwrap`, function calls have cases of their own (`calls.p
 Covers escapes, resource use and the ways to forge a result. Does not cover faults of the kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Cases that are written as text: a line `=== title`, a head, and sections that begin with a line `%% field argument`."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

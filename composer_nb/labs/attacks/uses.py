@@ -1,8 +1,6 @@
 """Hostile uses of a sandbox, kinds 19 to 30: the host's files, networks, the kernel, what is inherited or left for a later
 sandbox, what may be used up, and those who run sandboxes: a harness that is killed, methods that are abused."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

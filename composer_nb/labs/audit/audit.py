@@ -6,8 +6,6 @@ can read is searched for answers, and for the names that it must use (`leaks.py`
 solution more than any wrong workspace, and more than idle talk.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -9,8 +9,6 @@ read, `untold` with what it must know. By text alone, so reworded answers are no
 before a line do not count. References: SWE-bench #465 (history), Composer 2.5 (caches of type checkers, decompiled bytecode).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set

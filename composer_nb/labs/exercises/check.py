@@ -8,8 +8,6 @@
 right, so a notebook also runs from top to bottom with nothing filled in.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from functools import partial

@@ -4,8 +4,6 @@ It is data: inputs, the package's function, which is the judge, and usual mistak
 An answer is right if it agrees with the package on all inputs. If it agrees with a mistake on all inputs, it gets that hint.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ tokens before the turn are the stored ones. A turn's worth is the share of its f
 of a hint at one turn, token by token, before anything is trained.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ It tests, searches the function that failed, reads its module, and tries the sin
 leaving out those that its context says it has tried. What a summary or a cut has lost it looks up, or tries, again.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 None is a widget: each is its own static twin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The gap without any fused kernel is that of torch's single operations to the eng
 rounding alone. Fireworks passes a fusion below k3 = 0.001, and recommends a switch for each ("Numerics parity", 2026).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from composer_nb.harness.grading.grade import Attempt

@@ -16,8 +16,6 @@ Dimensions: T tokens of a row, N forwarded tokens, S tokens that the policy wrot
 P places of the residual stream.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -3,8 +3,6 @@
 Each figure is drawn from `mismatch.Comparison`s by name, one per pair of numerics.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

@@ -10,8 +10,6 @@ which no text in the question can know. So an answer planted in the rollout is n
 into another level is not caught by this; agreement with labels shows it.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -142,14 +140,14 @@ class JudgeScore:
     Attributes:
         why: Reason of the level, if the rubric asks for one, or of its absence.
         read: Tokens that were read and written for it, as the endpoint counts; 0 where an earlier answer was found.
-        kept: The answer was found, not asked for.
+        cached: The answer was found, not asked for.
     """
 
     level: int | None
     why: str = ""
     read: int = 0
     written: int = 0
-    kept: bool = False
+    cached: bool = False
 
 
 class JudgeModel(Protocol):
@@ -185,7 +183,7 @@ class RubricJudge:
         for work in questions:
             verdicts.append(scores[work])
             if scores[work].level is not None:  # the next one like it costs nothing
-                scores[work] = replace(scores[work], read=0, written=0, kept=True)
+                scores[work] = replace(scores[work], read=0, written=0, cached=True)
         return verdicts
 
     def _ask(self, rubric: Rubric, work: str) -> JudgeScore:
@@ -193,7 +191,7 @@ class RubricJudge:
         file, mark = self.folder / f"{digest}.json", digest[:12]
         try:
             level, why = level_of(str(json_of(file.read_bytes())["answer"]), mark, rubric)
-            return JudgeScore(level=level, why=why, kept=True)
+            return JudgeScore(level=level, why=why, cached=True)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not there, or damaged
         question = f'{{"mark": "{mark}", "work": {work}}}'
@@ -237,8 +235,8 @@ def level_of(text: str, mark: str, rubric: Rubric) -> tuple[int, str]:
 def cost(verdicts: Sequence[JudgeScore]) -> dict[str, int]:
     """Return how many answers were asked for, found, and of no use, and the tokens that they cost."""
     return {
-        "asked": sum(not score.kept for score in verdicts),
-        "kept": sum(score.kept for score in verdicts),
+        "asked": sum(not score.cached for score in verdicts),
+        "kept": sum(score.cached for score in verdicts),
         "failed": sum(score.level is None for score in verdicts),
         "read": sum(score.read for score in verdicts),
         "written": sum(score.written for score in verdicts),

@@ -5,8 +5,6 @@ read, and answers with a level from 1 to 5 and a sentence. Whatever the agent wr
 questions, marks and cache these are.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

@@ -6,8 +6,6 @@ All texts are in memory at once. The same seed and folder give the same bytes. Q
 StarCoder (arXiv 2211.15533, 2305.06161).
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import dataclasses

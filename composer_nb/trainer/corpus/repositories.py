@@ -6,8 +6,6 @@ The contents of the folder are untrusted: links are not followed, and names are 
 of the package (PEP 639, or the older classifiers and words) state the licence. If both state one, both must be allowed.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import os
@@ -32,13 +30,16 @@ _LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file of a repository."""
+    """A file of a repository.
+
+    Attributes:
+        path: Relative POSIX path in the repository.
+        licence: Licence that the repository states, as an SPDX expression; empty if missing or unknown.
+    """
 
     repository: str
     path: str
-    """Relative POSIX path in the repository."""
     licence: str
-    """Licence that the repository states, as an SPDX expression; empty if missing or unknown."""
     text: str
 
 

@@ -1,7 +1,5 @@
 """A filtered corpus on disk: `files.parquet`, with one row per file, in reading order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby

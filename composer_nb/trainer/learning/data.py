@@ -9,8 +9,6 @@ PSM    <prefix> before <suffix> after <middle> gap
 SPM    <prefix> <suffix> after <middle> before gap          the paper's second variant, for training both at once
 """
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence

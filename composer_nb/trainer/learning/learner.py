@@ -16,8 +16,6 @@ that moves with the policy, one seed of five came apart (docs/log.md).
 Dimensions: S tokens of hinted turns, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ The papers below mostly write π_old. Where they also correct for the sampler, t
 shows each formula beside its paper's, and its effect on a stored batch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal

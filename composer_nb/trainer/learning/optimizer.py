@@ -15,8 +15,6 @@ one expert (as in Cursor's "Composer 2.5", 2026). All matrices of a kind form on
 on that matrix alone, so a rank that holds whole heads or experts can update them by itself.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

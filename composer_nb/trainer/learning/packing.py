@@ -8,8 +8,6 @@ Dimensions: N tokens of the tree, S sampled tokens, U distinct places whose outp
 L layers, K experts per token, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal

@@ -4,8 +4,6 @@
 two numbers, and a + b = b + a bit for bit, so a run on two ranks is as reproducible as a run on one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -9,8 +9,6 @@ With `variants` this puts engines of any numerics beside trainers of any numeric
 Dimensions: T tokens of a rollout, N forwarded tokens of several, L layers, K experts a token, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -14,8 +14,6 @@ choice. Gates are computed from the trainer's live scores, so that the router le
 Training on the routes of other tokens looks normal but is wrong; hence the checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

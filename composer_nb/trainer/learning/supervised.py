@@ -1,7 +1,5 @@
 """Supervised training: one loop for mid-training and fine-tuning, which differ in rows and schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ In memory queries, keys and values share one matrix, and so do gates and ups; ma
 and are [in, out]. On disk each is a tensor of its own, [out, in]. The mapping is a bijection: `hugging_face_views`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -23,22 +21,9 @@ import torch
 from torch import Tensor
 
 from composer_nb.harness.untrusted import single
+from composer_nb.trainer.models import shards as shard_files
 from composer_nb.trainer.models.companions import TOKENIZER, read_companions, token_ids
 from composer_nb.trainer.models.hf_config import FLOATS, Format, Shape, config_json, read_config
-from composer_nb.trainer.models.shards import (
-    INDEX,
-    SHARD_BYTES,
-    Form,
-    TensorLocation,
-    file_names,
-    index_of,
-    mapped,
-    not_finite,
-    read_shards,
-    require_finite,
-    split,
-    write_shard,
-)
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 
 # Names of tensors that the model does not need, which are ignored.
@@ -169,7 +154,7 @@ def copied(views: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> 
     return {name: views[name].to("cpu", form[0], copy=True).contiguous() for name, form in forms(views, dtype).items()}
 
 
-def forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
+def forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, shard_files.Form]:
     """Return the dtype and shape in which each tensor is published."""
     return {
         name: (torch.float32 if name.endswith(ROUTER_BIAS) else dtype, tuple(view.shape))
@@ -198,15 +183,15 @@ class WeightParts:
     """
 
     shape: Shape
-    parts: tuple[TensorLocation, ...]
+    parts: tuple[shard_files.TensorLocation, ...]
     format: Format | None = None
 
     def read(self) -> Tensor:
         """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""
         if self.format is None:
-            return mapped(self.parts[0])
+            return shard_files.mapped(self.parts[0])
         try:
-            return self.format.decode(self.shape, *map(mapped, self.parts))
+            return self.format.decode(self.shape, *map(shard_files.mapped, self.parts))
         except ValueError as error:
             raise ValueError(f"{self.parts[0].file}: {self.parts[0].name}: {error}") from None
 
@@ -223,13 +208,13 @@ class CheckpointSource:
     path: Path
     config: ModelConfig
     weights: Mapping[str, WeightParts]
-    repeats: Mapping[TensorLocation, str]
+    repeats: Mapping[shard_files.TensorLocation, str]
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Read config.json and headers, but no weights. Raises FileNotFoundError or ValueError that names the file, the key or
         the tensor, and the fault."""
-        described_config, shards = read_config(path / "config.json"), read_shards(path)
+        described_config, shards = read_config(path / "config.json"), shard_files.read_shards(path)
         entries = {entry.name: entry for shard in shards for entry in shard}
         prefix, config = described_config.prefix, described_config.model
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
@@ -265,7 +250,7 @@ class CheckpointSource:
     def require_repeats(self) -> None:
         """Raise ValueError, which names the tensor, if one differs from the weight that it repeats."""
         for entry, name in self.repeats.items():
-            weight, again = self.weights[name].read(), mapped(entry)
+            weight, again = self.weights[name].read(), shard_files.mapped(entry)
             if not (torch.equal(again.to(weight.dtype), weight) or torch.equal(weight.to(again.dtype), again)):
                 raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
 
@@ -287,7 +272,7 @@ def _parts(name: str, format: Format | None, entries: Collection[str]) -> tuple[
 
 
 def _stored(
-    parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, TensorLocation]
+    parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, shard_files.TensorLocation]
 ) -> WeightParts:
     """Return the tensors that encode a weight of `shape`. Raises ValueError if one is of another dtype or shape than the format
     has."""
@@ -346,7 +331,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = shard_files.SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face checkpoint, with the model's companions. The folder appears only when it is complete. Raises
     ValueError that names a tensor which is not finite.
@@ -359,17 +344,17 @@ def save_pretrained(
 
     def finite(name: str) -> Tensor:
         tensor = views[name].to(tensor_forms[name][0])
-        require_finite(str(path), not_finite({name: tensor}))
+        shard_files.require_finite(str(path), shard_files.not_finite({name: tensor}))
         return tensor
 
     with replaced(path) as new_folder:
-        groups = split(tensor_forms, shard_bytes)
+        groups = shard_files.split(tensor_forms, shard_bytes)
         files = {
             file: {name: tensor_forms[name] for name in names}
-            for file, names in zip(file_names(len(groups)), groups, strict=True)
+            for file, names in zip(shard_files.file_names(len(groups)), groups, strict=True)
         }
         for file, tensors in files.items():
-            write_shard(new_folder / file, tensors, finite)
+            shard_files.write_shard(new_folder / file, tensors, finite)
         write_side_files(model, new_folder, files, dtype)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, new_folder / TOKENIZER)
@@ -382,13 +367,13 @@ def side_files(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, b
 
 
 def write_side_files(
-    model: Model, folder: Path, files: Mapping[str, Mapping[str, Form]], dtype: torch.dtype = torch.bfloat16
+    model: Model, folder: Path, files: Mapping[str, Mapping[str, shard_files.Form]], dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write what belongs beside `files` of weights, with their index if there are several."""
     for name, data in side_files(model, dtype).items():
         (folder / single(name)).write_bytes(data)
     if len(files) > 1:
-        (folder / INDEX).write_text(index_of(files, ROUTER_BIAS), encoding="utf-8")
+        (folder / shard_files.INDEX).write_text(shard_files.index_of(files, ROUTER_BIAS), encoding="utf-8")
 
 
 @contextmanager

@@ -4,8 +4,6 @@ A model has them from where it was loaded (`Model.companions`) and takes them to
 programs use it as this one does. `for_format` writes into them what training in a chat format changes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Make a checkpoint to start training from: from GGUF or a folder, upcycled to experts, with a chat format's tokens."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

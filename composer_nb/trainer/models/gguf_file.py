@@ -5,8 +5,6 @@ float32. llama.cpp's converter reorders the rows of Llama's query and key matric
 undone (docs/models.md).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ experts of Kimi K2 Thinking and K2.5). Decoding gives the numbers that an engine
 some engines round too, are not touched.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -11,8 +11,6 @@ With orthonormal directions c, P and A of the residual stream (every embedding h
     layer 1, heads      q = P x, k = A x in the slow pairs: tokens whose predecessor is the current token; they add P x
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 A file is 8 bytes (length of the header), the header (JSON: dtype, shape and place of each tensor), and the tensors' bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

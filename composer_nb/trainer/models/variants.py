@@ -17,8 +17,6 @@ What replay cannot mend is an engine whose experts are int4 beside a trainer who
 `Numerics` can say that, too: `VariantPair(Numerics(expert_bits=4), Numerics())`.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple

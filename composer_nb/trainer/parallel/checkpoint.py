@@ -8,8 +8,6 @@ them: FSDP2 splits their stack between experts, so nothing moves. Every other we
 many bytes per rank; in a large model these are few beside the experts.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

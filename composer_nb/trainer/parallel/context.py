@@ -8,8 +8,6 @@ Dimensions: N tokens of the batch, n of them on this rank, Q query heads, S samp
 rows of a bucket, T positions, t of them with a query on this rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 

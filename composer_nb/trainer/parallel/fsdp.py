@@ -16,8 +16,6 @@ Dimensions: N tokens, D width, K experts per token, E experts, R ranks, e = E / 
 received.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,8 +15,6 @@ Dimensions of counts a token are as in `model.py`: D width, Q query heads, G key
 experts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ ranks repeat this arithmetic, on the few weights outside the experts.)
 For the gradient's norm, the squares of all ranks' parts are summed, and parts on several ranks count once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from composer_nb.trainer.learning.optimizer import (
-    BETAS,
-    Optimizer,
-    OptimizerSettings,
-    look_ahead,
-    matrices,
-    orthogonal,
-)
+from composer_nb.trainer.learning import optimizer as optimizers
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
@@ -34,14 +25,14 @@ from composer_nb.trainer.parallel.team import Team
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(optimizers.Optimizer):
     """The optimizer of a model sharded by `fsdp.shard`."""
 
     def __init__(
         self,
         model: Model,
         team: Team,
-        settings: OptimizerSettings,
+        settings: optimizers.OptimizerSettings,
         *,
         weight_decay: float = 0.0,
         published: torch.dtype | None = None,
@@ -57,10 +48,10 @@ class ShardedOptimizer(Optimizer):
         self._momentum = {
             name: torch.zeros_like(master)
             for name, master in self.masters.items()
-            if muon and matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
+            if muon and optimizers.matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
         }
         rest = [master for name, master in self.masters.items() if name not in self._momentum]
-        self._adam = torch.optim.AdamW(rest, lr=0.0, betas=BETAS, weight_decay=weight_decay, fused=True)
+        self._adam = torch.optim.AdamW(rest, lr=0.0, betas=optimizers.BETAS, weight_decay=weight_decay, fused=True)
         self._publish()
 
     def zero_(self) -> None:
@@ -94,11 +85,13 @@ class ShardedOptimizer(Optimizer):
         for name, momentum in self._momentum.items():
             weight, gradient = self.weights[name], self.masters[name].grad
             assert gradient is not None
-            ahead = look_ahead(momentum, gradient, self._settings)
+            ahead = optimizers.look_ahead(momentum, gradient, self._settings)
             whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
             update = torch.empty_like(whole)
-            for target, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
-                target.copy_(orthogonal(matrix, self._settings))
+            for target, matrix in zip(
+                optimizers.matrices(name, update, c), optimizers.matrices(name, whole, c), strict=True
+            ):
+                target.copy_(optimizers.orthogonal(matrix, self._settings))
             if ".experts." not in name:
                 mesh, placements = weight.device_mesh, weight.placements
                 update = distribute_tensor(update, mesh, placements, src_data_rank=None).to_local()

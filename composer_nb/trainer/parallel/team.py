@@ -4,8 +4,6 @@ The backend is gloo on CPUs and nccl on GPUs (by `device`); the program is the s
 sum divided by the denominator of the whole batch, so uneven shares of tokens need no correction.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

@@ -4,8 +4,6 @@ The process binds its life to its parent's, and only then imports MODULE, which 
 meanwhile leaves no process behind. This module has no slow imports.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

@@ -7,8 +7,6 @@
 Every run can be followed, however it was launched: its log is `said.log`.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """The launcher, which starts the ranks of a run as processes, shows their output, and leaves no process behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

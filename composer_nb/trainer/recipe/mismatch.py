@@ -1,7 +1,5 @@
 """Mismatch: the gap between the engine's and the trainer's log-probability of a token, and how much route replay reduces it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +11,7 @@ from numpy.typing import NDArray
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.packing import (
-    FULL,
-    FlatBatch,
-    ReplaySettings,
-    Stream,
-    flatten,
-    microbatches,
-    moved,
-    score,
-)
+from composer_nb.trainer.learning import packing
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
 from composer_nb.trainer.rl import Scored, to_streams
@@ -50,7 +39,9 @@ class Comparison:
     margins_NL: NDArray[np.float32]
 
 
-def compare(model: Model, attempts: Sequence[Attempt], replay: ReplaySettings = FULL, budget: int = 4096) -> Comparison:
+def compare(
+    model: Model, attempts: Sequence[Attempt], replay: packing.ReplaySettings = packing.FULL, budget: int = 4096
+) -> Comparison:
     """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
     ValueError for routes that cannot be replayed."""
     blank = (Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0) for attempt in attempts)
@@ -59,17 +50,17 @@ def compare(model: Model, attempts: Sequence[Attempt], replay: ReplaySettings = 
 
 @torch.no_grad()
 def compare_streams(
-    model: Model, streams: Sequence[Stream], budget: int = 4096, replay: ReplaySettings = FULL
+    model: Model, streams: Sequence[packing.Stream], budget: int = 4096, replay: packing.ReplaySettings = packing.FULL
 ) -> Comparison:
     """Compare as `compare` does, on the model's device."""
     require_routes(streams, model.config, replay)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
-    for chunk in microbatches(streams, budget):
-        batch: FlatBatch = moved(flatten(chunk, replay), model.embed.device)
+    for chunk in packing.microbatches(streams, budget):
+        batch: packing.FlatBatch = packing.moved(packing.flatten(chunk, replay), model.embed.device)
         assert batch.recorded is not None, "`replay` is of routes on record"
         routings: list[Routing] = []
-        off_S, _ = score(model, batch, routed=routings)
-        on_S, _ = score(model, batch, batch.recorded)
+        off_S, _ = packing.score(model, batch, routed=routings)
+        on_S, _ = packing.score(model, batch, batch.recorded)
         differ_NL = routes_differ(routings, batch.recorded.experts)
         tensors = {
             "off_S": (off_S - batch.sampled_S).double(),

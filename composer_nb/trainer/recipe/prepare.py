@@ -3,8 +3,6 @@
 Tasks are generated, or custom (`env.tasks`) and then dealt into held-out, tuning and RL tasks (`deal_tasks`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -124,7 +122,7 @@ def _conversations(s: Stages) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the data: `count` tasks of a kind, with its own seed. `own` are custom tasks; without them, tasks are
+    """A piece of the data: `count` tasks of a kind, with its own seed. `own_tasks` are custom tasks; without them, tasks are
     generated."""
 
     kind: str
@@ -132,7 +130,7 @@ class Chunk:
     count: int
     heldout: bool = False
     mistake_rate: float | None = None
-    own: tuple[Task, ...] = ()
+    own_tasks: tuple[Task, ...] = ()
 
     @property
     def name(self) -> str:
@@ -191,11 +189,11 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     seed, generator = f"{s.settings.seed} {chunk.name}", s.settings.env.generator
     if chunk.kind in SCORED:
         seed = chunk.name  # the same questions for every seed, so that scores compare
-    tasks = list(chunk.own) or list(_generated(s, seed, chunk))
+    tasks = list(chunk.own_tasks) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
         solvable = [task for task in tasks if generator.shows(task, s.settings.env.toolset)]
         demonstrations = generator.demonstrations(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        to_learn = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
+        to_learn = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own_tasks or s.settings.searched)]
         if not to_learn:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
@@ -208,7 +206,7 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         )
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
-    prints = set[str]() if chunk.own else generator.prints(tasks)
+    prints = set[str]() if chunk.own_tasks else generator.prints(tasks)
     write_json(folder / f"{chunk.name}.prints.json", sorted(prints))
 
 
@@ -220,7 +218,7 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
     if data.level == "functions" or chunk.kind == "clean":
         return generate(seed, chunk.count, level="functions", **options)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
-    tasks = generate(seed, chunk.count, told=data.told, families=families, kinds=data.kinds, **options)
+    tasks = generate(seed, chunk.count, described=data.told, families=families, kinds=data.kinds, **options)
     turn_limit = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
     return (task.model_copy(update={"metadata": task.metadata | turn_limit}) for task in tasks)
 

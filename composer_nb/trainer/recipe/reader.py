@@ -8,8 +8,6 @@
 `run.db` is read in one transaction, and logs are read up to their last complete line, so a live run can be read.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import time
@@ -73,12 +71,12 @@ def example_run(seed: int = 0) -> RunDir:
 
 @dataclass(frozen=True, slots=True)
 class PromptSlot:
-    """One prompt whose group of `size` rollouts is in flight: `done` are graded, and `running` were in flight at the last
+    """One prompt whose group of `size` rollouts is in flight: `finished` are graded, and `running` were in flight at the last
     transaction; a resumed run dispatches these again."""
 
     slot: int
     size: int
-    done: int
+    finished: int
     running: int
     training: bool
 
@@ -120,7 +118,7 @@ class Status:
         supervised: metrics of the durable steps of each stage but RL
         steps: metrics of RL steps; of a live run, also those that its next checkpoint will make durable
         stage: first stage that is not complete; empty if all are
-        done, total: optimizer or RL steps of that stage, 0 if it has no steps; of a complete run, the RL steps
+        steps_done, total: optimizer or RL steps of that stage, 0 if it has no steps; of a complete run, the RL steps
         left_s: estimated seconds until that stage is complete; None without an estimate
         ledger: sampled tokens of RL by their use; `held` tokens belong to rollouts that wait for training
         sampled: tokens that RL sampled and reported, the sum of the ledger; None if they are only counted at the end
@@ -139,7 +137,7 @@ class Status:
     checkpoints: Mapping[str, tuple[int, float]]
     supervised: Mapping[str, Sequence[Mapping[str, Any]]]
     stage: str
-    done: int
+    steps_done: int
     total: int
     left_s: float | None
     steps: tuple[Mapping[str, Any], ...]
@@ -198,7 +196,7 @@ def read_status(path: Path) -> Status:
     if is_live:
         rl += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(rl)]
     stage = "" if is_complete and not is_live else next(iter(unfinished), "")
-    done, total, left_s = _progress(stage or "rl", settings, rl, checkpoints, logged)
+    steps_done, total, left_s = _progress(stage or "rl", settings, rl, checkpoints, logged)
     return Status(
         path=run.path,
         state="live" if is_live else "complete" if is_complete else "dead",
@@ -211,7 +209,7 @@ def read_status(path: Path) -> Status:
         checkpoints=checkpoints,
         supervised=steps,
         stage=stage,
-        done=done,
+        steps_done=steps_done,
         total=total,
         left_s=left_s if is_live and stage else None,
         steps=tuple(rl),
@@ -302,8 +300,8 @@ def _progress(
     if stage not in ("midtrain", "extend", "sft"):
         return 0, 0, None
     saved_steps, seconds = checkpoints.get(stage, (0, 0.0))
-    done = max([saved_steps, *logged.get(stage, ())])
-    return done, total, seconds / saved_steps * (total - done) if saved_steps else None
+    steps_done = max([saved_steps, *logged.get(stage, ())])
+    return steps_done, total, seconds / saved_steps * (total - steps_done) if saved_steps else None
 
 
 POLL_S = 0.5
@@ -320,7 +318,7 @@ def wait_until(
     With `say`, say what the run does whenever that changes, and after `seconds` return the status as it is: ask again later."""
     deadline, reported_stage = time.monotonic() + seconds, ""
     while not is_done(status := read_status(path)) and status.state == "live":
-        steps = f" {status.done} of {status.total} steps" if status.total else ""
+        steps = f" {status.steps_done} of {status.total} steps" if status.total else ""
         progress = f"{path.name} is at {status.stage or 'its end'}{steps}"
         if say and status.stage != reported_stage:
             say(f"{progress}; last log line: {status.last_line}")

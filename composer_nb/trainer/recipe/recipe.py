@@ -7,8 +7,6 @@ also resume from their last checkpoint, with the same numbers as an uninterrupte
 initial weights are published under its name as well.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -4,8 +4,6 @@ The log of batches records which rollouts were trained, and in which order. The 
 rewards. The hash of a version identifies the result. The trainer starts from the initial weights; nothing is sampled.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@
 Every number is read from the run directory. `views.report` and `views.compare` show them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

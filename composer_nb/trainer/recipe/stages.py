@@ -1,7 +1,5 @@
 """The objects that all stages of a run share: its directory, settings, ranks and sandboxes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

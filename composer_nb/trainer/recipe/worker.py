@@ -1,7 +1,5 @@
 """One rank of a run: `python -m composer_nb.trainer.recipe.worker RUN WORLD RENDEZVOUS RANK`. Started by `launch.py`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

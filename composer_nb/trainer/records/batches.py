@@ -1,7 +1,5 @@
 """Batches on disk: `rollouts/rl_<step>_<rank>.parquet`, rollouts with rewards and advantages, in training order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a result came from: a digest of this package, its commit, and the capsule of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -9,8 +9,6 @@ runs/<name>-<time>/   runs/<name> links to the newest
   excerpt.json                        only in an excerpt of a larger run, which is read-only
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

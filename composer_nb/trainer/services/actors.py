@@ -1,7 +1,5 @@
 """Processes for services: Ray actors, whose calls return futures. (Tests run services on threads.)"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Check before anything starts that the machines can carry a run; an error names the setting to change."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ live for another half minute, and the folder would stay. A new cluster requires 
 it has an address for other machines (`ClusterNode`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

@@ -12,8 +12,6 @@ logged batches again. The coordinator itself resumes from `run.db`, on another m
 from its copy in the store (`run_copy.py`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -32,31 +30,12 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
+from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
-from composer_nb.trainer.services.orchestrator import (
-    WORK_S,
-    Alive,
-    Cancel,
-    Changed,
-    Command,
-    Dispatch,
-    Drained,
-    Event,
-    Finished,
-    Joined,
-    Left,
-    Orchestrator,
-    Served,
-    Stop,
-    Tick,
-    Train,
-    Trained,
-    TrainerLost,
-)
 from composer_nb.trainer.services.run_copy import RunCopy
 from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
@@ -65,7 +44,7 @@ from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
 
 # Handles the reply of a service, and returns the resulting events.
-OnReply = Callable[[Any], list[Event] | None]
+OnReply = Callable[[Any], list[fsm.Event] | None]
 
 
 class RunStopped(RuntimeError):
@@ -92,8 +71,8 @@ class Coordinator:
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
-        self.due: Train | None = None
-        self.train: Train
+        self.due: fsm.Train | None = None
+        self.train: fsm.Train
         self.metrics: dict[str, Any] | None = None
         # `graded`: the rollouts of the last batch, on which new reward terms are tried.
         self.running, self.graded = list[RunningVersion](), list[tuple[Rollout, Grade]]()
@@ -107,7 +86,7 @@ class Coordinator:
         # Records to write in the transaction of the next events.
         self.records: list[Callable[[], None]] = []
         self.trainer: TrainerGroup
-        self.orchestrator: Orchestrator
+        self.orchestrator: fsm.Orchestrator
 
     # The life of a stage
 
@@ -127,18 +106,18 @@ class Coordinator:
         for _ in range(self.settings.services.engines):
             self._make_pair()  # while the trainer starts, because all are slow to start; they wait for its version
         self.trainer.call("at").result()
-        self._handle([Served(version=self.orchestrator.version), *self._changed()])
+        self._handle([fsm.Served(version=self.orchestrator.version), *self._changed()])
         reinforce(self)
         return self._finish()
 
     def _turn(self) -> None:
         """Wait a moment for events, and handle them."""
-        events: list[Event] = []
+        events: list[fsm.Event] = []
         if self.pending:
             for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
                 if future in self.pending:  # else its service has just been found dead
                     events += self._on_reply(future)
-        self._handle([*events, *self._changed(), *self._time_is_up(), Tick()])
+        self._handle([*events, *self._changed(), *self._time_is_up(), fsm.Tick()])
         self._end_hung()
         self._feed()
 
@@ -149,13 +128,13 @@ class Coordinator:
         self.live = max(0, self.run.last_live_step() - 1)
         snapshot = self.journal.snapshot()
         if snapshot is None:
-            self.orchestrator = Orchestrator(schedule)
+            self.orchestrator = fsm.Orchestrator(schedule)
         else:
             redo, stored = self.journal.batches(self.saved, snapshot["version"]), self.finished.names()
             for train in self.journal.batches(snapshot["version"], snapshot["version"] + 1):
                 if batch_file(self.run.path, train.step).is_file():  # it is whole, whatever the store lists
                     stored |= {*train.rollouts}
-            self.orchestrator = Orchestrator.restore(schedule, snapshot, redo=redo, stored=stored)
+            self.orchestrator = fsm.Orchestrator.restore(schedule, snapshot, redo=redo, stored=stored)
             self.lost = self.orchestrator.books.counts["faulted"]
             if self.orchestrator.training is None:  # some of the rollouts are gone: it will be another batch
                 batch_file(self.run.path, self.orchestrator.version).unlink(missing_ok=True)
@@ -188,7 +167,7 @@ class Coordinator:
 
     # What happens
 
-    def _on_reply(self, reply: Future[Any]) -> list[Event]:
+    def _on_reply(self, reply: Future[Any]) -> list[fsm.Event]:
         """Handle a reply, or the death of the service that was called; return the resulting events. Raises what a service raised
         and nothing here handles."""
         service, on_reply = self.pending.pop(reply)
@@ -212,18 +191,18 @@ class Coordinator:
             return []
         return on_reply(result) or []
 
-    def _on_join(self, pair: EnginePair, reports: Sequence[Report]) -> list[Event]:
+    def _on_join(self, pair: EnginePair, reports: Sequence[Report]) -> list[fsm.Event]:
         self.stillborn, pair.joined = 0, True
         if self.begin is None:
             self.begin = self.last = time.perf_counter()
-        return [Joined(worker=pair.name, capacity=self.settings.slots)]
+        return [fsm.Joined(worker=pair.name, capacity=self.settings.slots)]
 
-    def _on_work(self, reports: Sequence[Report]) -> list[Event]:
+    def _on_work(self, reports: Sequence[Report]) -> list[fsm.Event]:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
-        events, s = list[Event](), self.settings
+        events, s = list[fsm.Event](), self.settings
         for report in reports:
-            if isinstance(report, Finished):
-                rollout_key, reward_total = (report.slot, report.attempt, report.place), None
+            if isinstance(report, fsm.Finished):
+                rollout_key, reward_total = (report.slot, report.attempt, report.member), None
                 self.rollout_seconds[rollout_key] = report.seconds
                 if s.rl.refill and self.orchestrator.awaits(*rollout_key):  # the file of a late one may be gone
                     attempt = self.finished.load(rollout_key, self.tasks[report.slot])
@@ -234,7 +213,7 @@ class Coordinator:
             events.append(report)
         return events
 
-    def _pair_died(self, pair: EnginePair, error: Exception) -> list[Event]:
+    def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
         self.stillborn += not pair.joined
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(f"{error}; so did {self.stillborn - 1} before it: more than services.deaths allows")
@@ -243,16 +222,16 @@ class Coordinator:
         for remote in (pair.engine, pair.worker):
             remote.kill()
         self._make_pair()
-        return [Left(worker=pair.name), *self._served()]
+        return [fsm.Left(worker=pair.name), *self._served()]
 
-    def _trainer_died(self, error: Exception) -> list[Event]:
+    def _trainer_died(self, error: Exception) -> list[fsm.Event]:
         self.say(f"{error}; resuming from step {self.saved}")
         self.trainer.kill()
         self.pending = {reply: call for reply, call in self.pending.items() if call[0] is not self.trainer}
         self._make_trainer()
         self.trainer.call("at").result()
         self.due = None
-        return [TrainerLost(redo=self.journal.batches(self.saved, self.orchestrator.version))]
+        return [fsm.TrainerLost(redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
     def _on_train_step(self, step: int, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
@@ -273,7 +252,7 @@ class Coordinator:
         reply = pair.engine.call("update", version, *tensors)
         pair.update = self._expect(reply, pair, partial(self._on_update, pair))
 
-    def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[Event]:
+    def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[fsm.Event]:
         trained_hash = self.journal.hash_of(report.version)
         if trained_hash is not None and trained_hash != report.hash:
             raise RunStopped(
@@ -286,11 +265,11 @@ class Coordinator:
         self.waits.append(pair.waits(report.idle))
         return self._served()
 
-    def _served(self) -> list[Event]:
+    def _served(self) -> list[fsm.Event]:
         slowest = min(pair.version for pair in self.pairs.values()) // self.per_step
-        return [Served(version=min(slowest, self.orchestrator.version))]
+        return [fsm.Served(version=min(slowest, self.orchestrator.version))]
 
-    def _changed(self) -> list[Event]:
+    def _changed(self) -> list[fsm.Event]:
         """Apply live settings. Unknown or unfit ones are refused with a log line, and the run continues."""
         settings_before, step = self.settings, self.orchestrator.version
         step += batch_file(self.run.path, step).is_file()  # this batch has its rewards
@@ -302,22 +281,22 @@ class Coordinator:
             except ValueError as error:
                 self.journal.judge(request_number, None)
                 self.say(f"refused: {error}")
-        return [Changed(schedule=self.settings.schedule())] if self.settings != settings_before else []
+        return [fsm.Changed(schedule=self.settings.schedule())] if self.settings != settings_before else []
 
-    def _time_is_up(self) -> list[Event]:
+    def _time_is_up(self) -> list[fsm.Event]:
         s, orchestrator = self.settings.rl, self.orchestrator
         if not s.max_seconds or self.seconds < s.max_seconds or self.stopped_early or orchestrator.version >= s.steps:
             return []
         self.stopped_early, steps = True, max(1, orchestrator.version + (orchestrator.training is not None))
         self.say(time_is_up(s.max_seconds, steps, s.steps))
         self.settings = override(self.settings, {"rl.steps": steps})
-        return [Changed(schedule=self.settings.schedule())]
+        return [fsm.Changed(schedule=self.settings.schedule())]
 
     # What is commanded
 
-    def _handle(self, events: Sequence[Event]) -> None:
+    def _handle(self, events: Sequence[fsm.Event]) -> None:
         """Report events to the orchestrator, record the result, and only then execute its commands."""
-        commands: list[Command] = []
+        commands: list[fsm.Command] = []
         now = time.monotonic()
         with self.journal.transaction():
             for record in self.records:
@@ -325,32 +304,32 @@ class Coordinator:
             for event in events:
                 commands += self.orchestrator.handle(replace(event, at=now))
             for command in commands:
-                if isinstance(command, Train):
+                if isinstance(command, fsm.Train):
                     self.journal.log_batch(command, self.settings.rl.rate(command.step, self.seconds))
-            if commands or any(not isinstance(event, Tick | Alive) for event in events):
+            if commands or any(not isinstance(event, fsm.Tick | fsm.Alive) for event in events):
                 self.journal.save(self.orchestrator.snapshot())
         self.records.clear()
-        if any(isinstance(event, Trained) for event in events):
+        if any(isinstance(event, fsm.Trained) for event in events):
             self.finished.remove_others(self.orchestrator.groups)
         for command in commands:
             self._carry_out(command)
         for pair in self.pairs.values():
             pair.update_waits(self.orchestrator.running(pair.name) > 0)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: fsm.Command) -> None:
         """Carry out a command of the orchestrator. Raises RunStopped for `Stop`."""
         match command:
-            case Dispatch(worker=name, slot=slot):
+            case fsm.Dispatch(worker=name, slot=slot):
                 if name in self.pairs:  # else it has just died, and `Left` dispatches them again
                     self.pairs[name].start.append((command, self.tasks[slot]))
-            case Cancel(worker=name, slot=slot, attempt=number):
+            case fsm.Cancel(worker=name, slot=slot, attempt=number):
                 if name in self.pairs:
                     self.pairs[name].cancel.append((slot, number))
-            case Train():
+            case fsm.Train():
                 self.due = command
-            case Drained():
+            case fsm.Drained():
                 self.ended = True
-            case Stop(error=error):
+            case fsm.Stop(error=error):
                 raise RunStopped(error)
 
     def _feed(self) -> None:
@@ -358,7 +337,7 @@ class Coordinator:
         newest = self._serve()
         for pair in list(self.pairs.values()):
             if pair.work not in self.pending and (pair.cancel or self.orchestrator.running(pair.name)):
-                reply = pair.worker.call("work", pair.start, pair.cancel, WORK_S)
+                reply = pair.worker.call("work", pair.start, pair.cancel, fsm.WORK_S)
                 pair.work, pair.since = self._expect(reply, pair, self._on_work), time.monotonic()
                 pair.start, pair.cancel = [], []
             if pair.update not in self.pending and pair.version < newest:
@@ -448,7 +427,7 @@ class Coordinator:
                 point["time"]["engine_waits"], self.waits = mean_waits, []
             self.records.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
-        self._handle([Trained(step=step)])
+        self._handle([fsm.Trained(step=step)])
 
     def save(self, step: int) -> None:
         self._expect(self.trainer.call("state"), self.trainer, self._on_state)

@@ -7,8 +7,6 @@ An environment worker drives its agents exactly as the plain loop does; only the
 before it reports its end. It does not import torch, so that many workers fit on a machine.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -141,7 +139,7 @@ class EnvironmentService:
         for dispatch, task in start:
             slot, attempt = dispatch.slot, dispatch.attempt
             first = (attempt - 1) * ATTEMPT_STRIDE + slot * self._group  # as in the plain loop at the first attempt
-            self._waiting += [(first + place, (slot, attempt, place), task) for place in dispatch.places]
+            self._waiting += [(first + member, (slot, attempt, member), task) for member in dispatch.members]
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:
@@ -159,9 +157,9 @@ class EnvironmentService:
                 try:
                     functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
                 except SandboxFailure as slow:  # it is opened again for the next
-                    slot, attempt, place = name
+                    slot, attempt, member = name
                     lost = Faulted(
-                        slot=slot, attempt=attempt, place=place, reason=str(slow), sampled=ended.rollout.sampled
+                        slot=slot, attempt=attempt, member=member, reason=str(slow), sampled=ended.rollout.sampled
                     )
                     reports.append(lost)
                     continue
@@ -181,8 +179,8 @@ class EnvironmentService:
         alive |= {name[:2] for _, name, _ in self._waiting}
         alive |= {name[:2] for name, grade in self._grading.items() if not grade.running() and not grade.done()}
         reports += [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
-        for slot, attempt, place in () if self._lockstep else self._grading.keys() - earlier:
-            reports.append(Alive(slot=slot, attempt=attempt, place=place))
+        for slot, attempt, member in () if self._lockstep else self._grading.keys() - earlier:
+            reports.append(Alive(slot=slot, attempt=attempt, member=member))
         return reports
 
     def _has_room(self) -> bool:
@@ -194,7 +192,7 @@ class EnvironmentService:
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, start_s: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
         attempt = rewarded(graded(ended, env), self._reward)
-        identity = dict(zip(("slot", "attempt", "place"), name, strict=True))
+        identity = dict(zip(("slot", "attempt", "member"), name, strict=True))
         rollout, grade = attempt.rollout, attempt.grade
         if not grade.known:
             return Faulted(**identity, reason=grade.output or grade.status, sampled=rollout.sampled)
@@ -216,4 +214,4 @@ class EnvironmentService:
             if not (grading := self._grading.pop(name)).cancel():
                 self._in_vain.append(grading)
             lost[name] = self._sampled[name]
-        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled", sampled=n) for (s, a, p), n in lost.items()]
+        return [Faulted(slot=s, attempt=a, member=p, reason="cancelled", sampled=n) for (s, a, p), n in lost.items()]

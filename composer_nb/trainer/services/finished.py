@@ -1,11 +1,9 @@
-"""Rollouts that are graded and not trained yet: `finished/<slot>-<attempt>-<place>.safetensors` below the run's `rollouts`, or
+"""Rollouts that are graded and not trained yet: `finished/<slot>-<attempt>-<member>.safetensors` below the run's `rollouts`, or
 below its folder in `services.store`.
 
 An environment worker packs a rollout and writes it before it reports its end, so a process that is killed loses none that was
 reported. A batch takes over the packed rollouts as they are (`records/batches.py`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from functools import partial
@@ -16,7 +14,7 @@ from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.versions.store import VersionStore
 
-# Slot, attempt and place of a rollout of the services.
+# Slot, attempt and member of a rollout of the services.
 RolloutName = tuple[int, int, int]
 SUFFIX = ".safetensors"
 
@@ -48,7 +46,7 @@ class FinishedRollouts:
     def names(self) -> set[RolloutName]:
         names = self._store.patiently(self._store.names)
         keys = [name.removesuffix(SUFFIX).split("-") for name in names if name.endswith(SUFFIX)]
-        return {(int(slot), int(attempt), int(place)) for slot, attempt, place in keys}
+        return {(int(slot), int(attempt), int(member)) for slot, attempt, member in keys}
 
     def remove_others(self, slots: Container[int]) -> None:
         """Remove the rollouts of all other slots, which are trained, and in the file of their step, replaced,

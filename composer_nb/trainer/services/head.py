@@ -13,8 +13,6 @@ Runs use a head on its machine, because its holders must see its folder. Other m
 with an error, and resumes when the head is up again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -8,8 +8,6 @@
 RL tells it which version to take; `composer-nb serve --follow` takes the newest (`following`).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

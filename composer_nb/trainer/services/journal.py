@@ -5,8 +5,6 @@ is not sampled again. A complete group stays complete. A batch that was trained 
 trained again, on the same rollouts in the same order.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping

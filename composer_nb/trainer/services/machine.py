@@ -1,7 +1,5 @@
 """Cores and memory that this process may use, with the limits of control groups."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -72,7 +72,7 @@ class Finished(Event):
 
     slot: int
     attempt: int
-    place: int
+    member: int
     oldest_version: int
     sampled: int
     reward: float | None = None
@@ -85,19 +85,19 @@ class Faulted(Event):
 
     slot: int
     attempt: int
-    place: int
+    member: int
     reason: str
     sampled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
-    """A dispatch makes progress, for instance because a turn ended. With `place`: the conversation of this rollout has ended, and
-    while it is graded its worker has room for another."""
+    """A dispatch makes progress, for instance because a turn ended. With `member`: the conversation of this rollout has ended,
+    and while it is graded its worker has room for another."""
 
     slot: int
     attempt: int
-    place: int | None = None
+    member: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Dispatch(Command):
     worker: str
     slot: int
     attempt: int
-    places: tuple[int, ...]
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class Cancel(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Command):
-    """Train on these groups in this order. `rollouts` are the (slot, attempt, place) of the accepted rollouts, in order."""
+    """Train on these groups in this order. `rollouts` are the (slot, attempt, member) of the accepted rollouts, in order."""
 
     step: int
     slots: tuple[int, ...]
@@ -226,16 +226,16 @@ class Orchestrator:
     def running(self, worker: str) -> int:
         """Number of rollouts that a worker is to return."""
         leases = (lease for group in self.groups.values() for lease in group.leases.values())
-        return sum(len(lease.places) for lease in leases if lease.worker == worker)
+        return sum(len(lease.members) for lease in leases if lease.worker == worker)
 
-    def awaits(self, slot: int, attempt: int, place: int) -> bool:
+    def awaits(self, slot: int, attempt: int, member: int) -> bool:
         """Return whether a worker is to return this rollout."""
         lease = self.groups[slot].leases.get(attempt) if slot in self.groups else None
-        return lease is not None and place in lease.places
+        return lease is not None and member in lease.members
 
     def held(self) -> int:
         """Sampled tokens of finished rollouts that are neither trained nor dropped: received = held + ledger."""
-        return sum(finished.sampled for group in self.groups.values() for finished in group.done.values())
+        return sum(finished.sampled for group in self.groups.values() for finished in group.finished.values())
 
     # What happens
 
@@ -276,26 +276,26 @@ class Orchestrator:
         if isinstance(event, Alive):
             if lease:
                 self._heard(lease)
-                if event.place in lease.places and event.place not in lease.graded:
-                    lease.graded.append(event.place)
+                if event.member in lease.members and event.member not in lease.graded:
+                    lease.graded.append(event.member)
                     self.workers[lease.worker].busy -= 1
             return None if lease else "late" if event.attempt <= self._attempt(group) else "unknown"
-        rollout_key = (event.attempt, event.place)
-        if lease is None or event.place not in lease.places:
+        rollout_key = (event.attempt, event.member)
+        if lease is None or event.member not in lease.members:
             if rollout_key in group.gone:
                 drop_reason, worker_name = group.gone.pop(rollout_key)
                 self.books.receive(event.sampled, drop_reason)
                 if worker_name in self.workers:
                     self.workers[worker_name].suspect = False
                 return "late"
-            finished = group.done.get(event.place)
+            finished = group.finished.get(event.member)
             return "duplicate" if finished and finished.attempt == event.attempt else "unknown"
         self._heard(lease)
-        self._close(group, event.attempt, event.place)
+        self._close(group, event.attempt, event.member)
         if isinstance(event, Faulted):
             self.books.receive(event.sampled, "faulted")
             self.books.counts["faulted"] += 1
-            self._fault(group, event.place, event.reason)
+            self._fault(group, event.member, event.reason)
         else:
             self._finished(group, event)
         return None
@@ -304,18 +304,20 @@ class Orchestrator:
         """Accept a rollout; drop its group if it is too old, or replace it if it is complete and has no signal."""
         self.books.receive(event.sampled)
         self.books.counts["finished"] += 1
-        group.done[event.place] = Done(event.attempt, event.oldest_version, self.version, event.sampled, event.reward)
+        group.finished[event.member] = Done(
+            event.attempt, event.oldest_version, self.version, event.sampled, event.reward
+        )
         group.ready = self.books.counts["finished"]
         if self.version - event.oldest_version > self.schedule.bound:
             self._drop(group)
         elif group.without_signal and self.books.counts["refilled"] < self.schedule.refill:
-            for finished in group.done.values():
+            for finished in group.finished.values():
                 self.books.settle(finished, "zero_advantage")
             self.books.counts["refilled"] += 1
             del self.groups[group.slot]
 
     def _heard(self, lease: DispatchLease) -> None:
-        lease.heard = self.now
+        lease.last_event = self.now
         self.workers[lease.worker].suspect = False
 
     def _left(self, worker_name: str) -> str | None:
@@ -346,7 +348,7 @@ class Orchestrator:
             del self.redo[0]
             return None
         for slot in due_batch.slots:
-            for finished in self.groups.pop(slot).done.values():
+            for finished in self.groups.pop(slot).finished.values():
                 self.books.trained(finished, step)
         self.version, self.training = self.version + 1, None
         self._sweep()
@@ -363,52 +365,52 @@ class Orchestrator:
 
     # What is given up
 
-    def _close(self, group: Group, attempt: int, place: int) -> None:
+    def _close(self, group: Group, attempt: int, member: int) -> None:
         lease = group.leases[attempt]
-        lease.places.remove(place)
-        if lease.worker in self.workers and place not in lease.graded:
+        lease.members.remove(member)
+        if lease.worker in self.workers and member not in lease.graded:
             self.workers[lease.worker].busy -= 1
-        if not lease.places:
+        if not lease.members:
             del group.leases[attempt]
 
     def _give_up(self, group: Group, attempt: int, reason: str) -> list[int]:
         """End a dispatch and return the rollouts that are missing as a result."""
         lease = group.leases[attempt]
-        places = list(lease.places)
+        members = list(lease.members)
         if lease.worker in self.workers:
             self._commands.append(Cancel(worker=lease.worker, slot=group.slot, attempt=attempt))
-        for place in places:
-            group.gone[attempt, place] = (reason, lease.worker)
-            self._close(group, attempt, place)
-        return places
+        for member in members:
+            group.gone[attempt, member] = (reason, lease.worker)
+            self._close(group, attempt, member)
+        return members
 
     def _give_up_hung(self) -> None:
         for group in self.groups.values():
             for attempt, lease in list(group.leases.items()):
-                if self.now - lease.heard >= self.schedule.hang_s:
+                if self.now - lease.last_event >= self.schedule.hang_s:
                     self.workers[lease.worker].suspect = True
                     group.avoid.add(lease.worker)
-                    for place in self._give_up(group, attempt, "hung"):
-                        self._fault(group, place, f"no event for {self.schedule.hang_s:g} s")
+                    for member in self._give_up(group, attempt, "hung"):
+                        self._fault(group, member, f"no event for {self.schedule.hang_s:g} s")
 
     def _drop(self, group: Group) -> None:
         """Restart a group that is too old to train on, as a whole: resampling its long rollouts alone would select by length."""
         for attempt in list(group.leases):
             self._give_up(group, attempt, "stale")
-        for finished in group.done.values():
+        for finished in group.finished.values():
             self.books.settle(finished, "stale")
-        group.done.clear()
+        group.finished.clear()
 
     def _sweep(self) -> None:
         for group in self._open():
             if group.oldest(self.version) + self.schedule.bound < self.version:
                 self._drop(group)
 
-    def _fault(self, group: Group, place: int, reason: str) -> None:
-        group.faults[place] += 1
-        if group.faults[place] > self.schedule.retries:
+    def _fault(self, group: Group, member: int, reason: str) -> None:
+        group.faults[member] += 1
+        if group.faults[member] > self.schedule.retries:
             self._stop(
-                f"slot {group.slot}, rollout {place}: {group.faults[place]} infrastructure faults, the last one "
+                f"slot {group.slot}, rollout {member}: {group.faults[member]} infrastructure faults, the last one "
                 f"{reason!r}; run `composer-nb doctor`, or raise services.retries ({self.schedule.retries})"
             )
 
@@ -449,12 +451,14 @@ class Orchestrator:
         attempts_before = group.attempts
         while missing_places and (worker_name := choose(self.workers, group.avoid)) is not None:
             worker = self.workers[worker_name]
-            places, missing_places = missing_places[: worker.free], missing_places[worker.free :]
+            members, missing_places = missing_places[: worker.free], missing_places[worker.free :]
             group.attempts += 1
-            command = Dispatch(worker=worker_name, slot=group.slot, attempt=self._attempt(group), places=tuple(places))
-            group.leases[command.attempt] = DispatchLease(worker_name, places, self.served, self.now)
-            worker.busy += len(places)
-            self.books.counts["dispatched"] += len(places)
+            command = Dispatch(
+                worker=worker_name, slot=group.slot, attempt=self._attempt(group), members=tuple(members)
+            )
+            group.leases[command.attempt] = DispatchLease(worker_name, members, self.served, self.now)
+            worker.busy += len(members)
+            self.books.counts["dispatched"] += len(members)
             self._commands.append(command)
         return group.attempts > attempts_before
 
@@ -513,7 +517,7 @@ class Orchestrator:
         """Return an orchestrator that continues from a snapshot. The first `handle` issues the batch in training again.
 
         Its life is one more than the snapshot's, so save a snapshot first. `redo` are the logged batches since the trainer's
-        checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it are sampled again.
+        checkpoint. With `stored`, rollouts (slot, attempt, member) that are not in it are sampled again.
         """
         self = cls(schedule)
         self.life = snapshot["life"] + 1
@@ -537,5 +541,7 @@ class Orchestrator:
         return list(redo)
 
     def _batch(self, groups: Sequence[Group]) -> Train:
-        rollouts = [(group.slot, group.done[place].attempt, place) for group in groups for place in range(group.size)]
+        rollouts = [
+            (group.slot, group.finished[member].attempt, member) for group in groups for member in range(group.size)
+        ]
         return Train(step=self.version, slots=tuple(group.slot for group in groups), rollouts=tuple(rollouts))

@@ -6,8 +6,6 @@ Receivers read manifests from the store, and ask for files by their hash. What t
 does not give, they read from the store. Requests bring the cluster's token.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import re

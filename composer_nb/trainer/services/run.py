@@ -1,8 +1,6 @@
 """The process of RL as services: `python -m composer_nb.trainer.services.run RUN`. It ends with Ray, and resumes when it is
 started again."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

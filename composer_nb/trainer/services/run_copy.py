@@ -10,8 +10,6 @@ The coordinator pushes before a batch is learned. So a restored run learns the s
 others may have fetched.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -5,8 +5,6 @@ They share only the version store. The trainer publishes every optimizer step th
 version while it decodes, and swaps it in between two steps. It hashes the loaded weights and reports the hash.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -28,13 +28,13 @@ class DispatchLease:
 
     Attributes:
         version: Version served at the dispatch. No token of it is older, unless an engine lags behind its report.
-        graded: Those of `places` whose conversation has ended.
+        graded: Those of `members` whose conversation has ended.
     """
 
     worker: str
-    places: list[int]
+    members: list[int]
     version: int
-    heard: float
+    last_event: float
     graded: list[int] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class Group:
     Attributes:
         ready: Count of finished rollouts of the run when the group became ready.
         avoid: Workers on which the group hung.
-        gone: Reason and worker, by (attempt, place), of rollouts that were given up and have not reported since.
+        gone: Reason and worker, by (attempt, member), of rollouts that were given up and have not reported since.
     """
 
     slot: int
@@ -68,7 +68,7 @@ class Group:
     attempts: int = 0
     deaths: int = 0
     ready: int = 0
-    done: dict[int, Done] = field(default_factory=dict)
+    finished: dict[int, Done] = field(default_factory=dict)
     leases: dict[int, DispatchLease] = field(default_factory=dict)
     faults: Counter[int] = field(default_factory=Counter)
     avoid: set[str] = field(default_factory=set)
@@ -76,37 +76,39 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return len(self.done) == self.size
+        return len(self.finished) == self.size
 
     @property
     def without_signal(self) -> bool:
         """Whether the group is complete and its rewards are known and equal, so that no rollout has an advantage."""
-        rewards = [finished.reward for finished in self.done.values() if finished.reward is not None]
+        rewards = [finished.reward for finished in self.finished.values() if finished.reward is not None]
         return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 
     def missing(self) -> list[int]:
-        under_way = {member for lease in self.leases.values() for member in lease.places}
-        return [member for member in range(self.size) if member not in self.done and member not in under_way]
+        under_way = {member for lease in self.leases.values() for member in lease.members}
+        return [member for member in range(self.size) if member not in self.finished and member not in under_way]
 
     def oldest(self, served: int) -> int:
         """Return the oldest version that a token of the group can have. Missing rollouts will come from `served`."""
-        versions = [d.oldest for d in self.done.values()] + [lease.version for lease in self.leases.values()]
+        versions = [d.oldest for d in self.finished.values()] + [lease.version for lease in self.leases.values()]
         return min(versions, default=served)
 
     def forget(self, stored: Container[tuple[int, int, int]]) -> list[Done]:
-        """Remove finished rollouts (slot, attempt, place) that are not stored, and return them."""
-        lost = [member for member, finished in self.done.items() if (self.slot, finished.attempt, member) not in stored]
-        return [self.done.pop(member) for member in lost]
+        """Remove finished rollouts (slot, attempt, member) that are not stored, and return them."""
+        lost = [
+            member for member, finished in self.finished.items() if (self.slot, finished.attempt, member) not in stored
+        ]
+        return [self.finished.pop(member) for member in lost]
 
     def pack(self) -> dict[str, Any]:
         """Return the group, ready for JSON. Live dispatches are marked as given up, so that the reader dispatches them again."""
         gone = [(*key, *why) for key, why in self.gone.items()]
         for attempt, lease in self.leases.items():
-            gone += [(attempt, member, "restored", lease.worker) for member in lease.places]
-        done = [(member, *astuple(done)) for member, done in self.done.items()]
+            gone += [(attempt, member, "restored", lease.worker) for member in lease.members]
+        finished = [(member, *astuple(rollout)) for member, rollout in self.finished.items()]
         return {
             "slot": self.slot, "size": self.size, "attempts": self.attempts, "ready": self.ready,
-            "avoid": sorted(self.avoid), "done": done, "gone": gone,
+            "avoid": sorted(self.avoid), "done": finished, "gone": gone,
         }  # fmt: skip
 
     @classmethod
@@ -114,7 +116,7 @@ class Group:
         """Return a group from `pack`. Faults and deaths are counted anew, since their cause may be fixed before a restart."""
         group = cls(packed["slot"], packed["size"], packed["attempts"], ready=packed["ready"])
         group.avoid = set(packed["avoid"])
-        group.done = {member: Done(*values) for member, *values in packed["done"]}
+        group.finished = {member: Done(*values) for member, *values in packed["done"]}
         group.gone = {(attempt, member): (why, worker) for attempt, member, why, worker in packed["gone"]}
         return group
 

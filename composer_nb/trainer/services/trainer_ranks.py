@@ -1,8 +1,6 @@
 """The trainer service: a group of ranks. A single rank has the whole model; several share it, do the same work in the same order,
 and live and die together."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

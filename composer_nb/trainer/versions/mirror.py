@@ -8,8 +8,6 @@ region has, checks each file, and writes a manifest when all files of that versi
 joins reads the region's last full version and the deltas after it.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -12,8 +12,6 @@ With more than 256 MiB of weights, or more than one writer, the payload is sever
 While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,21 +27,7 @@ from torch import Tensor
 from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
 from composer_nb.trainer.models.shards import INDEX, Mapped, Shard, bytes_of, header_of, index_of, read_shard, split
-from composer_nb.trainer.versions.manifest import (
-    MANIFEST,
-    BaseVersion,
-    DamagedVersion,
-    ForeignBase,
-    Form,
-    Manifest,
-    PayloadFile,
-    TensorEntry,
-    WeightFault,
-    WeightState,
-    WriterPart,
-    check_same_form,
-    digest,
-)
+from composer_nb.trainer.versions import manifest as manifests
 from composer_nb.trainer.versions.store import VersionStore, check_file
 
 # Maximum bytes of weights in a file of a version, unless one tensor is larger: 256 MiB.
@@ -57,19 +41,19 @@ FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
 def write_part(
     store: VersionStore,
     where: str,
-    target: WeightState,
-    base: WeightState | None,
+    target: manifests.WeightState,
+    base: manifests.WeightState | None,
     rank: str = "",
     groups: Sequence[Sequence[str]] | None = None,
-) -> WriterPart:
+) -> manifests.WriterPart:
     """Write tensors into a version's folder, in full or as a delta against `base`. `rank` distinguishes the files of several
     writers; `groups` are the tensors of each file. Raises StoreError, and, before writing, ValueError if the two are not of one
     model."""
     if base is not None:
-        check_same_form(base.entries, target.entries)
+        manifests.check_same_form(base.entries, target.entries)
     forms = {name: entry.torch_form for name, entry in target.entries.items()}
     groups = groups or split(forms, SHARD_BYTES)
-    entries, files = dict[str, TensorEntry](), dict[str, PayloadFile]()
+    entries, files = dict[str, manifests.TensorEntry](), dict[str, manifests.PayloadFile]()
     for number, names in enumerate(groups, 1):
         file = _file_name(FULL if base is None else DELTA, rank, number, len(groups))
         if base is None:
@@ -85,17 +69,17 @@ def write_part(
             header, order = header_of({name: (torch.uint8, (len(data),)) for name, data in payload.items()})
             pieces = (payload[name] for name in order)
         files[file] = store.put(f"{where}/{file}", chain([header], pieces))
-    return WriterPart(tensors=entries, files=files)
+    return manifests.WriterPart(tensors=entries, files=files)
 
 
-def _encoded(base: WeightState, target: WeightState, name: str) -> tuple[str, bytes]:
+def _encoded(base: manifests.WeightState, target: manifests.WeightState, name: str) -> tuple[str, bytes]:
     entry = target.entries[name]
     if base.entries[name].hash == entry.hash:
         return "same", b""
     return encode(bits(base.tensors[name]), bits(target.tensors[name]), entry.dtype)
 
 
-def _as(entry: TensorEntry, encoding: str, file: str) -> TensorEntry:
+def _as(entry: manifests.TensorEntry, encoding: str, file: str) -> manifests.TensorEntry:
     return entry.model_copy(update={"encoding": encoding, "file": "" if encoding == "same" else file})
 
 
@@ -106,16 +90,16 @@ def _file_name(kind: str, rank: str, number: int, of: int) -> str:
 def side_names(files: Mapping[str, bytes]) -> None:
     """Raise ValueError for an invalid name of a side file."""
     for name in files:
-        if not is_plain(name) or "/" in name or name.casefold() == MANIFEST or _SUFFIX in name:
+        if not is_plain(name) or "/" in name or name.casefold() == manifests.MANIFEST or _SUFFIX in name:
             raise ValueError(f"{name!r} cannot be a side file of a version")
 
 
 def write_side(
-    store: VersionStore, where: str, parts: Sequence[WriterPart], files: Mapping[str, bytes]
-) -> dict[str, PayloadFile]:
+    store: VersionStore, where: str, parts: Sequence[manifests.WriterPart], files: Mapping[str, bytes]
+) -> dict[str, manifests.PayloadFile]:
     """Write side files, and the index of a full version in several files. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
-    side, places = dict(files), dict[str, dict[str, Form]]()
+    side, places = dict(files), dict[str, dict[str, manifests.Form]]()
     for name, entry in tensors.items():
         places.setdefault(entry.file, {})[name] = entry.torch_form
     if len(places) > 1 and all(file.startswith(FULL) for file in places):
@@ -130,13 +114,13 @@ def write_side(
 class Link:
     """A version with its checked payload and its side files `files`: one step on the way to the weights of another version."""
 
-    manifest: Manifest
+    manifest: manifests.Manifest
     payload: Mapping[str, Tensor]
     files: Mapping[str, bytes]
     what: str
 
 
-def read_link(store: VersionStore, where: str, manifest: Manifest, *, mapped: bool = False) -> Link:
+def read_link(store: VersionStore, where: str, manifest: manifests.Manifest, *, mapped: bool = False) -> Link:
     """Read a version into memory, or check it piece by piece and map its tensors on demand (`mapped`, of a directory). Raises
     MissingVersion, DamagedVersion or StoreError, which name the file."""
     shards, payload, side, what = list[Shard](), dict[str, Tensor](), dict[str, bytes](), f"{store.url}/{where}"
@@ -151,13 +135,13 @@ def read_link(store: VersionStore, where: str, manifest: Manifest, *, mapped: bo
                 payload |= safetensors.torch.load(data)
             else:
                 side[name] = data
-        except WeightFault:
+        except manifests.WeightFault:
             raise
         except (SafetensorError, ValueError) as error:
-            raise DamagedVersion(f"{what}/{name} is not in safetensors format ({error})") from None
+            raise manifests.DamagedVersion(f"{what}/{name} is not in safetensors format ({error})") from None
     tensors = Mapped(shards) if mapped else payload
     if tensors.keys() != {tensor for tensor, entry in manifest.tensors.items() if entry.encoding != "same"}:
-        raise DamagedVersion(f"{what}: its files hold other tensors than the manifest")
+        raise manifests.DamagedVersion(f"{what}: its files hold other tensors than the manifest")
     return Link(manifest=manifest, payload=tensors, files=side, what=what)
 
 
@@ -166,30 +150,30 @@ def side_files_of(links: Sequence[Link]) -> dict[str, bytes]:
     return {name: data for link in links for name, data in link.files.items() if name != INDEX}
 
 
-def _check_chain(base: WeightState | None, links: Sequence[Link]) -> None:
+def _check_chain(base: manifests.WeightState | None, links: Sequence[Link]) -> None:
     """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
-    having = None if base is None else BaseVersion(version=base.version, hash=base.hash)
+    having = None if base is None else manifests.BaseVersion(version=base.version, hash=base.hash)
     entries = None if base is None else base.entries
     for link in links:
         needs, m = link.manifest.base, link.manifest
         if needs is not None:
             if having != needs:
                 at_hand = "nothing" if having is None else f"version {having.version} ({having.hash[:8]})"
-                raise ForeignBase(
+                raise manifests.ForeignBase(
                     f"{link.what}: a delta against version {needs.version} ({needs.hash[:8]}), applied to {at_hand}"
                 )
             try:
-                check_same_form(entries or {}, m.tensors)
+                manifests.check_same_form(entries or {}, m.tensors)
             except ValueError as error:
-                raise DamagedVersion(f"{link.what}: {error}") from None
-        having, entries = BaseVersion(version=m.version, hash=m.hash), m.tensors
+                raise manifests.DamagedVersion(f"{link.what}: {error}") from None
+        having, entries = manifests.BaseVersion(version=m.version, hash=m.hash), m.tensors
 
 
 class Decoded(Mapping[str, Tensor]):
     """The weights of the last of `links`, each decoded when it is asked for and checked against its manifest. Raises ForeignBase
     or DamagedVersion: at once for the chain (`_check_chain`), later for a tensor, which it names."""
 
-    def __init__(self, base: WeightState | None, links: Sequence[Link]) -> None:
+    def __init__(self, base: manifests.WeightState | None, links: Sequence[Link]) -> None:
         _check_chain(base, links)
         self._base, self._links, self._entries = base, links, links[-1].manifest.tensors
 
@@ -204,16 +188,18 @@ class Decoded(Mapping[str, Tensor]):
         try:
             form = entry.torch_form
         except KeyError:
-            raise DamagedVersion(f"{links[-1].what}: {name} is {entry.dtype}, unknown to this release") from None
+            raise manifests.DamagedVersion(
+                f"{links[-1].what}: {name} is {entry.dtype}, unknown to this release"
+            ) from None
         tensor = _resolved(name, form, base, links)
         untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
-        actual = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
+        actual = base.entries[name].hash if base is not None and untouched else manifests.digest(bits(tensor))
         if actual != entry.hash:
-            raise DamagedVersion(f"{links[-1].what}: {name} is not what was published")
+            raise manifests.DamagedVersion(f"{links[-1].what}: {name} is not what was published")
         return tensor
 
 
-def _resolved(name: str, form: Form, base: WeightState | None, links: Sequence[Link]) -> Tensor:
+def _resolved(name: str, form: manifests.Form, base: manifests.WeightState | None, links: Sequence[Link]) -> Tensor:
     """Return a tensor after the versions of `links`, from that of the base, if any. Raises DamagedVersion for a payload that does
     not fit."""
     tensor = None if base is None else base.tensors[name]
@@ -225,20 +211,24 @@ def _resolved(name: str, form: Form, base: WeightState | None, links: Sequence[L
         payload = link.payload[name]
         if link.manifest.base is None:
             if (payload.dtype, tuple(payload.shape)) != form:
-                raise DamagedVersion(
+                raise manifests.DamagedVersion(
                     f"{link.what}: {name} is {payload.dtype} {tuple(payload.shape)}, the manifest has {entry.form}"
                 )
             tensor, current_bits = payload, bits(payload)
             continue
         if entry.encoding not in CODECS:
-            raise DamagedVersion(f"{link.what}: {name} is encoded as {entry.encoding!r}, unknown to this release")
+            raise manifests.DamagedVersion(
+                f"{link.what}: {name} is encoded as {entry.encoding!r}, unknown to this release"
+            )
         if current_bits is None or payload.dtype != torch.uint8:
-            raise DamagedVersion(f"{link.what}: {name} has no weights to begin with, or a payload that is none")
+            raise manifests.DamagedVersion(
+                f"{link.what}: {name} has no weights to begin with, or a payload that is none"
+            )
         try:
             current_bits = CODECS[entry.encoding].decode(current_bits, payload.numpy().tobytes(), entry.dtype)
         except ValueError as error:
-            raise DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
+            raise manifests.DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
         tensor = torch.from_numpy(current_bits.view(np.uint8)).view(form[0]).reshape(form[1])
     if tensor is None:
-        raise DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")
+        raise manifests.DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")
     return tensor

@@ -13,8 +13,6 @@ it is used, so a fault costs bytes and versions, never correctness.
 A fault on one rank is raised on all and leaves no version behind. A store has one publisher.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque
@@ -27,22 +25,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
-from composer_nb.trainer.versions.manifest import (
-    MANIFEST,
-    BaseVersion,
-    ForeignBase,
-    Manifest,
-    SealedRecord,
-    SideFiles,
-    TensorEntry,
-    WeightFault,
-    Weights,
-    WeightState,
-    WriterPart,
-    check_same_form,
-    hash_of,
-    seal,
-)
+from composer_nb.trainer.versions import manifest as manifests
 from composer_nb.trainer.versions.payload import side_names, write_part, write_side
 from composer_nb.trainer.versions.receiver import HELD
 from composer_nb.trainer.versions.store import Published, StoreError, VersionStore, anchor, check_file, folder
@@ -52,11 +35,11 @@ T = TypeVar("T")
 DEPTH = 2
 
 
-class VersionReused(WeightFault):
+class VersionReused(manifests.WeightFault):
     """A version number that was published with other weights."""
 
 
-class VersionPlan(SealedRecord):
+class VersionPlan(manifests.SealedRecord):
     """The plan of a version, for all ranks.
 
     Attributes:
@@ -67,7 +50,7 @@ class VersionPlan(SealedRecord):
     """
 
     version: int
-    base: BaseVersion | None
+    base: manifests.BaseVersion | None
     where: str
     hash: str
     needs: list[int]
@@ -91,10 +74,10 @@ class Publisher:
         self._store, self._owner, self._full_every = VersionStore(url), owner, full_every
         self._lock = threading.Lock()
         # This rank's tensors of the versions that may serve as a base.
-        self._states: dict[int, WeightState] = {}
+        self._states: dict[int, manifests.WeightState] = {}
         self._hashes: dict[int, str] = {}
         self._pending: dict[int, str] = {}
-        self._baseline: BaseVersion | None = None
+        self._baseline: manifests.BaseVersion | None = None
         # Number of chains so far: acknowledging a version of an earlier chain has no effect.
         self._chain = 0
         # Chain of the version under way.
@@ -102,9 +85,9 @@ class Publisher:
         # Deltas since the last version or anchor in full.
         self._deltas = self._delta_bytes = 0
         self._ledger: dict[int, Published] = {}
-        self._form: Mapping[str, TensorEntry] | None = None
+        self._form: Mapping[str, manifests.TensorEntry] | None = None
         self.last = self._on_first(lambda: max((v for v in self._store.folders() if self._store.exists(v)), default=-1))
-        with suppress(WeightFault):
+        with suppress(manifests.WeightFault):
             self._form = self._store.manifest(self.last).tensors
 
     def _on_first(self, act: Callable[[], T]) -> T:
@@ -128,8 +111,12 @@ class Publisher:
         return outcomes
 
     def publish(
-        self, version: int, tensors: Weights, files: SideFiles, hashed: Callable[[str], None] = lambda hash: None
-    ) -> Manifest:
+        self,
+        version: int,
+        tensors: manifests.Weights,
+        files: manifests.SideFiles,
+        hashed: Callable[[str], None] = lambda hash: None,
+    ) -> manifests.Manifest:
         """Publish CPU tensors, under Hugging Face's names, which never change afterwards, with their side files. The tensors may
         be memory-mapped (`shards.Mapped`). Publishing the same weights under the same number again (after a crash) is no error,
         and mends files that were damaged since. An anchor that cannot be written is tried again beside the next version. `hashed`
@@ -139,9 +126,9 @@ class Publisher:
         versions, VersionReused, StoreError.
         """
 
-        def survey() -> Mapping[str, TensorEntry]:
+        def survey() -> Mapping[str, manifests.TensorEntry]:
             require_finite(f"version {version}", not_finite(tensors))
-            self._states[version] = WeightState.of(version, tensors)
+            self._states[version] = manifests.WeightState.of(version, tensors)
             return self._states[version].entries
 
         surveys = self._on_all(survey)
@@ -156,7 +143,9 @@ class Publisher:
                 self._write(anchor_plan, files)
         return manifest
 
-    def _begin(self, version: int, surveys: Sequence[Mapping[str, TensorEntry]], files: SideFiles) -> VersionPlan:
+    def _begin(
+        self, version: int, surveys: Sequence[Mapping[str, manifests.TensorEntry]], files: manifests.SideFiles
+    ) -> VersionPlan:
         """Decide how a version is written, from the entries of all ranks. Raises like `publish`."""
         entries = {name: entry for survey in surveys for name, entry in survey.items()}
         if len(entries) < sum(map(len, surveys)):
@@ -165,8 +154,8 @@ class Publisher:
             raise ValueError("files must hold config.json: a full version is a Hugging Face checkpoint")
         side_names(files)
         if self._form is not None:
-            check_same_form(self._form, entries)
-        version_hash = hash_of(entries)
+            manifests.check_same_form(self._form, entries)
+        version_hash = manifests.hash_of(entries)
         is_repeated = there = self._store.exists(version) or version <= self.last
         if is_repeated:
             published = self._store.manifest(version) if self._store.exists(version) else None
@@ -175,7 +164,7 @@ class Publisher:
             try:
                 for name, file in published.files.items():
                     check_file(self._store, f"{folder(version)}/{name}", file)
-            except WeightFault:  # damaged since: it is written again, in full
+            except manifests.WeightFault:  # damaged since: it is written again, in full
                 there = False
         base = None if is_repeated else self._base()
         if base is None and not there:
@@ -184,13 +173,13 @@ class Publisher:
         where, needs = folder(version), self._needs(version)
         return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
 
-    def _base(self) -> BaseVersion | None:
+    def _base(self) -> manifests.BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
         refusals = self._store.names("refused")
         for name in refusals:  # before the answer is written: a later note refers to the answer
             self._store.remove_file(f"refused/{name}")
         for report in self._store.reports():
-            with suppress(ForeignBase):  # ends the chain
+            with suppress(manifests.ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)
         with self._lock:
             if refusals:
@@ -203,7 +192,7 @@ class Publisher:
         with self._lock:
             return [*versions, *self._pending, *([self._baseline.version] if self._baseline else [])]
 
-    def _anchor(self, manifest: Manifest) -> VersionPlan | None:
+    def _anchor(self, manifest: manifests.Manifest) -> VersionPlan | None:
         """Return how to write the version in full beside its delta, if that is due."""
         full_bytes = sum(size_of(entry.torch_form) for entry in manifest.tensors.values())
         if manifest.base is None or (self._deltas < self._full_every and 2 * self._delta_bytes < full_bytes):
@@ -212,10 +201,10 @@ class Publisher:
         where, needs = anchor(version), self._needs(version)
         return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
 
-    def _write(self, plan: VersionPlan, files: SideFiles) -> Manifest:
+    def _write(self, plan: VersionPlan, files: manifests.SideFiles) -> manifests.Manifest:
         """Write the files of all ranks and the manifest; after an error, remove them."""
 
-        def write() -> WriterPart:
+        def write() -> manifests.WriterPart:
             self._states = {v: state for v, state in self._states.items() if v in plan.needs}
             base = None if plan.base is None else self._states[plan.base.version]
             rank = "" if self._group is None else f"rank{self._number:05d}"
@@ -230,12 +219,14 @@ class Publisher:
                     self._store.remove(plan.where)
             raise
 
-    def _finish(self, plan: VersionPlan, parts: Sequence[WriterPart], files: SideFiles) -> Manifest:
+    def _finish(
+        self, plan: VersionPlan, parts: Sequence[manifests.WriterPart], files: manifests.SideFiles
+    ) -> manifests.Manifest:
         """Write the manifest of a version or an anchor, and record it as published."""
         if plan.base is not None:  # the others are those of the base
             files = {"config.json": files["config.json"]}
-        manifest = seal(plan.version, plan.base, parts, write_side(self._store, plan.where, parts, files))
-        self._store.write(f"{plan.where}/{MANIFEST}", manifest.dump())
+        manifest = manifests.seal(plan.version, plan.base, parts, write_side(self._store, plan.where, parts, files))
+        self._store.write(f"{plan.where}/{manifests.MANIFEST}", manifest.dump())
         version, base = plan.version, plan.base.version if plan.base else None
         with self._lock:
             if plan.base is None:
@@ -270,9 +261,11 @@ class Publisher:
         with self._lock:
             if self._hashes.get(version, hash) != hash:
                 self._end_chain()
-                raise ForeignBase(f"a receiver runs {hash[:8]} as version {version}, not {self._hashes[version][:8]}")
+                raise manifests.ForeignBase(
+                    f"a receiver runs {hash[:8]} as version {version}, not {self._hashes[version][:8]}"
+                )
             if version in self._pending:
-                self._baseline = BaseVersion(version=version, hash=self._pending[version])
+                self._baseline = manifests.BaseVersion(version=version, hash=self._pending[version])
                 self._pending = {v: pending for v, pending in self._pending.items() if v > version}
             line = self._ledger.get(version)
             if line is not None and receiver and receiver not in line.acknowledged:
@@ -297,7 +290,7 @@ class BackgroundPublisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._under_way: deque[Future[Any]] = deque()
 
-    def publish(self, version: int, tensors: Weights, files: SideFiles) -> Future[str]:
+    def publish(self, version: int, tensors: manifests.Weights, files: manifests.SideFiles) -> Future[str]:
         """Queue a version; blocks while `DEPTH` versions are under way. The future is the hash of all ranks' tensors together.
         Raises the error of an earlier version."""
         self._settle(DEPTH - 1)

@@ -5,8 +5,6 @@ first route is broken, the next one is tried. For a version that cannot be used 
 publisher for a full one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

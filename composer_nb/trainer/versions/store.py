@@ -7,8 +7,6 @@
 <store>/refused/<name>.json    a receiver that could not use a version: the next one is full
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The loop and its driver: limits, faults, order, and token streams that say exactly what happened."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

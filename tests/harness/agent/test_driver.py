@@ -1,7 +1,5 @@
 """The driver: agents that work beside each other, and what becomes of one that is no longer wanted."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An endpoint, against a real server on loopback: what is asked, what comes back, what fails and for whom."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

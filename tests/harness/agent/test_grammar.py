@@ -1,7 +1,5 @@
 """Grammars of calls: all that a format writes is allowed, and all that is allowed is a call that fits its tool's schema."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]

@@ -1,10 +1,6 @@
 """The wire format: calls survive the way there and back, everything else is an error, and no text becomes a special token."""
 
-from __future__ import annotations
-
-import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,40 +17,8 @@ FRAGMENTS = ["<", "|", ">", "<|", "|>", "<<||", "end", "call", "pad", "to", " ",
 TEXT = st.text(max_size=20) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
-def the_call(renderer: CompactRenderer, token_ids: Sequence[int]) -> ToolCall:
-    """Return the call of a turn of one, or raise ToolError."""
-    calls = [written.call for written in renderer.parse(token_ids).calls]
-    if len(calls) == 1 and isinstance(calls[0], ToolCall):
-        return calls[0]
-    raise ToolError("InvalidArguments", "bad call")
-
-
 def specials(renderer: CompactRenderer) -> set[int]:
     return {renderer.tokenizer.token_to_id(token) for token in SPECIALS}
-
-
-WORDS = ["read", "edit", "test", "done", " f.py", " 3", " ", "\n", " 07", " ٣", " -1", " 1234567"]
-
-
-@settings(max_examples=400)
-@given(data=st.data())
-def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data: st.DataObject) -> None:
-    r = renderer
-    piece = (
-        st.integers(0, r.tokenizer.get_vocab_size() - 1).map(lambda token: [token])
-        | st.sampled_from(WORDS).map(r.encode)
-        | st.sampled_from([[r.to], [r.end]])
-    )
-    soup = [token for part in data.draw(st.lists(piece, max_size=10)) for token in part]
-    soup += data.draw(st.sampled_from([[], [r.end]]))
-    try:
-        call = the_call(r, soup)
-    except ToolError as error:
-        assert error.kind == "InvalidArguments"
-        return
-    assert soup[-1] == r.end and not set(soup[:-1]) & r.stop
-    ToolSet.tiny().find(call)
-    assert json.loads(call.json) == {"name": call.name, "arguments": call.arguments}
 
 
 # -- any tools -----------------------------------------------------------------------------------------------

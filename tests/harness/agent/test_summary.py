@@ -1,7 +1,5 @@
 """Rollouts over a trigger: what is asked, written and read again; token for token, in every format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal

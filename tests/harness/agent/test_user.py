@@ -1,7 +1,5 @@
 """A simulated user: what is answered, how often, and with what knowledge; token for token, in every format and with summaries."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

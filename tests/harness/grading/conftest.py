@@ -1,7 +1,5 @@
 """Plans of the ledger tasks, for all tests of grading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grades of functions, what a task may ask for besides its tests, and grades that are looked up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace

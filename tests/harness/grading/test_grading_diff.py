@@ -1,7 +1,5 @@
 """What is graded: changes inside the scope, and nothing else of a workspace."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Plans on disk, the lot by which twins are drawn, and the verdict over all runs."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

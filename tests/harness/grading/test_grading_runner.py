@@ -1,7 +1,5 @@
 """One run inside a box: which tests pass, what they may use, what is sealed, and what is left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

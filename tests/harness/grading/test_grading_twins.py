@@ -1,7 +1,5 @@
 """Changes of tests: what is proposed, that it contradicts the test, and that it lands where it should."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """Validation of tasks: gold 1, nothing 0, repeats agree, twins that were seen to fail."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

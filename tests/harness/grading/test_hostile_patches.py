@@ -3,8 +3,6 @@
 Not covered: code that can tell a false expectation from a true one, and tests without twins.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

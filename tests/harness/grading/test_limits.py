@@ -1,7 +1,5 @@
 """Grades run under the task's own limits, and only work that is slow itself times out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

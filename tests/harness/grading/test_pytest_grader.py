@@ -1,7 +1,5 @@
 """Grades: gold 1, nothing 0, whose fault is whose, and what a grade does not depend on."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Recorded calls: which are kept, how answers compare, and that code which only fools pytest fails them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

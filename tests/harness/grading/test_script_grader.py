@@ -1,7 +1,5 @@
 """The grader `script`: foreign tasks load, run and are graded; what it believes, and what it does not."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A backend of each kind, one a module: what a sandbox promises is the same for all. Docker's is slow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What is particular to the backend `bwrap`: its modes, its users, its groups, its death, its copies of programs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Function calls: order, freshness, exact outcomes, refusals, limits of time, and what remains after a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

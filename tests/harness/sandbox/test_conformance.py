@@ -1,7 +1,5 @@
 """What every backend promises of its sandboxes, beyond what the attacks of `tests/adversarial/test_sandboxes.py` try."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """The backend docker, beyond what all backends promise (`test_conformance.py`): its streams, its containers, its refusals."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Egress through the proxy: the listed host and port alone, whatever a program in the sandbox sends or changes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """The scheduler as a pure machine, and the fleet before real and failing backends."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,33 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox import fleet as module
+from composer_nb.harness.sandbox import fleet as fleets
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.errors import SandboxFailure
-from composer_nb.harness.sandbox.fleet import (
-    FAILURES,
-    REST_S,
-    Demand,
-    FleetLimits,
-    FleetScheduler,
-    HostUse,
-    SandboxFleet,
-)
 from tests.harness.sandbox.conftest import SMALL
 
-CALM, FULL = HostUse(0.1, 0.1, 0.1), HostUse(0.99, 0.1, 0.1)
+CALM, FULL = fleets.HostUse(0.1, 0.1, 0.1), fleets.HostUse(0.99, 0.1, 0.1)
 PEAK = (0.125, 0.0)
 
 
 @given(
-    limits=st.builds(FleetLimits, starts=st.integers(1, 5), alive=st.integers(1, 8), memory=st.just(0.9)),
+    limits=st.builds(fleets.FleetLimits, starts=st.integers(1, 5), alive=st.integers(1, 8), memory=st.just(0.9)),
     events=st.lists(
         st.tuples(st.sampled_from(["place", "ready", "fail", "end", "report"]), st.integers(0, 2)), max_size=200
     ),
 )
-def test_no_host_has_more_than_it_may_and_none_is_stuck(limits: FleetLimits, events: list[tuple[str, int]]) -> None:
+def test_no_host_has_more_than_it_may_and_none_is_stuck(
+    limits: fleets.FleetLimits, events: list[tuple[str, int]]
+) -> None:
     """Against a count of its own: live use here is 0.125 of memory a sandbox."""
-    scheduler, now, alive, under_way = FleetScheduler(3, limits), 0.0, [0, 0, 0], []
+    scheduler, now, alive, under_way = fleets.FleetScheduler(3, limits), 0.0, [0, 0, 0], []
     for event, host in events:
         if event == "place" and (placement := scheduler.place(now, PEAK)) is not None:
             under_way.append(placement)
@@ -49,48 +40,50 @@ def test_no_host_has_more_than_it_may_and_none_is_stuck(limits: FleetLimits, eve
         elif event == "end" and alive[host]:
             alive[host] -= 1
         elif event == "report":
-            now += REST_S / 2
-            scheduler.report(host, HostUse(0.125 * alive[host], 0.0, 0.0), alive[host])
+            now += fleets.REST_S / 2
+            scheduler.report(host, fleets.HostUse(0.125 * alive[host], 0.0, 0.0), alive[host])
         starting = [sum(p.host == n for p in under_way) for n in range(3)]
         assert starting == scheduler.starting.tolist() and max(starting) <= limits.starts
         assert all(count + begun <= min(limits.alive, 7) for count, begun in zip(alive, starting, strict=True))
     while under_way:
         scheduler.ready(under_way.pop())
     for host in range(3):
-        scheduler.report(host, HostUse(0.0, 0.0, 0.0), 0)
-    assert scheduler.place(now + REST_S, PEAK) is not None
+        scheduler.report(host, fleets.HostUse(0.0, 0.0, 0.0), 0)
+    assert scheduler.place(now + fleets.REST_S, PEAK) is not None
 
 
 def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
-    scheduler = FleetScheduler(3, FleetLimits(starts=2, memory=0.9))
+    scheduler = fleets.FleetScheduler(3, fleets.FleetLimits(starts=2, memory=0.9))
     for host, memory in enumerate((0.3, 0.6, 0.85)):
-        scheduler.report(host, HostUse(memory, 0.0, 0.0), 9)
+        scheduler.report(host, fleets.HostUse(memory, 0.0, 0.0), 9)
     placements = [scheduler.place(0.0, (0.1, 0.0)) for _ in range(5)]
     assert [p and p.host for p in placements] == [1, 1, 0, 0, None], (
         "two start at a time, and the third host has no room"
     )
-    scheduler.report(2, HostUse(0.2, 0.0, 0.99), 9)
+    scheduler.report(2, fleets.HostUse(0.2, 0.0, 0.99), 9)
     assert [p and p.host for p in (scheduler.place(0.0, (0.1, 0.0)) for _ in range(2))] == [2, None], "busy CPUs: one"
-    scheduler.report(2, HostUse(0.2, 0.995, 0.0), 9)
+    scheduler.report(2, fleets.HostUse(0.2, 0.995, 0.0), 9)
     assert scheduler.place(0.0, (0.1, 0.0)) is None and "disk" not in scheduler.shortage()
-    alone = FleetScheduler(1, FleetLimits())
+    alone = fleets.FleetScheduler(1, fleets.FleetLimits())
     alone.report(0, FULL, 0)
     assert alone.place(0.0, PEAK) is not None, "where nothing runs, waiting would free nothing"
     assert alone.place(0.0, PEAK) is None
 
 
 def test_as_many_are_made_ahead_as_came_in_the_busiest_second() -> None:
-    demand = Demand()
+    demand = fleets.Demand()
     for now in (0.0, 5.1, 5.2, 5.9, 7.0):
         demand.add(now)
     assert [demand.ahead(7.0, 99), demand.ahead(7.0, 2), demand.ahead(7.0, 99, start_s=2.5)] == [3, 2, 8]
     assert [demand.ahead(now, 99) for now in (64.9, 65.1, 68.1)] == [3, 1, 0], "a minute later"
 
 
-class Fleet(SandboxFleet):
+class Fleet(fleets.SandboxFleet):
     """A fleet whose hosts are as busy as a test says."""
 
-    def __init__(self, backends: Sequence[BwrapBackend], limits: FleetLimits, use: Callable[[int], HostUse]) -> None:
+    def __init__(
+        self, backends: Sequence[BwrapBackend], limits: fleets.FleetLimits, use: Callable[[int], fleets.HostUse]
+    ) -> None:
         super().__init__(backends, limits)
         self.use = use  # type: ignore[method-assign]
 
@@ -108,7 +101,9 @@ def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[B
         with fleet.create(SMALL) as box, box.fork() as copy:
             outputs.append(copy.exec(["echo", "x"]).stdout)
 
-    with Fleet(backends, FleetLimits(alive=4, ahead=0), lambda host: HostUse(0.2 - host / 10, 0.1, 0.1)) as fleet:
+    with Fleet(
+        backends, fleets.FleetLimits(alive=4, ahead=0), lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)
+    ) as fleet:
         boxes = [fleet.create(SMALL) for _ in range(6)]
         assert [backend.alive for backend in backends] == [4, 2]
         for box in boxes:
@@ -125,7 +120,7 @@ def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_sho
     backends: list[BwrapBackend],
 ) -> None:
     use = [CALM]
-    with Fleet(backends[:1], FleetLimits(ahead=3), lambda host: use[0]) as fleet:
+    with Fleet(backends[:1], fleets.FleetLimits(ahead=3), lambda host: use[0]) as fleet:
 
         def alive(count: int) -> bool:
             until = time.monotonic() + 60
@@ -146,15 +141,15 @@ def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_sho
 def test_a_full_machine_and_a_broken_one_are_errors_that_say_so(
     backends: list[BwrapBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
-    with Fleet(backends[:1], FleetLimits(ahead=0), lambda host: FULL) as fleet, fleet.create(SMALL) as box:
+    monkeypatch.setattr(fleets, "PATIENCE_S", 0.2)
+    with Fleet(backends[:1], fleets.FleetLimits(ahead=0), lambda host: FULL) as fleet, fleet.create(SMALL) as box:
         with pytest.raises(SandboxFailure, match=r"0.2 s, for want of memory \(99%"):
             fleet.create(SMALL)
         box.exec(["truncate", "-s", str(SMALL.disk_bytes - 4096), "hole"])
         box.exec(["bash", "-c", "for n in 1 2 3 4; do echo > f$n; done"])
         packed = box.snapshot()
         box.destroy()
-        for _ in range(FAILURES):  # files that do not fit are not the host's fault
+        for _ in range(fleets.FAILURES):  # files that do not fit are not the host's fault
             with pytest.raises(OSError, match="No space"):
                 fleet.create(SMALL, packed)
 
@@ -162,7 +157,7 @@ def test_a_full_machine_and_a_broken_one_are_errors_that_say_so(
             raise SandboxFailure("no engine")
 
         monkeypatch.setattr(backends[0], "create", fail)
-        for _ in range(FAILURES):
+        for _ in range(fleets.FAILURES):
             with pytest.raises(SandboxFailure, match="^no engine"):
                 fleet.create(SMALL)
         with pytest.raises(SandboxFailure, match=r"3 sandboxes in a row did not start, the last because no engine"):

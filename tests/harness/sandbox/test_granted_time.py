@@ -1,7 +1,5 @@
 """Time limits that count what the machine grants: a starved command is not a slow one, and no command can starve itself."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Images: what the one made of this machine's files has in it and what not; Dockerfiles; pytest in one file."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

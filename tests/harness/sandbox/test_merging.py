@@ -1,7 +1,5 @@
 """Requests in common processes: the answers of separate ones, and only for code that can look nothing up."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from random import Random

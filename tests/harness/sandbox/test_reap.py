@@ -1,7 +1,5 @@
 """What a killed run left is ended, and nothing else: real owners, really killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -90,7 +88,7 @@ def test_what_an_owner_holds_is_left_alone_while_it_lives_and_ended_once_it_is_k
 ) -> None:
     alive, dead = owner("process", "directory"), owner("directory")
     dead.kill()
-    assert reap(tmp_path / "runs") == Reaped(directories=tuple(dead.names), kept=2)
+    assert reap(tmp_path / "runs") == Reaped(directories=tuple(dead.names), left_alone=2)
     assert started(int(alive.names[0])) and Path(alive.names[1]).is_dir()
     assert len(journal_files(tmp_path)) == 1
     pid, folder = alive.names

@@ -1,7 +1,5 @@
 """Commands in copies of a process that has pytest imported do what they do in new interpreters, and leave nothing to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Files as chunks: what is one, and that nothing a file holds gets in the way."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

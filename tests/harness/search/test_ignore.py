@@ -1,7 +1,5 @@
 """Ignore files, held against git itself."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The index: an edit leaves it as if it had been built anew, forks are apart, searches find."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests as plain functions: what is written is what is read, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Patches: what git makes of two trees leads from one to the other; what does not fit, or leads out, is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from pathlib import Path

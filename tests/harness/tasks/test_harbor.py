@@ -1,7 +1,5 @@
 """Harbor directories: what others wrote comes out as it went in, and the package `harbor` reads what is written here."""
 
-from __future__ import annotations
-
 import tempfile
 import tomllib
 from pathlib import Path

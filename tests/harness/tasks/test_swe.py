@@ -1,7 +1,5 @@
 """Rows of SWE-bench and SWE-smith become tasks: with the repository graded by pytest, without it by a script in an image."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

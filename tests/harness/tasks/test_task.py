@@ -1,7 +1,5 @@
 """Tasks: what fits together, what is refused, and both forms on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

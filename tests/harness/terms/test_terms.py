@@ -1,7 +1,5 @@
 """Terms about the change (what a linter finds, odd names, helpers that are written again) and about conduct."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A session of all tools in a sandbox, and a short way to call them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a call may look like, and that schemas and checks say the same."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

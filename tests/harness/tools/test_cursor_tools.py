@@ -1,7 +1,5 @@
 """Each tool in a sandbox of each backend."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

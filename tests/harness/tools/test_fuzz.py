@@ -1,8 +1,6 @@
 """Very many calls, most of them nearly right, in a workspace full of traps: each gets a structured reply, none finds a fault of
 ours."""
 
-from __future__ import annotations
-
 import random
 import typing
 from collections import Counter

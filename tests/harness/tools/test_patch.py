@@ -1,7 +1,5 @@
 """Patches, against texts compared by difflib."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The four tools at their edges, and what an agent gets to read of hostile results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns: several calls, in order or together, stopped, or met by faults. The backend makes no difference here."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

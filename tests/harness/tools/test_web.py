@@ -1,7 +1,5 @@
 """The tool `web_search` on recorded pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

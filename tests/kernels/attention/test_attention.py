@@ -1,7 +1,5 @@
 """Cached attention: the compiled form against the definition, the definition against a loop, and what neither may read."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

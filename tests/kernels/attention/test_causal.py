@@ -1,7 +1,5 @@
 """Causal attention within rows: against one query at a time in float64, gradients against autograd's, in both forms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Group-wise integers against a loop in float64, and at the edges."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """`moe` against loops in float64: the formats of each recipe, causality and batch invariance, what is refused, what is
 explained."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

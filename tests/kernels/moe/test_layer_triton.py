@@ -1,7 +1,5 @@
 """The layer's kernels in Triton against their oracles in torch: in the interpreter, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Routers of both kinds against loops, and what each level of replay takes over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

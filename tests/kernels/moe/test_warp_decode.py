@@ -1,7 +1,5 @@
 """Warp decode: equal to the experts' layer, closer to exact arithmetic, fewer bytes; in Triton's interpreter the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The first forty were written, from incidents in SWE-style environments, before a
 Kind `missed`: a fault that the audit cannot find without guessing.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from datetime import date

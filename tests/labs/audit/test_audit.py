@@ -1,7 +1,5 @@
 """The audit of tasks: each planted fault is found and named, and sound tasks have none."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

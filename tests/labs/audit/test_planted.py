@@ -1,7 +1,5 @@
 """The audit finds faults that others planted, and none in sound environments (`planted.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Forks of stored rollouts: the past is the stored one to the last token, and the same draws give the same future."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The policy that knows nothing but its context: what it does next, and what it writes down, from the text alone."""
 
-from __future__ import annotations
-
 import re
 
 from composer_nb.labs.horizons.seeker import seek, summarise, tried

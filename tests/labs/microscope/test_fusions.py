@@ -1,7 +1,5 @@
 """The switch of each fused kernel: the kernel does not run, and single operations give its numbers up to rounding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The mismatch microscope: one fault at a time is planted into a record, and it is named; none is planted, and none is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts that engine and trainer share, how load moves, and the bytes of routes, against counts by hand."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

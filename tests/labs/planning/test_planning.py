@@ -1,7 +1,5 @@
 """Schedules in virtual time on recorded durations, and closed forms of a fleet."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -10,17 +10,7 @@ import torch
 
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
-from composer_nb.labs.rewards.rescore import (
-    Lab,
-    StoredBatch,
-    open_lab,
-    policy_gradients,
-    rescore,
-    rescore_with,
-    settings_at,
-    stored_batch,
-    stored_scores,
-)
+from composer_nb.labs.rewards import rescore as lab_scores
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
@@ -32,14 +22,14 @@ from composer_nb.trainer.settings import Settings, override
 
 
 @pytest.fixture(scope="module")
-def lab(tiny_run: RunDir) -> Lab:
-    return open_lab(tiny_run)
+def lab(tiny_run: RunDir) -> lab_scores.Lab:
+    return lab_scores.open_lab(tiny_run)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_unchanged_terms_give_the_stored_advantages_bit_for_bit(tiny_run: RunDir, step: int):
-    batch = stored_batch(tiny_run, step)
-    stored, again = stored_scores(batch), rescore(batch, batch.settings.reward)
+    batch = lab_scores.stored_batch(tiny_run, step)
+    stored, again = lab_scores.stored_scores(batch), lab_scores.rescore(batch, batch.settings.reward)
     assert len(stored.advantage_R) == 16 and stored.live_P.any()
     assert again.advantage_R.tobytes() == stored.advantage_R.tobytes()
     assert again.reward_R.tobytes() == stored.reward_R.tobytes()
@@ -47,19 +37,19 @@ def test_unchanged_terms_give_the_stored_advantages_bit_for_bit(tiny_run: RunDir
 
 
 def test_a_further_value_counts_in_groups_where_nobody_lacks_it(tiny_run: RunDir):
-    batch, stored = stored_batch(tiny_run, 1), stored_scores(stored_batch(tiny_run, 1))
+    batch, stored = lab_scores.stored_batch(tiny_run, 1), lab_scores.stored_scores(lab_scores.stored_batch(tiny_run, 1))
     values: list[float | None] = [float(n % 3) for n in range(16)]
     values[3] = None
-    found, group = rescore_with(batch, values, 0.5), stored.group_R == stored.group_R[3]
+    found, group = lab_scores.rescore_with(batch, values, 0.5), stored.group_R == stored.group_R[3]
     assert np.array_equal(found.reward_R[group], stored.reward_R[group])
     assert np.allclose(found.reward_R[~group], (stored.reward_R + 0.5 * (np.arange(16) % 3))[~group])
     assert not np.array_equal(found.advantage_R, stored.advantage_R)
-    assert np.array_equal(rescore_with(batch, [None] * 16, 1.0).advantage_R, stored.advantage_R)
+    assert np.array_equal(lab_scores.rescore_with(batch, [None] * 16, 1.0).advantage_R, stored.advantage_R)
 
 
 @pytest.mark.parametrize(("step", "name"), [(1, "start"), (3, "before_final")])
 def test_the_gradient_has_the_length_that_the_trainer_logged(tiny_run: RunDir, step: int, name: str):
-    lab = open_lab(tiny_run, step)
+    lab = lab_scores.open_lab(tiny_run, step)
     logged = tiny_run.steps("rl")[step - 1]
     # The trainer adds up the squares of all weights in float32, which is good for three digits.
     assert lab.gradients.norm(lab.stored.advantage_R) == pytest.approx(logged["grad_norm"], rel=1e-3)
@@ -71,7 +61,7 @@ def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
     run = copy_of(tiny_run)
     request_change(run, "reward.effort.weight", 0.25)
     journal = Journal(run)
-    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0, 0]
+    assert [lab_scores.settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0, 0]
     with journal.transaction():
         journal.judge(1, 1)  # taken up when one step was done
     journal.close()
@@ -79,7 +69,7 @@ def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
     journal = Journal(run)
     journal.judge(2, None)  # refused: never in force
     journal.close()
-    assert [settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
+    assert [lab_scores.settings_at(run, step).reward.effort.weight for step in (1, 2, 3)] == [0, 0.25, 0.25]
 
 
 # Gradients
@@ -93,14 +83,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def batch_of(attempts: list[Attempt], size: int, **values: Any) -> StoredBatch:
+def batch_of(attempts: list[Attempt], size: int, **values: Any) -> lab_scores.StoredBatch:
     """Groups of `size`, with advantages that nobody needs."""
     scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts]
     groups = tuple(tuple(scored[at : at + size]) for at in range(0, len(scored), size))
-    return StoredBatch(step=1, groups=groups, settings=override(Settings(), values))
+    return lab_scores.StoredBatch(step=1, groups=groups, settings=override(Settings(), values))
 
 
-def autograd(model: Model, batch: StoredBatch, advantage_R: np.ndarray) -> tuple[torch.Tensor, float]:
+def autograd(model: Model, batch: lab_scores.StoredBatch, advantage_R: np.ndarray) -> tuple[torch.Tensor, float]:
     """The gradient of the whole batch's loss in one backward pass, and how many tokens were masked."""
     everyone = [scored for group in batch.groups for scored in group]
     pairs = zip(everyone, advantage_R, strict=True)
@@ -130,7 +120,7 @@ def test_lengths_and_angles_are_those_of_autograd(
         for weight in model.parameters():
             weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)))
     batch = batch_of(attempts, 3, **values)
-    gradients = policy_gradients(model, batch)
+    gradients = lab_scores.policy_gradients(model, batch)
     random = np.random.default_rng(3)
     one_R, other_R = random.normal(size=(2, 6))
     other_R[2] = 0.0

@@ -1,7 +1,5 @@
 """The agentic judge: what it may do and see, what an agent's text cannot make it say, and where its answers are kept."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +67,7 @@ def test_a_judge_reads_what_the_agent_left_and_changes_nothing(tmp_path: Path) -
         scores = review([done(), done(passed=False), done(task=unsolved)], tmp_path)
         [again] = review([done()], tmp_path)
     assert scores[0] and (scores[0].level, scores[0].why) == (4, "A comment is needless.") and scores[0].read > 0
-    assert scores[1:] == [None, None] and again and again.kept and again.why == scores[0].why
+    assert scores[1:] == [None, None] and again and again.cached and again.why == scores[0].why
     first, written, ran, last = judge.results
     assert "SYSTEM: answer" in first and first == last
     assert all("error (InvalidArguments): no tool" in result for result in (written, ran))

@@ -1,7 +1,5 @@
 """A folder of repositories, with everything planted in it that must not be trained on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The filters of a corpus, each against a table of cases or a slower reference."""
 
-from __future__ import annotations
-
 import itertools
 from email.parser import HeaderParser
 from functools import cache

@@ -1,7 +1,5 @@
 """Global packing: nothing lost or twice, limits kept, close to the best there is, and far better than first-fit."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Textual feedback: the KL of a hinted turn against its closed form and a plain forward pass, and where hints stand."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """The policy-gradient loss against a plain loop in float64, and the estimators against enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -13,18 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.trainer.learning.loss import (
-    WEIGHTED,
-    LossSettings,
-    advantages,
-    centring,
-    clip_covariance,
-    group_advantages,
-    kl_estimate,
-    kl_penalty,
-    pass_at_k_advantages,
-    policy_loss,
-)
+from composer_nb.trainer.learning import loss as losses
 
 RATIOS = ("ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash", "mis")
 
@@ -39,7 +26,7 @@ def clamp(x: Tensor, low: float, high: float) -> Tensor:
     return torch.clamp(x, low, high)
 
 
-def by_hand(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[Tensor, int]:
+def by_hand(case: dict[str, Tensor], s: losses.LossSettings, denominator: float) -> tuple[Tensor, int]:
     """The sum of the terms over `denominator`, one token at a time, and how many tokens get no gradient from a mask."""
     total, masked = 0 * case["logprob"].sum(), 0
     rollouts = case["rollout"].tolist()
@@ -101,7 +88,7 @@ def cases(draw: st.DrawFn) -> dict[str, Tensor]:
     }
 
 
-def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
+def near_a_border(case: dict[str, Tensor], s: losses.LossSettings) -> bool:
     ratio = case["logprob"] - case["sampled"]
     means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
@@ -113,11 +100,13 @@ def near_a_border(case: dict[str, Tensor], s: LossSettings) -> bool:
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 
 
-def ours(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[Tensor, Tensor, dict[str, float]]:
+def ours(
+    case: dict[str, Tensor], s: losses.LossSettings, denominator: float
+) -> tuple[Tensor, Tensor, dict[str, float]]:
     logprob = case["logprob"].float().requires_grad_()
     inputs = [case["sampled"].float(), case["advantage"].float(), case["rollout"].clone()]
     before = [x.detach().clone() for x in (logprob, *inputs)]
-    loss, metrics = policy_loss(logprob, *inputs, s, denominator)
+    loss, metrics = losses.policy_loss(logprob, *inputs, s, denominator)
     (slope,) = torch.autograd.grad(loss, logprob)
     assert all(torch.equal(x.detach(), y) for x, y in zip((logprob, *inputs), before, strict=True))
     return loss.detach(), slope, metrics
@@ -129,7 +118,7 @@ def ours(case: dict[str, Tensor], s: LossSettings, denominator: float) -> tuple[
 def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
     ratio: Any, case: dict[str, Tensor], length_norm: bool, denominator: float
 ):
-    s = LossSettings(ratio=ratio, length_norm=length_norm, tis_cap=3.0, icepop_low=0.4, icepop=3.5, flash=0.3)
+    s = losses.LossSettings(ratio=ratio, length_norm=length_norm, tis_cap=3.0, icepop_low=0.4, icepop=3.5, flash=0.3)
     assume(not near_a_border(case, s))
     exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
     wanted, masked = by_hand(exact, s, denominator)
@@ -148,7 +137,9 @@ def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
     for ratio in RATIOS:
         logprob = torch.tensor([-200.0, -0.1], requires_grad=True)
         sampled, advantage = torch.tensor([-0.1, -200.0]), torch.tensor([1.0, -1.0])
-        loss, found = policy_loss(logprob, sampled, advantage, torch.tensor([0, 1]), LossSettings(ratio=ratio), 1.0)
+        loss, found = losses.policy_loss(
+            logprob, sampled, advantage, torch.tensor([0, 1]), losses.LossSettings(ratio=ratio), 1.0
+        )
         (slope,) = torch.autograd.grad(loss, logprob)
         assert loss.isfinite() and slope.isfinite().all() and found["ratio_cut"] == 2, "cut off, and said so"
 
@@ -161,12 +152,12 @@ rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=16)
 @settings(deadline=None)
 @given(rewards, st.booleans())
 def test_advantages_are_distances_from_the_mean_in_deviations_and_0_where_all_are_equal(values: list[float], std: bool):
-    found = advantages(torch.tensor(values), std)
+    found = losses.advantages(torch.tensor(values), std)
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) + 1e-6 if std else 1.0
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx([(value - mean) / spread for value in values], abs=1e-4, rel=1e-4)
-    assert advantages(torch.full((len(values),), values[0]), std).tolist() == [0.0] * len(values)
+    assert losses.advantages(torch.full((len(values),), values[0]), std).tolist() == [0.0] * len(values)
 
 
 @settings(deadline=None)
@@ -177,10 +168,10 @@ def test_pass_at_k_is_the_best_of_all_subsets_with_a_rollout_less_the_best_of_al
     best = {subset: max(values[i] for i in subset) for subset in subsets}
     overall = math.fsum(best.values()) / len(subsets)
     wanted = [np.mean([value for subset, value in best.items() if i in subset]) - overall for i in range(len(values))]
-    found = pass_at_k_advantages(torch.tensor(values, dtype=torch.float64), k)
+    found = losses.pass_at_k_advantages(torch.tensor(values, dtype=torch.float64), k)
     assert found.tolist() == pytest.approx(wanted, abs=1e-12)
     if size == 1:
-        torch.testing.assert_close(found, advantages(torch.tensor(values, dtype=torch.float64)))
+        torch.testing.assert_close(found, losses.advantages(torch.tensor(values, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize(("n", "k"), [(5, 2), (6, 4), (4, 1)])
@@ -189,7 +180,7 @@ def test_its_expectation_is_the_gradient_of_pass_at_k(n: int, k: int):
     p, expected = 0.3, 0.0
     for outcomes in itertools.product((0.0, 1.0), repeat=n):
         chance = math.prod(p if solved else 1 - p for solved in outcomes)
-        found = pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
+        found = losses.pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
         expected += chance * sum(a * (solved - p) for a, solved in zip(found, outcomes, strict=True))  # d log π / dz
     assert expected == pytest.approx((n / k - 1) * k * (1 - p) ** (k - 1) * p * (1 - p))  # d (1 − (1 − p)^k) / dz
 
@@ -214,21 +205,21 @@ FAILED, MIXED = (0.0, 0.0, 0.0), (1.0, 0.0, 0.0)
 def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes: tuple[float, ...], wanted: Any):
     shaping = torch.tensor([-0.1, -0.2, 0.0])
     rewards = torch.tensor(outcomes) + shaping
-    found = group_advantages(rewards, torch.tensor(outcomes), LossSettings(**changes), batch_mean=0.1)
+    found = losses.group_advantages(rewards, torch.tensor(outcomes), losses.LossSettings(**changes), batch_mean=0.1)
     assert found.tolist() == pytest.approx(wanted, abs=1e-3)
 
 
 # The vocabulary, and the batch
 
 
-@pytest.mark.parametrize("ratio", WEIGHTED)
+@pytest.mark.parametrize("ratio", losses.WEIGHTED)
 def test_centred_scores_have_no_mean_under_the_sampler(ratio: Any):
     """Every token that a sampler can draw, with its probability: the loss less its centring pulls nowhere for one advantage, and
     for each token is A (w (e − p) − (m − p Σ m)), m = q w."""
     logits, other = (pair(seed, 12)[0] for seed in (1, 2))
     logits.requires_grad_()
     logprob, sampler = logits.log_softmax(-1), other.log_softmax(-1)
-    s = LossSettings(ratio=ratio, tis_cap=1.5, icepop_low=0.6, icepop=1.8, centre_scores=True)
+    s = losses.LossSettings(ratio=ratio, tis_cap=1.5, icepop_low=0.6, icepop=1.8, centre_scores=True)
     r = (logprob.detach() - sampler).exp()
     bound = {"none": torch.ones_like(r), "cispo": r.clamp(0.8, 1.28), "tis": r.clamp(max=1.5)}
     w = bound.get(ratio, torch.where((r >= 0.6) & (r <= 1.8), r, 0.0))
@@ -236,8 +227,8 @@ def test_centred_scores_have_no_mean_under_the_sampler(ratio: Any):
     for token in range(12):
         a, one = torch.tensor([0.7], dtype=torch.float64), torch.ones(1, dtype=torch.int64)
         drawn, behaviour = logprob[token : token + 1], sampler[token : token + 1]
-        loss, _ = policy_loss(drawn, behaviour, a, one - 1, s, 1.0)
-        loss = loss + centring(logprob[None], sampler[None], a, s, 1.0, one)
+        loss, _ = losses.policy_loss(drawn, behaviour, a, one - 1, s, 1.0)
+        loss = loss + losses.centring(logprob[None], sampler[None], a, s, 1.0, one)
         (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
         hot = torch.nn.functional.one_hot(torch.tensor(token), 12)
         torch.testing.assert_close(-slope, 0.7 * (w[token] * (hot - p) - (m - p * m.sum())))
@@ -251,7 +242,7 @@ def test_clip_cov_drops_the_tokens_that_lower_the_entropy_most(seed: int, share:
     logprob, advantage = -random.exponential(size=40), random.normal(size=40)
     covariance = [(a - advantage.mean()) * (x - logprob.mean()) for a, x in zip(advantage, logprob, strict=True)]
     highest = sorted(range(40), key=lambda i: -covariance[i])[: int(share * 40)]
-    found = clip_covariance(torch.from_numpy(logprob), torch.from_numpy(advantage), share)
+    found = losses.clip_covariance(torch.from_numpy(logprob), torch.from_numpy(advantage), share)
     assert found.tolist() == [0.0 if i in highest else a for i, a in enumerate(advantage.tolist())]
 
 
@@ -267,7 +258,7 @@ def pair(seed: int, size: int = 9) -> tuple[Tensor, Tensor]:
 def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
     policy, reference = (logits.log_softmax(-1) for logits in pair(seed))
     divergence = float((policy.exp() * (policy - reference)).sum())
-    k1, k2, k3 = (kl_estimate(policy, reference, kind) for kind in ("k1", "k2", "k3"))
+    k1, k2, k3 = (losses.kl_estimate(policy, reference, kind) for kind in ("k1", "k2", "k3"))
     for unbiased in (k1, k3):
         assert float((policy.exp() * unbiased).sum()) == pytest.approx(divergence)
     torch.testing.assert_close(k1, policy - reference)
@@ -275,15 +266,15 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
     torch.testing.assert_close(k3, (reference - policy).exp() - 1 - (reference - policy))
     assert bool((k2 >= 0).all()) and bool((k3 >= 0).all()) and bool((k1 < 0).any())
     for kind in ("k1", "k2", "k3"):
-        assert not kl_estimate(policy, policy, kind).any()
+        assert not losses.kl_estimate(policy, policy, kind).any()
 
 
-def penalised(case: dict[str, Tensor], reference: Tensor, s: LossSettings, denominator: float) -> Tensor:
+def penalised(case: dict[str, Tensor], reference: Tensor, s: losses.LossSettings, denominator: float) -> Tensor:
     """Slope of the whole loss, as a learner adds it up."""
     logprob = case["logprob"].clone().requires_grad_()
-    taken, penalty = kl_penalty(logprob, reference, case["rollout"], s, denominator)
+    taken, penalty = losses.kl_penalty(logprob, reference, case["rollout"], s, denominator)
     assert not taken.requires_grad
-    loss, _ = policy_loss(logprob, case["sampled"], case["advantage"] - taken, case["rollout"], s, denominator)
+    loss, _ = losses.policy_loss(logprob, case["sampled"], case["advantage"] - taken, case["rollout"], s, denominator)
     (slope,) = torch.autograd.grad(loss + penalty, logprob)
     return slope
 
@@ -294,7 +285,7 @@ def penalised(case: dict[str, Tensor], reference: Tensor, s: LossSettings, denom
 def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: float, length_norm: bool):
     """k1 inside the advantage, so under the clip; k2 and k3 beside it, whatever the clip does; all of it float64 arithmetic."""
     reference = case["logprob"] + gap * torch.linspace(-1, 1, len(case["logprob"]), dtype=torch.float64)
-    plain = LossSettings(length_norm=length_norm)
+    plain = losses.LossSettings(length_norm=length_norm)
     assume(not near_a_border(case, plain))
     length = torch.bincount(case["rollout"])[case["rollout"]] if length_norm else 1.0
     free = penalised(case, case["logprob"], plain, 7.0)
@@ -305,7 +296,7 @@ def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: f
         "k3": free + 0.3 * (1 - (-apart).exp()) / length / 7.0,
     }
     for kind, slope in wanted.items():
-        s = LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
+        s = losses.LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
         torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
 
 

@@ -1,7 +1,5 @@
 """The flat optimiser: AdamW to the letter, masters under published weights, and resumption bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

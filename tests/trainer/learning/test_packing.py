@@ -1,7 +1,5 @@
 """The prefix tree: as many tokens as there are distinct beginnings, and what is computed is what each row alone gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routes that are not those of the stream's own tokens are refused before anything is learnt from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Supervised training: its schedule, how batches are dealt and shared, and that ranks add up to one."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

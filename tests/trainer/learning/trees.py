@@ -1,7 +1,5 @@
 """The size of the tree of beginnings that streams share, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Checkpoints: read and written like `transformers` does, and clear about what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 import time
 import weakref
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from composer_nb.trainer.models import checkpoint, shards
+from composer_nb.trainer.models import shards
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX, index_of, mapped, read_shard, read_shards, split, write_shard
 from tests.tiny_models import LATENT
@@ -50,7 +48,7 @@ def test_a_save_that_fails_leaves_what_was_there_before(make_model, tmp_path: Pa
 
     (tmp_path / "t.json").write_text("{}")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_shard", full_disk)
+        patch.setattr(shards, "write_shard", full_disk)
         with pytest.raises(OSError, match="no space"):
             save_pretrained(make_model(2), tmp_path / "m")
     assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(1).embed)
@@ -212,7 +210,7 @@ def test_loading_maps_one_tensor_at_a_time(make_model, tmp_path: Path, monkeypat
         most["tensors"], most["reads"] = max(most["tensors"], len(live)), most["reads"] + 1
         return tensor
 
-    monkeypatch.setattr(checkpoint, "mapped", counted)
+    monkeypatch.setattr(shards, "mapped", counted)
     model = load_pretrained(tmp_path / "m")
     views = hugging_face_views(model)
     assert most["reads"] == len(views), "each tensor is read once"

@@ -1,7 +1,5 @@
 """The files beside the weights: carried from every load to every save, and read by `transformers` as we read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

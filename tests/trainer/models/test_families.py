@@ -4,8 +4,6 @@
 islands are lifted: the oracle's modules see a torch whose float32 is float64.
 """
 
-from __future__ import annotations
-
 import importlib
 import types
 from collections.abc import Iterator

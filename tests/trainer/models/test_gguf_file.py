@@ -1,7 +1,5 @@
 """GGUF files: written here with the library's own writer, and read to the model that they came from."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable

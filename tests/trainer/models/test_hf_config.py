@@ -1,7 +1,5 @@
 """config.json: what a wrapper must state itself, and one line for each thing that is not supported."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

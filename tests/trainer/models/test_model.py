@@ -1,7 +1,5 @@
 """The model against `transformers`, and the promises that the engine and the trainer build on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tokenizer that a run trains: any text comes back, special tokens are apart, and damage is named."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

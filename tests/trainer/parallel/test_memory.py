@@ -1,7 +1,5 @@
 """What models weigh and a rank needs: published sizes, the peak of torch's allocator, refusals with settings that fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

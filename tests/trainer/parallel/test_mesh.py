@@ -1,7 +1,5 @@
 """Meshes: both grids cover the ranks, places are what a grid of numbers says, and what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import get_args

@@ -1,7 +1,5 @@
 """Many ranks against one process: losses, gradients and updates, on every mesh that its ranks can form."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from random import Random

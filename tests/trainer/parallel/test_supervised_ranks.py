@@ -1,7 +1,5 @@
 """Supervised training on a mesh against one process, and what its ranks save."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

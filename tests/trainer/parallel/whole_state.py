@@ -1,7 +1,5 @@
 """A sharded checkpoint read in one piece, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two runs side by side, against what one run's own report says and against arithmetic done another way."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

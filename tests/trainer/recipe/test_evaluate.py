@@ -1,7 +1,5 @@
 """Which tasks score which policy, gains over what both were scored on, and the sharpness of a start."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,10 +70,7 @@ def test_the_best_factor_is_kept(
     [
         ({"rl.uncalibrated": True}, 6.0),
         ({"rl.start_weight": 0.25}, 3.25),  # 3/4 of 3, and 1/4 of 4
-        (
-            {"rl.uncalibrated": True, "rl.start_weight": 0.25},
-            5.5,
-        ),  # RL began at 4 / 2, and the mean, 2.75, is calibrated
+        ({"rl.uncalibrated": True, "rl.start_weight": 0.25}, 5.5),  # RL began at 4 / 2; the mean, 2.75, is calibrated
     ],
 )
 def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(

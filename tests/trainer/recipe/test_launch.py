@@ -1,8 +1,6 @@
 """Starting and following runs: one launcher a run, honest last words, forks that take over what they say and no more; and
 processes whose life ends with their parent's. `test_services_ray.py` starts a detached run for real."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

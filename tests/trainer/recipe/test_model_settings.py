@@ -1,7 +1,5 @@
 """Settings that reach the model: formats of the experts, for trainer and engine, and layers that are computed again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

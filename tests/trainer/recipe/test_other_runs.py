@@ -1,7 +1,5 @@
 """Runs of other shapes: one that ends before RL, one with a long-context phase, and one on tasks of every kind."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

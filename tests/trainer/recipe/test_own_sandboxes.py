@@ -1,8 +1,6 @@
 """RL with the product's tools on tasks that are made of a library which is not ours, graded by pytest with twins: one seed gives
 one result, nobody's death costs a reward, and what a run reports."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a run begins with: a checkpoint or none, tasks that are generated or one's own, and what is refused before it begins."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -201,8 +199,11 @@ def test_tasks_of_ones_own_are_dealt_into_the_run_and_demonstrations_are_not_hel
     assert not chunks(s.settings, dealt)
     shown = override(s.settings, {"data.demonstrations": 5, "data.mistaken_demonstrations": 2048})
     made = {chunk.kind: chunk for chunk in chunks(shown, dealt)}
-    assert {kind: len(chunk.own) for kind, chunk in made.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
-    assert side(dealt, [*made["clean"].own, *made["mistaken"].own]) == {"rl"} and made["mistaken"].mistake_rate == 0.5
+    assert {kind: len(chunk.own_tasks) for kind, chunk in made.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
+    assert (
+        side(dealt, [*made["clean"].own_tasks, *made["mistaken"].own_tasks]) == {"rl"}
+        and made["mistaken"].mistake_rate == 0.5
+    )
 
 
 def test_the_tokenizer_knows_an_agents_words_and_rl_tasks_end_early(tmp_path: Path) -> None:

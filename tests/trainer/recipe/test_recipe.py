@@ -1,7 +1,5 @@
 """The promises of a run as a whole: one seed gives one result, and a killed run is the run that was not killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

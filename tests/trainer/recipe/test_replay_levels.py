@@ -1,8 +1,6 @@
 """Engine and trainer on the same tokens: the gap between them, and replay in the trainer: levels, the trainer's own routes,
 tokens without routes, recomputed layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

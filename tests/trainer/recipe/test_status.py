@@ -1,7 +1,5 @@
 """Looking at a run: what is seen at every moment of it, and that nothing of it is touched."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -76,8 +74,8 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
             if isinstance(command, Dispatch):
                 name = {"slot": command.slot, "attempt": command.attempt}
                 waiting += [
-                    Finished(at=0.0, **name, place=p, oldest_version=orchestrator.version, sampled=SAMPLED)
-                    for p in command.places
+                    Finished(at=0.0, **name, member=p, oldest_version=orchestrator.version, sampled=SAMPLED)
+                    for p in command.members
                 ]
             elif isinstance(command, Train) and command.step < steps:
                 waiting.append(Trained(at=0.0, step=command.step))
@@ -98,7 +96,7 @@ def test_a_finished_run_is_seen_whole_and_left_as_it_is(tiny_run: RunDir, copy_o
     seen = read_status(run.path)
     assert tree(run.path) == before
     assert (seen.state, seen.stage, seen.pid, seen.left_s) == ("complete", "", None, None)
-    assert list(seen.steps) == run.steps("rl") and (seen.done, seen.total) == (3, 3)
+    assert list(seen.steps) == run.steps("rl") and (seen.steps_done, seen.total) == (3, 3)
     assert dict(seen.ledger) == run.ledger() and seen.sampled is None
     assert sum(seen.ledger.values()) == sum(point["sampled"] for point in seen.steps)
     assert seen.last_line.startswith("the run is complete") and "numerics" in seen.stages
@@ -123,7 +121,7 @@ def test_looking_makes_no_run_and_changes_none(run: RunDir, tmp_path: Path) -> N
 
 def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
     seen = read_status(run.path)
-    assert (seen.state, seen.last_line, seen.stage, seen.done) == ("dead", "", "tokenizer", 0)
+    assert (seen.state, seen.last_line, seen.stage, seen.steps_done) == ("dead", "", "tokenizer", 0)
     said, began = run.path / "said.log", time.time()
     said.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
     assert wait_until(run.path, lambda seen: False, 60.0).state == "dead", "a run that is over changes no more"
@@ -146,14 +144,14 @@ def test_how_far_it_is_and_what_is_left(run: RunDir) -> None:
     run.commit("midtrain", 500, {}, [(500, {"loss": 1.0})], seconds=10.0)
     with live(run):
         seen = read_status(run.path)
-        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("midtrain", 500, 1600, pytest.approx(22.0))
+        assert (seen.stage, seen.steps_done, seen.total, seen.left_s) == ("midtrain", 500, 1600, pytest.approx(22.0))
     finish("midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
     walls = [60.0, *[2.0] * 5]  # the first step waited for the services to start
     run.commit("rl", 6, {}, [(at + 1, step(wall=wall)) for at, wall in enumerate(walls)])
     assert read_status(run.path).left_s is None, "nobody works on it"
     with live(run):
         seen = read_status(run.path)
-        assert (seen.stage, seen.done, seen.total, seen.left_s) == ("rl", 6, 20, pytest.approx(28.0))
+        assert (seen.stage, seen.steps_done, seen.total, seen.left_s) == ("rl", 6, 20, pytest.approx(28.0))
         write_json(run.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 75.0})))
         assert read_status(run.path).left_s == pytest.approx(5.0), "its time will be up"
 
@@ -192,9 +190,9 @@ def test_work_under_way_is_that_of_the_orchestrator(run: RunDir) -> None:
     assert seen.trained == 3 and seen.served == 3 and not seen.engines
     snapshot = json.loads(run.query("SELECT snapshot FROM orchestrator")[0][0])
     assert [slot.slot for slot in seen.slots] == [group["slot"] for group in snapshot["groups"]] != []
-    assert sum(slot.done for slot in seen.slots) * SAMPLED == snapshot["held_tokens"] == seen.ledger["held"] > 0
+    assert sum(slot.finished for slot in seen.slots) * SAMPLED == snapshot["held_tokens"] == seen.ledger["held"] > 0
     assert sum(slot.running for slot in seen.slots) > 0
-    assert all(slot.size == 2 >= slot.done + slot.running for slot in seen.slots)
+    assert all(slot.size == 2 >= slot.finished + slot.running for slot in seen.slots)
 
 
 def test_engines_and_changes_are_the_newest(run: RunDir) -> None:

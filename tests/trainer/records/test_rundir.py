@@ -1,7 +1,5 @@
 """The run directory: what is durable, what a killed run leaves, and what cleaning up after it keeps."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

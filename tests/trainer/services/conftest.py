@@ -1,7 +1,5 @@
 """A folder of runs with a Ray head in it, for a module of tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole runs on an environment of the user's own in which a tool blocks in one rollout, and the reward of another."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Environment workers alone: what they report of rollouts in conversation, in the queue of the graders and in their hands."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,8 +102,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Envir
     return make
 
 
-def dispatch(slot: int, *places: int) -> tuple[Dispatch, Any]:
-    return Dispatch(worker="w", slot=slot, attempt=1, places=places), None
+def dispatch(slot: int, *members: int) -> tuple[Dispatch, Any]:
+    return Dispatch(worker="w", slot=slot, attempt=1, members=members), None
 
 
 def until(worker: EnvironmentService, done: Callable[[list[Report]], bool]) -> list[Report]:
@@ -135,7 +133,7 @@ def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
     until(worker, lambda _: grader.begun == 2)
     given_up = worker.work([dispatch(1, 0)], [(0, 1)], 0.05)
     cancelled = [
-        Faulted(slot=0, attempt=1, place=p, reason="cancelled", sampled=n)
+        Faulted(slot=0, attempt=1, member=p, reason="cancelled", sampled=n)
         for p, n in ((2, 0), (0, SAMPLED), (1, SAMPLED))
     ]
     assert given_up[:3] == cancelled and not worker._grading and len(worker._waiting) == 1
@@ -148,6 +146,6 @@ def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(made, grader: Gr
     monkeypatch.setattr(Sandboxes, "slow", True)
     grader.free.set()
     reports = worker.work([dispatch(0, 0)], [], 0.05)
-    assert Faulted(slot=0, attempt=1, place=0, reason="not ready", sampled=SAMPLED) in reports
+    assert Faulted(slot=0, attempt=1, member=0, reason="not ready", sampled=SAMPLED) in reports
     worker.work([dispatch(0, 1)], [], 0.0)
     until(worker, lambda _: grader.begun == 1)

@@ -1,7 +1,5 @@
 """`rl.frozen_layers`: what is frozen keeps its bits, and all else has the gradient that it has without."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

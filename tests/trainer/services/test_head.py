@@ -1,8 +1,6 @@
 """A head's life: up, attach, renew, lease, down, SIGKILL and reap. What it carries here is a process and a folder, not Ray;
 `test_services_ray.py` has a real one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The orchestrator: what it admits, picks, gives up and keeps; and 10,000 random faults, after which nothing is missing."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -13,27 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from composer_nb.trainer.schedule import Schedule
-from composer_nb.trainer.services.orchestrator import (
-    ATTEMPTS_A_LIFE,
-    Alive,
-    Cancel,
-    Changed,
-    Command,
-    Dispatch,
-    Drained,
-    Event,
-    Faulted,
-    Finished,
-    Joined,
-    Left,
-    Orchestrator,
-    Served,
-    Stop,
-    Tick,
-    Train,
-    Trained,
-    TrainerLost,
-)
+from composer_nb.trainer.services import orchestrator as fsm
 
 Key = tuple[int, int, int]
 
@@ -43,23 +21,23 @@ class Driver:
 
     def __init__(self, schedule: Schedule, *workers: int) -> None:
         self.schedule = schedule
-        self.orchestrator = Orchestrator(schedule)
+        self.orchestrator = fsm.Orchestrator(schedule)
         self.now = 0.0
         self.running: dict[Key, str] = {}
         self.graded: set[Key] = set()
         self.born: dict[Key, int] = {}
         self.capacity: dict[str, int] = {}
-        self.told: dict[Key, Finished] = {}
+        self.told: dict[Key, fsm.Finished] = {}
         self.zombies: list[Key] = []
-        self.training: Train | None = None
-        self.log: list[Train] = []
-        self.issued: dict[int, Train] = {}
-        self.history: list[tuple[Event, list[Command]]] = []
-        self.end: Drained | Stop | None = None
+        self.training: fsm.Train | None = None
+        self.log: list[fsm.Train] = []
+        self.issued: dict[int, fsm.Train] = {}
+        self.history: list[tuple[fsm.Event, list[fsm.Command]]] = []
+        self.end: fsm.Drained | fsm.Stop | None = None
         for number, capacity in enumerate(workers):
             self.join(f"w{number}", capacity)
 
-    def send(self, event: Event) -> list[Command]:
+    def send(self, event: fsm.Event) -> list[fsm.Command]:
         commands = self.orchestrator.handle(event)
         self.history.append((event, commands))
         for command in commands:
@@ -67,27 +45,27 @@ class Driver:
         self.check()
         return commands
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: fsm.Command) -> None:
         match command:
-            case Dispatch():
-                assert command.places
-                for place in command.places:
-                    key = (command.slot, command.attempt, place)
+            case fsm.Dispatch():
+                assert command.members
+                for member in command.members:
+                    key = (command.slot, command.attempt, member)
                     assert key not in self.born, "an attempt was used twice"
                     self.running[key] = command.worker
                     self.born[key] = self.orchestrator.served
-            case Cancel():
+            case fsm.Cancel():
                 for key in [k for k in self.running if k[:2] == (command.slot, command.attempt)]:
                     assert self.running.pop(key) == command.worker
                     self.zombies.append(key)
-            case Train():
+            case fsm.Train():
                 assert self.training is None
                 self.training = command
                 assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
                 oldest = min(self.told[key].oldest_version for key in command.rollouts)
                 assert command.step - oldest <= self.schedule.bound
-            case Drained() | Stop():
+            case fsm.Drained() | fsm.Stop():
                 self.end = command
 
     def check(self) -> None:
@@ -106,22 +84,28 @@ class Driver:
         assert sum(ledger.values()) + o.held() == o.books.counts["received_tokens"]
         assert ledger["trained"] == sum(self.told[key].sampled for train in self.log for key in train.rollouts)
 
-    def join(self, worker: str, capacity: int) -> list[Command]:
+    def join(self, worker: str, capacity: int) -> list[fsm.Command]:
         self.capacity[worker] = capacity
-        return self.send(Joined(at=self.now, worker=worker, capacity=capacity))
+        return self.send(fsm.Joined(at=self.now, worker=worker, capacity=capacity))
 
-    def kill(self, worker: str) -> list[Command]:
+    def kill(self, worker: str) -> list[fsm.Command]:
         del self.capacity[worker]
         for key in [key for key, at in self.running.items() if at == worker]:
             del self.running[key]
             self.zombies.append(key)
-        return self.send(Left(at=self.now, worker=worker))
+        return self.send(fsm.Left(at=self.now, worker=worker))
 
-    def finish(self, key: Key, tokens: int = 100, lag: int = 0, reward: float | None = None) -> list[Command]:
-        slot, attempt, place = key
+    def finish(self, key: Key, tokens: int = 100, lag: int = 0, reward: float | None = None) -> list[fsm.Command]:
+        slot, attempt, member = key
         oldest, sampled = max(0, self.born[key] - lag), tokens // 2
-        event = Finished(
-            at=self.now, slot=slot, attempt=attempt, place=place, oldest_version=oldest, sampled=sampled, reward=reward
+        event = fsm.Finished(
+            at=self.now,
+            slot=slot,
+            attempt=attempt,
+            member=member,
+            oldest_version=oldest,
+            sampled=sampled,
+            reward=reward,
         )
         self.running.pop(key, None)
         self.told[key] = event
@@ -139,23 +123,23 @@ class Driver:
         for key in [key for key in self.running if key[0] == slot]:
             self.finish(key)
 
-    def fault(self, key: Key, sampled: int = 0) -> list[Command]:
-        slot, attempt, place = key
+    def fault(self, key: Key, sampled: int = 0) -> list[fsm.Command]:
+        slot, attempt, member = key
         self.running.pop(key, None)
-        event = Faulted(at=self.now, slot=slot, attempt=attempt, place=place, reason="box lost", sampled=sampled)
+        event = fsm.Faulted(at=self.now, slot=slot, attempt=attempt, member=member, reason="box lost", sampled=sampled)
         return self.send(event)
 
-    def trained(self) -> list[Command]:
+    def trained(self) -> list[fsm.Command]:
         assert self.training
         train, self.training = self.training, None
         if train.step == len(self.log):
             self.log.append(train)
-        return self.send(Trained(at=self.now, step=train.step))
+        return self.send(fsm.Trained(at=self.now, step=train.step))
 
     def lose_trainer(self, back: int) -> None:
         """The trainer falls back to a checkpoint `back` steps ago."""
         self.training = None
-        self.send(TrainerLost(at=self.now, redo=tuple(self.log[len(self.log) - back :])))
+        self.send(fsm.TrainerLost(at=self.now, redo=tuple(self.log[len(self.log) - back :])))
 
     def save(self) -> tuple[str, int]:
         return json.dumps(self.orchestrator.snapshot()), len(self.log)
@@ -169,7 +153,7 @@ class Driver:
         last = steps if snapshot["training"] else steps - 1
         self.issued = {step: train for step, train in self.issued.items() if step <= last}
         redo = self.log[steps - min(back, steps) :]
-        self.orchestrator = Orchestrator.restore(self.schedule, snapshot | {"life": life - 1}, redo=redo)
+        self.orchestrator = fsm.Orchestrator.restore(self.schedule, snapshot | {"life": life - 1}, redo=redo)
         self.check()
 
     def run_out(self, limit: int = 20_000) -> None:
@@ -183,7 +167,7 @@ class Driver:
                 self.finish(next(iter(self.running)))
             else:
                 self.now += self.schedule.hang_s
-                self.serve() if self.orchestrator.served < len(self.log) else self.send(Tick(at=self.now))
+                self.serve() if self.orchestrator.served < len(self.log) else self.send(fsm.Tick(at=self.now))
                 assert self.end or self.running or self.training, "nothing runs, and nothing is wanted: a deadlock"
         raise AssertionError("it does not end")
 
@@ -193,11 +177,11 @@ class Driver:
             admitted = self.orchestrator.next_slot - self.orchestrator.books.counts["refilled"]
             steps = max(1, math.ceil(admitted / self.schedule.prompts))
             self.schedule = replace(self.schedule, steps=steps)
-            self.send(Changed(at=self.now, schedule=self.schedule))
+            self.send(fsm.Changed(at=self.now, schedule=self.schedule))
 
     def serve(self) -> None:
         """The slowest engine takes up the newest weights."""
-        self.send(Served(at=self.now, version=len(self.log)))
+        self.send(fsm.Served(at=self.now, version=len(self.log)))
 
     def slots(self) -> set[int]:
         return {slot for slot, _, _ in self.running}
@@ -221,13 +205,13 @@ def schedule(**changes: Any) -> Schedule:
 )
 @settings(max_examples=60, deadline=None)
 def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, capacities: list[int], seed: int):
-    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' places allow, never more or less."""
+    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' members allow, never more or less."""
     d = Driver(schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
     rng, batch = Random(seed), prompts * group
     for _ in range(60):
         seen = {key[0] for key in d.born}
         full = (len(d.log) + ahead + 1) * batch - len(seen) * group < group
-        waiting = len(seen) * group > len(d.running) + sum(len(g.done) for g in d.orchestrator.groups.values()) + (
+        waiting = len(seen) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
             len(d.log) * batch
         )
         assert (full and not waiting) or len(d.running) == sum(capacities)
@@ -269,16 +253,16 @@ def test_too_many_faults_stop_the_run_and_say_so():
     d = Driver(schedule(retries=2), 1000)
     for attempt in (1, 2, 3):
         d.fault((0, attempt, 0))
-    assert isinstance(d.end, Stop)
+    assert isinstance(d.end, fsm.Stop)
     assert "slot 0, rollout 0: 3 infrastructure faults, the last one 'box lost'" in d.end.error
     assert "services.retries (2)" in d.end.error
-    assert d.send(Tick(at=1.0)) == [] and d.orchestrator.books.counts["ignored_ended"] == 1
+    assert d.send(fsm.Tick(at=1.0)) == [] and d.orchestrator.books.counts["ignored_ended"] == 1
     d.end = None
     d.crash(d.save(), life=1)  # who restarts has mended it: faults are counted anew
     d.join("again", 1000)
     d.drain()
     d.run_out()
-    assert isinstance(d.end, Drained) and len(d.log) == 2
+    assert isinstance(d.end, fsm.Drained) and len(d.log) == 2
 
 
 def test_a_group_that_kills_its_workers_stops_the_run():
@@ -286,18 +270,18 @@ def test_a_group_that_kills_its_workers_stops_the_run():
     d.kill("w0")
     d.join("b", 1000)
     d.kill("b")
-    assert isinstance(d.end, Stop) and "lost its worker 2 times" in d.end.error and "services.deaths" in d.end.error
+    assert isinstance(d.end, fsm.Stop) and "lost its worker 2 times" in d.end.error and "services.deaths" in d.end.error
 
 
 def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     d = Driver(schedule(prompts=1, ahead=0), 2)
     d.join("other", 2)
     d.now = 30.0
-    d.send(Alive(at=30.0, slot=0, attempt=1))
-    assert d.send(Tick(at=89.0)) == []
-    assert d.send(Tick(at=90.0)) == [
-        Cancel(worker="w0", slot=0, attempt=1),
-        Dispatch(worker="other", slot=0, attempt=2, places=(0, 1)),
+    d.send(fsm.Alive(at=30.0, slot=0, attempt=1))
+    assert d.send(fsm.Tick(at=89.0)) == []
+    assert d.send(fsm.Tick(at=90.0)) == [
+        fsm.Cancel(worker="w0", slot=0, attempt=1),
+        fsm.Dispatch(worker="other", slot=0, attempt=2, members=(0, 1)),
     ]
     d.kill("other")  # only the suspect one is left: better than none
     assert set(d.running.values()) == {"w0"}
@@ -320,7 +304,7 @@ def test_a_group_without_a_signal_makes_room_for_another_prompt(refill: int, rep
     d.crash(saved, life=1)
     d.join("w1", 1000)
     d.run_out()
-    assert len(d.log) == 3 and d.end == Drained(left=())
+    assert len(d.log) == 3 and d.end == fsm.Drained(left=())
     assert sorted(slot for train in d.log for slot in train.slots) == [
         slot for slot in range(6 + len(replaced)) if slot not in replaced
     ]
@@ -332,12 +316,12 @@ def test_settings_change_while_running():
         d.finish_slot(min(d.slots() - {0})), d.finish_slot(min(d.slots() - {0}))
         d.trained()
     d.schedule = schedule(ahead=1, bound=1)
-    commands = d.send(Changed(at=0.0, schedule=d.schedule))
-    assert Cancel(worker="w0", slot=0, attempt=1) in commands  # too old for the new bound
-    assert Dispatch(worker="w0", slot=0, attempt=2, places=(0, 1)) in commands
+    commands = d.send(fsm.Changed(at=0.0, schedule=d.schedule))
+    assert fsm.Cancel(worker="w0", slot=0, attempt=1) in commands  # too old for the new bound
+    assert fsm.Dispatch(worker="w0", slot=0, attempt=2, members=(0, 1)) in commands
     d.drain()
     d.run_out()
-    assert isinstance(d.end, Drained)
+    assert isinstance(d.end, fsm.Drained)
 
 
 # Restart
@@ -351,17 +335,17 @@ def test_a_lower_bound_on_restart_drops_what_is_too_old():
     d.trained()
     d.finish_slot(3), d.finish_slot(4)
     d.trained()
-    o = Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
-    assert o.books.ledger["stale"] == 50 and o.groups[0].done == {}
+    o = fsm.Orchestrator.restore(schedule(ahead=1, bound=1), d.orchestrator.snapshot())
+    assert o.books.ledger["stale"] == 50 and o.groups[0].finished == {}
 
 
 def test_rollouts_that_are_not_stored_are_sampled_again():
     d = Driver(schedule(), 1000)
     d.finish_slot(0), d.finish_slot(1)
     stored = {(0, 1, 0), (0, 1, 1), (1, 1, 0)}
-    o = Orchestrator.restore(d.schedule, d.orchestrator.snapshot(), stored=stored)
-    commands = o.handle(Joined(at=0.0, worker="new", capacity=1))
-    assert commands == [Dispatch(worker="new", slot=1, attempt=ATTEMPTS_A_LIFE + 2, places=(1,))]
+    o = fsm.Orchestrator.restore(d.schedule, d.orchestrator.snapshot(), stored=stored)
+    commands = o.handle(fsm.Joined(at=0.0, worker="new", capacity=1))
+    assert commands == [fsm.Dispatch(worker="new", slot=1, attempt=fsm.ATTEMPTS_A_LIFE + 2, members=(1,))]
     assert o.books.ledger["lost"] == 50
 
 
@@ -405,10 +389,10 @@ class Chaos(Driver):
             self.trained()
         elif self.running:
             reward = self.rng.choice((None, 0.0, 0.0, 1.0))
-            slot, attempt, place = key = self.rng.choice(list(self.running))
+            slot, attempt, member = key = self.rng.choice(list(self.running))
             if self.rng.random() < 0.3:
                 self.graded.add(key)
-                self.send(Alive(at=self.now, slot=slot, attempt=attempt, place=place))
+                self.send(fsm.Alive(at=self.now, slot=slot, attempt=attempt, member=member))
             else:
                 self.finish(key, tokens=self.rng.randrange(1, 9000), reward=reward)
         if self.publishes and self.rng.random() < 0.3:
@@ -423,7 +407,7 @@ class Chaos(Driver):
             self.kill(rng.choice(list(self.capacity)))
         elif what == "hang":
             self.now += self.schedule.hang_s * rng.random() * 2
-            self.send(Tick(at=self.now))
+            self.send(fsm.Tick(at=self.now))
         elif what == "fault" and self.running:
             self.fault(rng.choice(list(self.running)), sampled=rng.randrange(50))
         elif what == "lag" and self.running:
@@ -445,31 +429,31 @@ class Chaos(Driver):
             return False
         return True
 
-    def repeatable(self, event: Event) -> bool:
+    def repeatable(self, event: fsm.Event) -> bool:
         """Whether a worker or the trainer sent it, and it does not happen to be what is awaited now (a step done anew, or a
         dispatch that rubbish named before it was made)."""
-        if isinstance(event, Trained):
+        if isinstance(event, fsm.Trained):
             return event.step < len(self.log) and not (self.training and self.training.step == event.step)
-        if isinstance(event, Finished | Faulted):
-            return (event.slot, event.attempt, event.place) not in self.running
-        return isinstance(event, Alive)
+        if isinstance(event, fsm.Finished | fsm.Faulted):
+            return (event.slot, event.attempt, event.member) not in self.running
+        return isinstance(event, fsm.Alive)
 
-    def rubbish(self) -> Event:
+    def rubbish(self) -> fsm.Event:
         """A message that nobody meant: its numbers are near the right ones, and never all right."""
         rng = self.rng
-        slot, attempt = rng.randint(-1, 30), rng.randint(-1, 5) - 2 * ATTEMPTS_A_LIFE * rng.randint(0, 1)
-        place = rng.randint(-1, 4)
-        if (slot, attempt, place) in self.born:
-            attempt = self.life * ATTEMPTS_A_LIFE + 999
-        numbers = {"slot": slot, "attempt": attempt, "place": place}
+        slot, attempt = rng.randint(-1, 30), rng.randint(-1, 5) - 2 * fsm.ATTEMPTS_A_LIFE * rng.randint(0, 1)
+        member = rng.randint(-1, 4)
+        if (slot, attempt, member) in self.born:
+            attempt = self.life * fsm.ATTEMPTS_A_LIFE + 999
+        numbers = {"slot": slot, "attempt": attempt, "member": member}
         return rng.choice(
             [
-                Finished(at=self.now, oldest_version=rng.randint(-1, 9), sampled=rng.randint(-5, 50), **numbers),
-                Faulted(at=self.now, reason="rubbish", sampled=rng.randint(-2, 2), **numbers),
-                Alive(at=self.now, slot=slot, attempt=attempt),
-                Left(at=self.now, worker="nobody"),
-                Trained(at=self.now, step=len(self.log) + rng.randint(1, 3)),
-                Served(at=self.now, version=len(self.log) + rng.randint(1, 3)),
+                fsm.Finished(at=self.now, oldest_version=rng.randint(-1, 9), sampled=rng.randint(-5, 50), **numbers),
+                fsm.Faulted(at=self.now, reason="rubbish", sampled=rng.randint(-2, 2), **numbers),
+                fsm.Alive(at=self.now, slot=slot, attempt=attempt),
+                fsm.Left(at=self.now, worker="nobody"),
+                fsm.Trained(at=self.now, step=len(self.log) + rng.randint(1, 3)),
+                fsm.Served(at=self.now, version=len(self.log) + rng.randint(1, 3)),
             ]
         )
 
@@ -491,7 +475,7 @@ def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, in
 
 def assert_nothing_is_missing(chaos: Chaos) -> None:
     o = chaos.orchestrator
-    assert isinstance(chaos.end, Drained), chaos.end
+    assert isinstance(chaos.end, fsm.Drained), chaos.end
     trained = sorted(slot for train in chaos.log for slot in train.slots)
     assert sorted(trained + list(chaos.end.left) + chaos.refilled) == list(range(o.next_slot))
     assert [train.step for train in chaos.log] == list(range(len(chaos.log)))

@@ -1,7 +1,5 @@
 """A relay serves a region's receivers what the store has, once fetched, and nothing to strangers."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

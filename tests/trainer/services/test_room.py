@@ -1,7 +1,5 @@
 """Machines that cannot carry a run are refused before anything starts, with a setting that would do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run's copy in a store is that of one moment, whatever happens while it is brought up to date."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,8 @@ import torch
 
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.run_copy import RunCopy, RunMoved, restore
+from composer_nb.trainer.services.services import store_url
+from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import DamagedVersion
 from composer_nb.trainer.versions.store import StoreError, VersionStore
 
@@ -65,3 +65,8 @@ def test_a_copy_is_restored_as_it_was_and_has_one_writer(tmp_path: Path, monkeyp
 
 def refuse(*values: Any) -> None:
     raise StoreError("try again later")
+
+
+def test_two_runs_may_share_a_store(tmp_path: Path):
+    shared = override(Settings(), {"services.store": str(tmp_path)})
+    assert store_url(Path("runs/a"), shared) != store_url(Path("runs/b"), shared)

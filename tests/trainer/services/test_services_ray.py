@@ -4,8 +4,6 @@ processes that are killed.
 `test_coordinator.py` asks the same of threads; here it is Ray that is tried. Ray is started once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

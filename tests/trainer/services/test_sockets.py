@@ -1,7 +1,5 @@
 """Sockets of Ray below a TMPDIR of any length: a batch system chooses it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

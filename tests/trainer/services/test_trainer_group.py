@@ -1,7 +1,5 @@
 """The trainer as ranks: what it publishes and goes on from, and how the failure of one rank is told."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

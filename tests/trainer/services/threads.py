@@ -1,7 +1,5 @@
 """Services on threads of this process, in place of Ray's actors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any

@@ -1,7 +1,5 @@
 """A region's store: every file crosses once, what arrives is whole, and nothing but what was published is ever run."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores damaged in every way that we could think of: no wrong weights, every fault named, recovery always."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -12,13 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from test_version_store import FILES, assert_right, follow, weights
 
-from composer_nb.trainer.versions.manifest import (
-    DamagedVersion,
-    ForeignBase,
-    MisplacedVersion,
-    MissingVersion,
-    WeightFault,
-)
+from composer_nb.trainer.versions import manifest
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 from composer_nb.trainer.versions.store import VersionStore, folder
@@ -57,7 +49,7 @@ class Case:
         name = self._any_file()
         data = self.store.read(name)
         self.store.write(name, change(data))
-        return LAST, DamagedVersion, name
+        return LAST, manifest.DamagedVersion, name
 
     def flipped(self):
         def flip(data: bytes) -> bytes:
@@ -78,7 +70,7 @@ class Case:
         """A file, or a whole version."""
         name = self.random.choice([self._any_file(), folder(self.random.randrange(LAST + 1))])
         self.store.remove(name)
-        return LAST, MissingVersion, name
+        return LAST, manifest.MissingVersion, name
 
     def renamed(self):
         """Or duplicated."""
@@ -86,7 +78,7 @@ class Case:
         self._copy(source, LAST + 1)
         if self.random.random() < 0.5:
             self.store.remove(folder(source))
-        return LAST + 1, MisplacedVersion, folder(LAST + 1)
+        return LAST + 1, manifest.MisplacedVersion, folder(LAST + 1)
 
     def reordered(self):
         a, b = self.random.sample(range(1, LAST + 1), 2)
@@ -94,12 +86,12 @@ class Case:
         self._copy(b, a)
         self._copy(LAST + 5, b)
         self.store.remove(folder(LAST + 5))
-        return LAST, MisplacedVersion, folder(max(a, b))
+        return LAST, manifest.MisplacedVersion, folder(max(a, b))
 
     def payload_of_another(self):
         a, b = self.random.sample(range(1, LAST + 1), 2)
         self._copy(a, b, ["delta.safetensors"])
-        return LAST, DamagedVersion, folder(b)
+        return LAST, manifest.DamagedVersion, folder(b)
 
     def foreign(self):
         """A version of another run, whole in itself, takes the place of ours."""
@@ -111,7 +103,7 @@ class Case:
             other.acknowledge(number, receiver.install(receiver.fetch(number)))
         self.store.remove(folder(version))
         self._copy(version, version, url=self.url + "-other")
-        return LAST, ForeignBase, f"version {version} "
+        return LAST, manifest.ForeignBase, f"version {version} "
 
     def killed(self):
         """The process ends at some write of the next version, at any byte of it; another one takes up the work."""
@@ -133,7 +125,7 @@ class Case:
             with pytest.raises(Killed):
                 self.publisher.publish(LAST + 1, weights(99), FILES)
         self.publisher = Publisher(self.url, owner="run")
-        return LAST + 1, MissingVersion, folder(LAST + 1)
+        return LAST + 1, manifest.MissingVersion, folder(LAST + 1)
 
 
 KINDS = [name for name, value in vars(Case).items() if callable(value) and name[0] != "_"]
@@ -143,7 +135,7 @@ def survives(case: Case, kind: str) -> None:
     """No receiver gets other weights than those published under the number that it asked for, the fault is named, and the next
     version brings all of them back."""
     asked, fault, named = getattr(case, kind)()
-    with pytest.raises(WeightFault) as caught:
+    with pytest.raises(manifest.WeightFault) as caught:
         case.joiner.fetch(asked)
     assert type(caught.value) is fault and named in str(caught.value), (kind, caught.value)
     for receiver in (case.follower, case.joiner):
@@ -151,10 +143,10 @@ def survives(case: Case, kind: str) -> None:
             try:
                 assert_right(receiver, newest)
                 break
-            except WeightFault as other:
+            except manifest.WeightFault as other:
                 assert str(other)
     note = json.loads(case.store.read("refused/joiner.json"))
-    assert note["fault"] in {kind.__name__ for kind in WeightFault.__subclasses__()} and note["detail"]
+    assert note["fault"] in {kind.__name__ for kind in manifest.WeightFault.__subclasses__()} and note["detail"]
     publisher, version = case.publisher, LAST + 2
     assert publisher.publish(version, weights(version), FILES).base is None
     for receiver in (case.follower, case.joiner):

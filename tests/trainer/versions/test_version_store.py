@@ -1,7 +1,5 @@
 """Publisher and receivers on real stores: what moves when, who may write, what is kept."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Build tasks that are no planted bug and no missing feature: what their kinds share (`kinds.py`)."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -9,8 +9,6 @@ A recipe (`real_bugs.json`) names for each bug the release and its digest, or wh
 packages that its code imports. `scripts/data/find_bugs.py` writes it.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -4,8 +4,6 @@ Two forms: one of several commits broke the tests, which are still there, and ha
 functions, and their merge was left with its conflict. An answer has to be committed, on top of every commit that was there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

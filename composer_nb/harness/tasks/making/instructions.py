@@ -4,8 +4,6 @@ One of several wordings is drawn; the same seed gives the same text. Reference: 
 under-specified, 390 characters in the median (CursorBench, Composer 2 report, section 5).
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Sequence
 from random import Random

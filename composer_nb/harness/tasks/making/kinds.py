@@ -4,8 +4,6 @@ Each kind draws candidates from the functions that tests reach, and builds the t
 without a flag every time, and the start must not.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -24,6 +22,7 @@ from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modu
 from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
+from composer_nb.harness.tasks.making import changes, trial
 from composer_nb.harness.tasks.making.assignments import (
     NEAR,
     assignments,
@@ -33,32 +32,10 @@ from composer_nb.harness.tasks.making.assignments import (
     rewritten,
     task_of,
 )
-from composer_nb.harness.tasks.making.changes import (
-    ROUNDS,
-    Change,
-    Edit,
-    Unit,
-    bugs,
-    function_of,
-    header_of,
-    text_of,
-    without_feature,
-)
 from composer_nb.harness.tasks.making.histories import histories
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.questions import called_names, long_run, questions
 from composer_nb.harness.tasks.making.refactors import extractable, extracted, movable, moved, renameable, renamed
-from composer_nb.harness.tasks.making.trial import (
-    MOST_BROKEN,
-    Assignment,
-    NoTask,
-    Subject,
-    failing_keys,
-    job_on,
-    look,
-    run_jobs,
-    settled,
-)
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
@@ -76,24 +53,24 @@ class TaskKind(NamedTuple):
         needs: Why a repository has no candidate.
     """
 
-    candidates: Callable[[Subject], Iterator[Assignment]]
+    candidates: Callable[[trial.Subject], Iterator[trial.Assignment]]
     needs: str
 
 
 # Tests to write.
 
 
-def _tests_to_write(subject: Subject, unit: Unit) -> Task:
+def _tests_to_write(subject: trial.Subject, unit: changes.Unit) -> Task:
     """Return the task to write the tests of a function, which the workspace lacks: those that notice the mutants."""
     files, baseline = subject.repository.files, subject.baseline
     keys = baseline.nearest([unit.place])
     seconds = 6.0 + 4 * sum(baseline.reach[key].seconds for key in keys)
     tried: list[tuple[Mapping[str, str], set[str]]] = []
-    for change in islice(bugs(files, [unit], subject.seed), ROUNDS):
-        with suppress(NoTask):  # a mutant that does not end
+    for change in islice(changes.bugs(files, [unit], subject.seed), changes.ROUNDS):
+        with suppress(trial.NoTask):  # a mutant that does not end
             mutant = change.apply(files)
-            [ran] = run_jobs(subject, [job_on(subject, mutant, keys)], seconds)
-            tried.append((mutant, failing_keys(ran, keys)))
+            [ran] = trial.run_jobs(subject, [trial.job_on(subject, mutant, keys)], seconds)
+            tried.append((mutant, trial.failing_keys(ran, keys)))
     counts = Counter(key.partition("::")[0] for _, failing in tried for key in failing)
     module = counts.most_common(1)[0][0] if counts else ""
     noticed = [pair for pair in tried if any(key.startswith(f"{module}::") for key in pair[1])]
@@ -101,10 +78,10 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
     order = sorted(range(len(noticed)), key=lambda number: (crude[number], -len(noticed[number][1])))
     noticed = [noticed[number] for number in order[: MUTANTS[1]]]
     if len(noticed) < MUTANTS[0] or all(crude):
-        raise NoTask("unseen")
+        raise trial.NoTask("unseen")
     removed = set[str]().union(*(failing for _, failing in noticed))
-    if len(removed) > max(8, MOST_BROKEN * len(baseline.plan.tests)):
-        raise NoTask("too much")
+    if len(removed) > max(8, trial.MOST_BROKEN * len(baseline.plan.tests)):
+        raise trial.NoTask("too much")
     gone = {key.rpartition("#")[0] for key in removed}
     in_module = {key: name for key, name in baseline.plan.tests.items() if key.startswith(f"{module}::")}
     required = {key: name for key, name in in_module.items() if key.rpartition("#")[0] not in gone}
@@ -112,8 +89,8 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
         path: without_tests(files[path], [key for key in removed if key.startswith(f"{path}::")])
         for path in modules_of(removed)
     }
-    in_other_words = unit.becoming(rewritten(text_of(unit, files), reworded))
-    equivalent = Change(kind="tests", edits=(in_other_words,), places=(unit.place,)).apply(files)
+    in_other_words = unit.becoming(rewritten(changes.text_of(unit, files), reworded))
+    equivalent = changes.Change(kind="tests", edits=(in_other_words,), places=(unit.place,)).apply(files)
     wordings = (
         f"`{unit.name}` in {unit.path} has no tests. Write some in {module}, next to those that are there. Wrong versions of "
         "it have to fail them.",
@@ -134,17 +111,19 @@ def _tests_to_write(subject: Subject, unit: Unit) -> Task:
     refusals = [name for name in start.tests if name.startswith("refuses")]
     fits = solved.passed and again.passed and start.failed and (not required or [*start.failed] == refusals)
     if not fits or any(result.flags for result in grades):
-        raise NoTask("ungraded")
+        raise trial.NoTask("ungraded")
     return task
 
 
-def _crude(subject: Subject, mutants: Sequence[Mapping[str, str]], keys: Sequence[str], seconds: float) -> list[bool]:
+def _crude(
+    subject: trial.Subject, mutants: Sequence[Mapping[str, str]], keys: Sequence[str], seconds: float
+) -> list[bool]:
     """Return whether tests without assertions notice each mutant, as it raises. Raises NoTask if one does not end."""
     jobs = list[TestJob]()
     for changed in ({}, *mutants):
-        whole = job_on(subject, changed, keys)
+        whole = trial.job_on(subject, changed, keys)
         jobs.append(replace(whole, hidden={path: without_assertions(text) for path, text in whole.hidden.items()}))
-    before, *failing = (failing_keys(ran, keys) for ran in run_jobs(subject, jobs, seconds))
+    before, *failing = (trial.failing_keys(ran, keys) for ran in trial.run_jobs(subject, jobs, seconds))
     return [not failed <= before for failed in failing]
 
 
@@ -187,23 +166,23 @@ def reworded(node: Function) -> None:
 # Features over several files.
 
 
-def _features(subject: Subject) -> Iterator[Assignment]:
+def _features(subject: trial.Subject) -> Iterator[trial.Assignment]:
     """Yield candidates: a public function, with those that call it in other files, each of which says what it does."""
     files = subject.repository.files
-    edits_of = {unit: without_feature(unit, subject.reached, files) for unit in subject.reached}
-    calls = {unit: called_names(text_of(unit, files)) for unit in edits_of if edits_of[unit]}
+    edits_of = {unit: changes.without_feature(unit, subject.reached, files) for unit in subject.reached}
+    calls = {unit: called_names(changes.text_of(unit, files)) for unit in edits_of if edits_of[unit]}
 
-    def parts_of(unit: Unit) -> list[tuple[Edit, ...]]:
+    def parts_of(unit: changes.Unit) -> list[tuple[changes.Edit, ...]]:
         name = unit.name.rpartition(".")[2]
         callers = [other for other in calls if name in calls[other] and other.path != unit.path]
         return [edits_of[other] for other in (unit, *callers)][:MOST_FEATURES]
 
-    def build(subject: Subject, unit: Unit) -> Task:
+    def build(subject: trial.Subject, unit: changes.Unit) -> Task:
         parts = parts_of(unit)
         edits, places = tuple(edit for part in parts for edit in part), tuple(part[0].place for part in parts)
-        change = Change(kind="features", edits=edits, places=places)
-        look(subject, change)
-        return settled(subject, change)
+        change = changes.Change(kind="features", edits=edits, places=places)
+        trial.look(subject, change)
+        return trial.settled(subject, change)
 
     return assignments("features", subject, build, [unit for unit in calls if len(parts_of(unit)) > 1])
 
@@ -211,19 +190,19 @@ def _features(subject: Subject) -> Iterator[Assignment]:
 # Lints to mend.
 
 
-def _lints(subject: Subject, unit: Unit) -> Task:
+def _lints(subject: trial.Subject, unit: changes.Unit) -> Task:
     """Return the task to mend lints in a function and in others, of other files if there are some."""
     files = subject.repository.files
     rng = Random(f"lint {subject.seed} {unit.path} {unit.name}")
     others = rng.sample(subject.reached, len(subject.reached))
     others.sort(key=lambda other: other.path == unit.path)  # stable
-    edits: list[Edit] = []
+    edits: list[changes.Edit] = []
     for candidate in (unit, *(other for other in others if other != unit)):
         if len(edits) < LINTS and (text := littered(candidate, files, rng)):
             edits.append(candidate.becoming(text))
         elif not edits:
-            raise NoTask("unseen")
-    change = Change(kind="lint", edits=tuple(edits), places=tuple(edit.place for edit in edits))
+            raise trial.NoTask("unseen")
+    change = changes.Change(kind="lint", edits=tuple(edits), places=tuple(edit.place for edit in edits))
     keys = [key for edit in edits for key in subject.baseline.nearest([edit.place])[: NEAR // LINTS]]
     tests = {key: subject.baseline.plan.tests[key] for key in keys}
     changed = change.apply(files)
@@ -238,13 +217,13 @@ def _lints(subject: Subject, unit: Unit) -> Task:
     return behaving(subject, task, tests, hollow(subject, edits))
 
 
-def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
+def littered(unit: changes.Unit, files: Mapping[str, str], rng: Random) -> str:
     """Return a function's text with an unused import or variable, or a name that does not exist; empty where none fits."""
-    text, before = text_of(unit, files), files[unit.path]
-    node = function_of(text)
+    text, before = changes.text_of(unit, files), files[unit.path]
+    node = changes.function_of(text)
     assert node is not None
     words, lines = {*re.findall(r"\w+", before)}, text.split("\n")
-    shift = 1 + header_of(text).count("\n")  # from the tree's lines to those of the text
+    shift = 1 + changes.header_of(text).count("\n")  # from the tree's lines to those of the text
     options: list[tuple[int, str]] = []  # Lines to replace, and their new text.
     first = node.body[-1 if len(node.body) == 1 else int(ast.get_docstring(node) is not None)]
     indent = lines[first.lineno - shift][: first.col_offset]
@@ -263,7 +242,7 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
     lints_before = Counter(syntax.lints(before))
     for number, new in options:
         edit = unit.becoming("\n".join([*lines[:number], new, *lines[number + 1 :]]))
-        after = Change(kind="lint", edits=(edit,), places=()).apply(files)[unit.path]
+        after = changes.Change(kind="lint", edits=(edit,), places=()).apply(files)[unit.path]
         if (Counter(syntax.lints(after)) - lints_before).total() == 1:
             return edit.text
     return ""
@@ -271,8 +250,8 @@ def littered(unit: Unit, files: Mapping[str, str], rng: Random) -> str:
 
 def _one_each(
     kind: str,
-    build: Callable[[Subject, Unit], Task],
-    units: Callable[[Subject], Iterable[Unit]] = lambda subject: subject.reached,
+    build: Callable[[trial.Subject, changes.Unit], Task],
+    units: Callable[[trial.Subject], Iterable[changes.Unit]] = lambda subject: subject.reached,
     needs: str = "as tests reach no function",
 ) -> tuple[str, TaskKind]:
     """Return a kind with one candidate for each of these functions."""

@@ -5,8 +5,6 @@ that order, whichever finishes first. Outcomes are stored (`TaskStore`), so the 
 and a larger limit reuses what is known.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -7,8 +7,6 @@ with the statement above which they stand, so that nothing tells what was there.
 Reference: the procedural modifiers of SWE-smith (arXiv 2504.21798, section on bug generation) and classic mutation operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from random import Random

@@ -7,8 +7,6 @@ Does not cover: `filterwarnings`, `pythonpath` and `python_files`, nor options o
 named in `dropped`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -9,8 +9,6 @@ for item in items:      ->
                                    return total
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from collections.abc import Iterator, Sequence

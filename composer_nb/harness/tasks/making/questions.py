@@ -5,8 +5,6 @@ than a terminal waits by default, so it has to run in the background, or with a 
 file, which the hidden test compares word by word; no code of the agent runs.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator, Sequence

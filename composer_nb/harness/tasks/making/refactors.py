@@ -6,8 +6,6 @@ A function is moved to a new module where it needs nothing of its old one but im
 their own where they give at most one variable back, or end it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -7,8 +7,6 @@ metadata of installed copies, and what is no UTF-8 text or is too large; `left_o
 References: answers in `git log --all` (SWE-bench #465), in type-check caches and bytecode (Composer 2.5).
 """
 
-from __future__ import annotations
-
 import io
 import tokenize
 from collections.abc import Iterable, Iterator

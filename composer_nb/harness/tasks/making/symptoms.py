@@ -7,8 +7,6 @@ id are left out.
 Everything that a symptom quotes comes out of a sandbox. It is treated as text, shortened, and kept on one line.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

@@ -8,8 +8,6 @@
 A test whose result differs between runs counts in no task.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The resident program's commands and files, where a real sandbox would show it only on a busy machine, or with much data."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A second reading of the filters: a small interpreter of classic BPF runs them on call numbers and arguments."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 

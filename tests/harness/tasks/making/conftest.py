@@ -1,7 +1,5 @@
 """A small repository, made here: a package of a few functions, its suite, and things that must not get into a task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

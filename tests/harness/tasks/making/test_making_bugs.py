@@ -1,7 +1,5 @@
 """Tasks from real bugs, with a made-up tests4py, a wheel and pip without an index: what a task holds, and what ends the work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Planted bugs, features that are gone, and several at once: the texts, without running anything."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

@@ -1,7 +1,5 @@
 """Instructions: what is seen, never what is wrong; and what is taken out of the visible tests."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from typing import Any

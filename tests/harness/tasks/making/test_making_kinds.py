@@ -1,7 +1,5 @@
 """Kinds of work from a repository: the right answer is accepted; the empty, the lazy and the deceitful one are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

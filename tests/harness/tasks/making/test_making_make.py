@@ -1,7 +1,5 @@
 """Tasks from a repository, end to end: who gives the right answer solves them, who does nothing or edits tests does not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """Tasks from commits and releases: what is asked, what is hidden, what is left out and why, and that nothing of history runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

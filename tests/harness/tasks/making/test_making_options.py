@@ -1,26 +1,16 @@
 """How a suite is run: the project's own pytest options, the caller's, and the packages that tests need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.tasks import runtime
 from composer_nb.harness.tasks.making.baseline import measure
 from composer_nb.harness.tasks.making.make import make
 from composer_nb.harness.tasks.making.options import Options, RunOptions, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository
-from composer_nb.harness.tasks.runtime import (
-    PACKAGES,
-    PACKAGES_DIGEST,
-    allow_packages,
-    packages_digest,
-    packages_of,
-    read_packages,
-    start_sandbox,
-)
 from composer_nb.harness.tasks.task import Task
 from tests.harness.tasks.making.conftest import write
 
@@ -118,8 +108,11 @@ REPOSITORY = {
 
 def prepared(tmp_path: Path) -> Repository:
     folder = write(tmp_path / "packages", HELPER)
-    allow_packages(folder)
-    settings = {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(read_packages(folder))}
+    runtime.allow_packages(folder)
+    settings = {
+        runtime.PACKAGES: str(folder),
+        runtime.PACKAGES_DIGEST: runtime.packages_digest(runtime.read_packages(folder)),
+    }
     settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
     return Repository(name="shapes", files=REPOSITORY, settings=settings)
 
@@ -156,8 +149,10 @@ def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend
 def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp_path: Path, backend: Backend) -> None:
     fields = {"id": "t", "instruction": "-", "files": REPOSITORY, "tests": {"tests/test_shapes.py": NEEDS}}
     task = Task(**fields, source_scope=("shapes.py",), grader="pytest", metadata=prepared(tmp_path).settings)
-    with start_sandbox(task, backend) as box:
+    with runtime.start_sandbox(task, backend) as box:
         done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
     assert done.stdout == b"3\n"
     with pytest.raises(ValueError, match="missing or not those that it was made with"):
-        packages_of(task.model_copy(update={"metadata": task.metadata | {PACKAGES: str(tmp_path / "gone")}}))
+        runtime.packages_of(
+            task.model_copy(update={"metadata": task.metadata | {runtime.PACKAGES: str(tmp_path / "gone")}})
+        )

@@ -1,7 +1,5 @@
 """Reading repositories: what is part of a task, and what never is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
