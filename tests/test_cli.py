@@ -334,8 +334,6 @@ FOLLOWED = {
     "jobs run",
     "jobs log",
     "jobs sweep",
-    "weights mirror",
-    "weights relay",
 }
 """Commands that print what happens while it happens, or nothing; their results are files."""
 

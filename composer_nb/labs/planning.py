@@ -37,7 +37,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.settings import from_dict
-from composer_nb.trainer.versions.store import log
+from composer_nb.trainer.versions.store import stored_bytes
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
 
@@ -271,16 +271,15 @@ class RunSpeed:
             report_s=fsm.WORK_S / 2,  # workers report at such intervals
         )
         after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it
-        sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]
-        full, delta = ([size for whole, size in sizes if whole == is_full] for is_full in (True, False))
+        sizes = stored_bytes(run.path / "weights" / "versions")
         provenance = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
         day = time.strftime("%d %B %Y", time.gmtime((run.path / "metrics.jsonl").stat().st_mtime))
         return cls(
             load=load,
             schedule=settings.schedule(),
             reached=(len(times) - 1) * settings.rl.prompts * settings.rl.group / after_start,
-            full_bytes=float(np.mean(full or [0])),
-            delta_bytes=float(np.mean(delta or [0])),
+            full_bytes=sizes.get("full_bytes", 0.0),
+            delta_bytes=sizes.get("delta_bytes", 0.0),
             origin="by composer-nb plan --run RUN --write CSV from "
             f"{len(run.steps('rl'))} RL steps, {provenance['cores']} cores, {day}, torch {provenance['versions']['torch']}",
         )
@@ -310,9 +309,10 @@ class RunSpeed:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-# Round trips of requests before an engine has the files of a version: half a look in vain, which takes three, and one that finds
-# it; anchors, manifest, config.json, payload. A relay first asks for the sizes of the two files.
-ROUNDS, RELAY_ROUNDS = 6.5, 8.5
+# Requests to S3, one after another, before an engine has the files of a version, as s3fs makes them: half a look in vain, which
+# takes four, and one that finds it; two for anchors; two each, of which one asks for the size, for manifest, config.json and
+# payload. A relay has config.json, which is the same in all versions.
+ROUNDS, RELAY_ROUNDS = 11.0, 9.0
 # TCP's first window (RFC 6928), and the share of payload in its frames.
 FIRST_WINDOW, PAYLOAD = 14_600, 1448 / 1514
 

@@ -1,32 +1,34 @@
 """Regions that follow a trainer over slow lines, in virtual time: bytes, lag, staleness, and what a lost region costs.
 
-    publisher → trainer's store ══ line: latency, rate, outages ══ mirror → region's store → receivers
+    publisher → trainer's store ══ line: latency, rate, outages ══ files of the region's relay → receivers
 
-Publisher, mirrors, receivers, their manifests, deltas, reports and refusals are the real ones, with little weights: each of their
-bytes stands for `full_bytes` / (bytes of the little full version). Only lines and swaps take time. Uploads, which the ranks of a
-trainer share, take none.
+Publisher, receivers, a relay's files, manifests, deltas, reports and refusals are the real ones, with little weights: each byte
+of a file stands for `full_bytes` / (bytes of the little full version). Only lines and swaps take time. Uploads, which the ranks
+of a trainer share, take none.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from composer_nb.trainer.versions.manifest import WeightFault
-from composer_nb.trainer.versions.mirror import Mirror
+from composer_nb.trainer.services.relay import FileCache, RelayedStore
+from composer_nb.trainer.versions.manifest import PayloadFile, WeightFault
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.store import StoreError, VersionStore
+from composer_nb.trainer.versions.receiver import Fetched, Receiver
+from composer_nb.trainer.versions.store import StoreError
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title
 
@@ -37,7 +39,7 @@ SIZE, SIGMA, RATE = 1 << 18, 0.02, 5.7e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """Seconds from `begin` to `end` in which a region's line is down. With `lost`, the region is down, and its store is gone."""
+    """Seconds from `begin` to `end` in which a region's line is down. With `lost`, the region is down, and its files are gone."""
 
     begin: float
     end: float
@@ -71,8 +73,8 @@ class RegionPlan:
 
     Attributes:
         step_s: Seconds between two versions.
-        poll_s: Seconds between two looks of a mirror.
-        swap_s: Seconds from weights in a region's store to receivers that run them.
+        poll_s: Seconds between two looks of a region.
+        swap_s: Seconds from weights in a region to receivers that run them.
         bound: Versions that a sampled rollout may lag behind the newest.
     """
 
@@ -104,32 +106,44 @@ REGION_COLUMNS = {
 }  # fmt: skip
 
 
+EventKind = Literal["published", "running", "refused", "down", "lost"]
+
+
 @dataclass(frozen=True, slots=True)
 class RegionEvent:
     """`down`: the line failed in a copy; `lost`: no receiver runs any more. `read_bytes`: of the region, since the beginning."""
 
     at: float
-    kind: Literal["published", "running", "refused", "down", "lost"]
+    kind: EventKind
     region: str
     version: int
     read_bytes: float = 0.0
 
 
-class _Line(VersionStore):
-    """The trainer's store as a region reads it: files take the time of the line, and do not arrive while it is down."""
+class _RegionSite(RelayedStore):
+    """A region at work: the trainer's store as it reads it, and its receivers. What its relay lacks takes the line's time, and
+    fails while the line is down."""
 
     def __init__(self, url: str, region: Region) -> None:
         super().__init__(url)
-        self._region, self.scale, self.now, self.read_bytes = region, 1.0, 0.0, 0.0
+        self.region, self.scale, self.now, self.read_bytes = region, 1.0, 0.0, 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with new receivers, and a relay without files."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = FileCache(Path(self._folder.name))
+        names = (f"{self.region.name}{number}" for number in range(self.region.receivers))
+        self.receivers = [Receiver(self, name=name) for name in names]
 
     def _send(self, size: float) -> None:
-        begin, end = self.now, self.now + self._region.latency_s + size / self._region.bytes_s
-        for outage in self._region.outages:
+        begin, end = self.now, self.now + self.region.latency_s + size / self.region.bytes_s
+        for outage in self.region.outages:
             if outage.begin < end and outage.end > begin:
-                sent = (outage.begin - begin - self._region.latency_s) * self._region.bytes_s
+                sent = (outage.begin - begin - self.region.latency_s) * self.region.bytes_s
                 self.read_bytes += min(max(sent, 0.0), size)
                 self.now = max(begin, outage.begin)
-                raise StoreError(f"{self._region.name}: the line is down")
+                raise StoreError(f"{self.region.name}: the line is down")
         self.now, self.read_bytes = end, self.read_bytes + size
 
     def read(self, name: str) -> bytes:
@@ -142,30 +156,30 @@ class _Line(VersionStore):
         self._send(len(data) * self.scale)
         yield data
 
+    def _relayed(self, name: str, file: PayloadFile) -> bytes:
+        with self._files.open(self, name, file.hash) as content:
+            return content.read()
+
     def write(self, name: str, data: bytes) -> None:
         self._send(len(data))
         super().write(name, data)
 
-
-class _RegionSite:
-    """A region at work: its mirror and receivers, with a store that is new after a loss."""
-
-    def __init__(self, line: _Line, region: Region) -> None:
-        self.region, self.line = region, line
-        self.begin()
-
-    def begin(self) -> None:
-        url = f"memory://regions/{uuid.uuid4().hex}"
-        self.mirror = Mirror(self.line, url, name=self.region.name)
-        self.receivers = [Receiver(url, name=f"receiver{n}") for n in range(self.region.receivers)]
-
-    def run(self, version: int) -> None:
-        """Let all receivers run a version, and tell the trainer's store if the line allows it."""
+    def fetch(self, version: int) -> list[Fetched]:
+        """Have all receivers fetch a version at the same time. Raises WeightFault or StoreError."""
+        begin, ends, fetched = self.now, list[float](), list[Fetched]()
         for receiver in self.receivers:
-            receiver.install(receiver.fetch(version))
-            receiver.report()
-        with suppress(StoreError):  # with a later version
-            self.mirror.forward()
+            self.now = begin
+            fetched.append(receiver.fetch(version))
+            ends.append(self.now)
+        self.now = max(ends)
+        return fetched
+
+    def run(self, versions: Sequence[Fetched]) -> None:
+        """Have all receivers run a version, and tell the trainer's store if the line allows it."""
+        for receiver, fetched in zip(self.receivers, versions, strict=True):
+            receiver.install(fetched)
+            with suppress(StoreError):  # with a later version
+                receiver.report()
 
 
 class _RegionCourse:
@@ -176,7 +190,7 @@ class _RegionCourse:
         self._queue, self._order = list[tuple[float, int, Callable[[float], None]]](), count()
         origin = f"memory://regions/{uuid.uuid4().hex}"
         self._publisher = Publisher(origin, owner="trainer", full_every=plan.full_every)
-        self._sites = [_RegionSite(_Line(origin, region), region) for region in plan.regions]
+        self._sites = [_RegionSite(origin, region) for region in plan.regions]
         self._random = torch.Generator().manual_seed(0)
         self._masters = SIGMA * torch.randn(SIZE, generator=self._random)
 
@@ -187,7 +201,7 @@ class _RegionCourse:
         for version in range(self.plan.versions):
             self._later(version * self.plan.step_s, partial(self._publish, version=version))
         for site in self._sites:
-            self._later(0.0, partial(self._pull, site=site))
+            self._later(0.0, partial(self._look, site=site))
             for outage in site.region.outages:
                 if outage.lost:
                     self._later(outage.begin, partial(self._lose, site=site))
@@ -202,37 +216,35 @@ class _RegionCourse:
         manifest = self._publisher.publish(version, tensors, {"config.json": b"{}"})
         if version == 0:
             for site in self._sites:
-                site.line.scale = self.plan.full_bytes / manifest.size
+                site.scale = self.plan.full_bytes / manifest.size
         if version and version % self.plan.full_every == 0:
             self._publisher.prune(2 * self.plan.full_every)
         self.events.append(RegionEvent(at, "published", "", version))
 
-    def _pull(self, at: float, site: _RegionSite) -> None:
-        """Let a mirror copy what is new: the store as it is now, until its line has brought it."""
-        line, before, mirror = site.line, site.mirror.version, site.mirror
-        line.now = at
-        version, kind = mirror.version, ""
+    def _look(self, at: float, site: _RegionSite) -> None:
+        """Let a region fetch what is new: the store as it is now, until its line has brought it."""
+        receivers, site.now = site.receivers, at
+        version, before = receivers[0].newest(), receivers[0].version
         try:
-            version = mirror.pull() or 0
-        except StoreError:
-            kind = "down"
-        except WeightFault:
-            kind = "refused"
-        if kind:
-            self.events.append(RegionEvent(line.now, kind, site.region.name, version, line.read_bytes))  # type: ignore[arg-type]
-        elif version != before:
-            self._later(line.now + self.plan.swap_s, partial(self._run, site=site, mirror=mirror, version=version))
-        self._later(max(line.now, at) + self.plan.poll_s, partial(self._pull, site=site))
+            if version is not None and version > before:
+                run = partial(self._run, site=site, receivers=receivers, versions=site.fetch(version))
+                site.now += self.plan.swap_s
+                self._later(site.now, run)
+        except (StoreError, WeightFault) as error:
+            kind: EventKind = "down" if isinstance(error, StoreError) else "refused"
+            self.events.append(RegionEvent(site.now, kind, site.region.name, before, site.read_bytes))
+        self._later(site.now + self.plan.poll_s, partial(self._look, site=site))
 
-    def _run(self, at: float, site: _RegionSite, mirror: Mirror, version: int) -> None:
-        if site.mirror is mirror:  # otherwise it was lost meanwhile
-            site.line.now = at
-            site.run(version)
-            self.events.append(RegionEvent(at, "running", site.region.name, version, site.line.read_bytes))
+    def _run(self, at: float, site: _RegionSite, receivers: Sequence[Receiver], versions: Sequence[Fetched]) -> None:
+        if site.receivers is receivers:  # otherwise it was lost meanwhile
+            site.now = at
+            site.run(versions)
+            version = versions[0].manifest.version
+            self.events.append(RegionEvent(at, "running", site.region.name, version, site.read_bytes))
 
     def _lose(self, at: float, site: _RegionSite) -> None:
         site.begin()
-        self.events.append(RegionEvent(at, "lost", site.region.name, -1, site.line.read_bytes))
+        self.events.append(RegionEvent(at, "lost", site.region.name, -1, site.read_bytes))
 
 
 def simulate_regions(plan: RegionPlan) -> list[RegionEvent]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides
+from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides, pick
 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
@@ -463,6 +463,11 @@ def replay(args: argparse.Namespace) -> int:
     arg("--host ADDRESS", "this machine's address for other machines; else none can join", ""),
     arg("--join HOST:PORT", "join the head at this address as a node; wants --host, and the head's token", ""),
     arg("--roles NAMES", "services that run on nodes of that role alone: trainer, engine, environment, evaluation", ""),
+    arg(
+        "--relay HOST:PORT",
+        "fetch weight versions through this region's relay, which runs on the node of that --host",
+        "",
+    ),
     JSON,
 )
 def up(args: argparse.Namespace) -> int:
@@ -474,15 +479,14 @@ def up(args: argparse.Namespace) -> int:
         ended = head.down(args.path)
         return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
     roles = tuple(filter(None, args.roles.split(",")))
-    lease = head.up(args.path, args.lease, ClusterNode(host=args.host, join=args.join, roles=roles))
-    line = (
-        f"node of {lease.address}, process {lease.pid}, until its head ends"
-        if args.join
-        else (
+    machine = ClusterNode(roles=roles, **pick(args, "host", "join", "relay"))
+    lease = head.up(args.path, args.lease, machine)
+    line = f"node of {lease.address}, process {lease.pid}, until its head ends"
+    if not args.join:
+        line = (
             f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
-            f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
         )
-    )
+        line += f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
     return emit(args, asdict(lease), lambda: line)
 
 

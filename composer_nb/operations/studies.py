@@ -1,14 +1,11 @@
 """Commands for measurement and inspection: microscope, scaling, weights, doctor."""
 
 import argparse
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
-
-MIRROR_S = 5.0  # between two looks of a mirror
 
 
 @command(
@@ -154,29 +151,6 @@ def revert(args: argparse.Namespace) -> int:
     return emit(args, {"version": version, "weights_of": args.to}, lambda: line)
 
 
-@command(
-    "weights relay",
-    arg("store STORE", "services.store of the runs whose versions it serves"),
-    arg("--host ADDRESS", "this machine's address for its region", "127.0.0.1"),
-    arg("--port N", "", 8700),
-    arg("--folder DIR", "folder for the files, of which it has the newest 20 GiB", Path("runs/relay")),
-    lines=True,
-)
-def relay(args: argparse.Namespace) -> int:
-    """Serve weight versions to a region until Ctrl-C, so that each file crosses the link to the store once.
-
-    Engines of a node ask it if COMPOSER_NB_RELAY=HOST:PORT is set where composer-nb up is called.
-    """
-    from composer_nb.trainer.services.cluster import token
-    from composer_nb.trainer.services.relay import Relay
-
-    token()
-    with Relay(args.store, args.folder, args.host, args.port) as server, suppress(KeyboardInterrupt):
-        print(f"{args.host}:{server.server_port} serves {args.store}", flush=True)
-        server.serve_forever()
-    return 0
-
-
 @command("weights log", arg("store STORE"), JSON)
 def history(args: argparse.Namespace) -> int:
     """List the versions of a store or a run; the checkpoints of a run that keeps no versions."""
@@ -193,36 +167,8 @@ def history(args: argparse.Namespace) -> int:
 
 
 @command(
-    "weights mirror",
-    *(arg("origin STORE"), arg("region STORE")),
-    arg("--name NAME", "of the region, in what its receivers report to the origin", "region"),
-)
-def mirror(args: argparse.Namespace) -> int:
-    """Copy new versions of a store into a region's own, until Ctrl-C: each file crosses the line once."""
-    import sys
-    import time
-
-    from composer_nb.trainer.versions.manifest import WeightFault
-    from composer_nb.trainer.versions.mirror import Mirror
-    from composer_nb.trainer.versions.store import StoreError
-
-    regional = Mirror(args.origin, args.region, name=args.name)
-    while True:
-        before = regional.version
-        try:
-            version = regional.pull()
-            regional.forward()
-            if version is not None and version != before:
-                print(f"version {version} is in {args.region}", flush=True)
-        except (StoreError, WeightFault) as error:
-            print(f"composer-nb: {error}", file=sys.stderr, flush=True)
-        time.sleep(MIRROR_S)
-
-
-@command(
     "weights regions",
     arg("--versions N", "versions to publish", 50),
-    arg("--step-s S", "seconds of a training step", 600.0),
     arg("--minutes N", "minutes that a line is down, or a region lost", 60.0),
     arg("--png FILE", "also draw staleness and traffic", type=Path),
     JSON,
@@ -233,7 +179,7 @@ def regions(args: argparse.Namespace) -> int:
     from composer_nb.labs.regions import REGION_COLUMNS, RegionPlan, draw, outage_study
     from composer_nb.views.page import text_table
 
-    plan = RegionPlan(versions=args.versions, step_s=args.step_s)
+    plan = RegionPlan(versions=args.versions)
     study = outage_study(plan, "overseas", plan.versions // 2 * plan.step_s + plan.step_s, 60 * args.minutes)
     figures = {name: by_region for name, (_, _, by_region) in study.items()}
     if args.png:

@@ -10,7 +10,10 @@ from composer_nb.harness.plain import Count, Positive, Share, Some, require_rang
 
 # Settings that can be changed while a run is live, besides all of `reward` and `monitor`. The denominator of the loss does not
 # change.
-LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
+LIVE = (
+    *("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group"),
+    *("services.engines", "services.max_engines", "services.standby", "services.drain"),
+)
 # Changes of live settings by step, from 1, and by name.
 Changes = dict[Annotated[str, Field(pattern=r"^[1-9]\d*$")], dict[str, Any]]
 
@@ -52,6 +55,12 @@ class ServicesSettings(SamplingLimits):
     it at the end."""
     engines: Some = 1
     """Number of inference engines; each has its own environment worker."""
+    max_engines: Count = 0
+    """More engines join, up to this number, while the trainer waits for rollouts, and leave when the others can do their work."""
+    standby: Count = 0
+    """Number of further engines that follow the weights without rollouts, and take the place of one that dies or drains."""
+    drain: str = ""
+    """Name of an engine (`engine-2`) to replace, set while the run is live: it finishes its rollouts, gets no more, and ends."""
     lockstep: bool = False
     """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
     changes: Changes = field(default_factory=dict)

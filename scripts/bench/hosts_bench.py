@@ -4,9 +4,13 @@ prediction of `labs/planning.py:deliveries`, which is made before. Run it as roo
 
     home: trainer and object store, no limit ── link of the table ── regions, each a host with some engines and a relay
 
+With the defaults it takes some ten minutes on two idle cores; `--millions 2 --regions 1 --rounds 1 --out /tmp/links.csv` shows in
+two that it works.
+
 Weights are drawn (N(0, .02), bf16); a version changes the last bit of 2 % of them. Seconds are those from the order to publish,
-and to fetch, until the last engine has decoded and checked the version; CPU and the store's own time are taken from the same over
-links without a limit (`local_s`), and are part of the prediction. Acknowledgements do not cross the links, as in RL.
+and to fetch, until the last engine has decoded and checked the version. The prediction takes encoding, checking and decoding from
+the same over links without a limit, less what is spent there on reading (`local_s`). Acknowledgements do not cross the links, as
+in RL.
 """
 
 from __future__ import annotations
@@ -29,12 +33,19 @@ from network import Host, Link, Network, ObjectStore  # noqa: E402
 from composer_nb.labs.planning import RegionLink, deliveries  # noqa: E402
 
 WORKER = """
-import json, sys
+import json, sys, time
 import torch
 from composer_nb.trainer.services.inference import fetch
 from composer_nb.trainer.services.relay import RelayedStore
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
+class TimedStore(RelayedStore):
+    read_s = 0.0
+    def read_file(self, *file):
+        begin = time.monotonic()
+        data = super().read_file(*file)
+        self.read_s += time.monotonic() - begin
+        return data
 millions = int(sys.argv[1])
 noise = torch.Generator().manual_seed(0)
 start = {f"w{n}": (0.02 * torch.randn(1_000_000, generator=noise)).bfloat16() for n in range(millions)}
@@ -43,8 +54,8 @@ for line in sys.stdin:
     action, *values = line.split()
     report = {}
     if action == "store":
-        publisher, receiver = Publisher(values[0], owner="bench"), Receiver(RelayedStore(values[0]))
-        tensors = start
+        publisher, store, tensors = Publisher(values[0], owner="bench"), TimedStore(values[0]), start
+        receiver = Receiver(store)
     elif action == "draw":
         flips = {name: (torch.rand(len(w), generator=noise) < 0.02).short() for name, w in tensors.items()}
         tensors = {name: w.view(torch.int16).bitwise_xor(flips[name]).view(torch.bfloat16) for name, w in tensors.items()}
@@ -54,11 +65,21 @@ for line in sys.stdin:
     elif action == "acknowledge":
         publisher.acknowledge(int(values[0]), values[1])
     else:
-        report = {"hash": receiver.install(fetch(receiver, int(values[0])))}
+        store.read_s = 0.0
+        report = {"hash": receiver.install(fetch(receiver, int(values[0]))), "read_s": store.read_s}
     print(json.dumps(report), flush=True)
 """
-RELAY = ("python", "-P", "-m", "composer_nb.cli", "weights", "relay")
+# The relay of a region, as `composer-nb up --relay` opens it.
+RELAY = """
+from pathlib import Path
+from composer_nb.trainer.services.relay import FileCache, Relay
+with Relay(FileCache(Path("relay")), "127.0.0.1", 8700) as relay:
+    print("serves", flush=True)
+    relay.serve_forever()
+"""
 TOKEN = {"RAY_AUTH_TOKEN": "secret"}
+# Seconds, and those without the reading of files; bytes of a version, and those that came into a region.
+COLUMNS = ("seconds", "local_s", "bytes", "received")
 
 
 class Worker:
@@ -87,42 +108,41 @@ def received(host: Host) -> int:
     return int(host.run("sed", "-n", "s/ *eth0: *//p", "/proc/net/dev").split()[0])
 
 
-def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float, dict[str, Any]]:
-    """Publish a version and have all engines fetch it; return the seconds."""
+def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float, float, dict[str, Any]]:
+    """Publish a version and have all engines fetch it; return the seconds, and those without the reading of files."""
     begin = time.monotonic()
     trainer.order("publish", version)
     for engine in engines:
         engine.order("fetch", version)
     manifest = trainer.take()
-    hashes = {engine.take()["hash"] for engine in engines}
+    reports = [engine.take() for engine in engines]
     seconds = time.monotonic() - begin
-    assert hashes == {manifest["hash"]}
+    assert {report["hash"] for report in reports} == {manifest["hash"]}
     trainer.do("acknowledge", version, manifest["hash"])
-    return seconds, manifest
+    return seconds, seconds - max(report["read_s"] for report in reports), manifest
 
 
 def measure(
     network: Network, store: ObjectStore, trainer: Worker, wire: Link, relay: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return medians over `args.rounds` of a full version and two deltas: seconds, bytes of the version, bytes into a region."""
+    """Return medians over `args.rounds` (`COLUMNS`) of a full version and two deltas."""
     name = f"{wire.rate:g}-{wire.delay:g}-{relay:d}"
     regions = [network.host(f"region{number}-{name.replace('.', '-')}", wire) for number in range(args.regions)]
     if relay:
         for region in regions:
-            started = region.start(*RELAY, store.url, env=store.environment | TOKEN, stderr=None)
-            assert started.stdout is not None and "serves" in started.stdout.readline()
+            process = region.start("python", "-c", RELAY, env=store.environment | TOKEN, stderr=None)
+            assert process.stdout is not None and process.stdout.readline() == "serves\n"
     address = "127.0.0.1:8700" if relay else ""
     engines = [Worker(region, store, args.millions, address) for region in regions for _ in range(args.engines)]
-    rows: dict[str, list[tuple[float, int, int]]] = {"full": [], "delta": []}
+    rows: dict[str, list[tuple[float, ...]]] = {"full": [], "delta": []}
     for number in range(args.rounds + 1):
         for worker in (trainer, *engines):
             worker.do("store", f"{store.url}/{name}-{number}")
         for version in range(3):
-            if version:
-                trainer.do("draw")
+            trainer.do("draw")  # also the first: relays have the files of earlier rounds
             before = received(regions[0])
-            seconds, manifest = deliver(trainer, engines, version)
-            row = (seconds, manifest["bytes"], received(regions[0]) - before)
+            seconds, local_s, manifest = deliver(trainer, engines, version)
+            row = (seconds, local_s, manifest["bytes"], received(regions[0]) - before)
             if number:  # the first compiles the codec
                 rows["full" if manifest["full"] else "delta"].append(row)
     for engine in engines:
@@ -132,7 +152,21 @@ def measure(
     medians = {
         kind: [statistics.median(column) for column in zip(*values, strict=True)] for kind, values in rows.items()
     }
-    return {kind: dict(zip(("seconds", "bytes", "received"), row, strict=True)) for kind, row in medians.items()}
+    return {kind: dict(zip(COLUMNS, row, strict=True)) for kind, row in medians.items()}
+
+
+HEAD = """| link | version | MB into a region, predicted | measured | seconds, predicted | measured | error |
+|---|---|---|---|---|---|---|"""
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table, with each prediction beside what was measured."""
+    sizes = f"{row['predicted_bytes'] / 1e6:.2f} | {row['region_bytes'] / 1e6:.2f}"
+    error = row["predicted_s"] / row["measured_s"] - 1
+    return (
+        f"| {row['rate_mbit']:g} Mbit/s, {row['round_trip_ms']:g} ms | {row['version']} | {sizes} "
+        f"| {row['predicted_s']:.2f} | {row['measured_s']:.2f} | {error:+.0%} |"
+    )
 
 
 def main() -> None:
@@ -144,24 +178,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "data" / "links.csv")
     args = parser.parse_args()
     links = (RegionLink(rate=100, round_trip=0.08), RegionLink(rate=1000, round_trip=0.02))
-    rows = []
+    rows: list[dict[str, Any]] = []
     with Network() as network:
         store = ObjectStore(network.host("store"), "versions")
         trainer = Worker(network.host("trainer"), store, args.millions)
         local = {relay: measure(network, store, trainer, Link(), relay, args) for relay in (False, True)}
+        print(HEAD, flush=True)
         for link, relay in product(links, (False, True)):
-            sizes = {kind: local[relay][kind]["bytes"] for kind in ("full", "delta")}
-            local_s = {kind: local[relay][kind]["seconds"] for kind in ("full", "delta")}
-            predicted = {kind: deliveries(sizes[kind], link, args.engines, local_s[kind])[relay] for kind in sizes}
+            predicted = {
+                kind: deliveries(row["bytes"], link, args.engines, row["local_s"])[relay]
+                for kind, row in local[relay].items()
+            }
             wire = Link(rate=link.rate, delay=link.round_trip * 500)
-            measured = measure(network, store, trainer, wire, relay, args)
-            for kind, row in measured.items():
+            for kind, row in measure(network, store, trainer, wire, relay, args).items():
                 rows.append({
                     "rate_mbit": link.rate, "round_trip_ms": link.round_trip * 1000, "version": kind + ", relay" * relay,
-                    "version_bytes": int(row["bytes"]), "region_bytes": int(row["received"]), "local_s": round(local_s[kind], 2),
-                    "predicted_s": round(predicted[kind], 2), "measured_s": round(row["seconds"], 2),
+                    "predicted_bytes": int(row["bytes"] * (1 if relay else args.engines)), "region_bytes": int(row["received"]),
+                    "local_s": round(local[relay][kind]["local_s"], 2), "predicted_s": round(predicted[kind], 2),
+                    "measured_s": round(row["seconds"], 2),
                 })  # fmt: skip
-                print(rows[-1], flush=True)
+                print(line(rows[-1]), flush=True)
+    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
+    print(f"seconds are predicted within {max(errors):.0%}")
     with args.out.open("w", newline="", encoding="utf-8") as file:
         origin = f"{time.strftime('%Y-%m-%d')}, by scripts/bench/hosts_bench.py"
         file.write(f"# {args.millions} million weights, {args.regions} regions of {args.engines} engines, {origin}\n")

@@ -224,7 +224,7 @@ class Frames:
             for device, _ in self._poll.poll(max(0.0, left) * 1000):
                 peer, delay_s = self._peers[device]
                 try:
-                    frame = os.read(device, 65536)
+                    frame = os.read(device, 1 << 17)
                 except OSError:  # of a host that is gone
                     self._poll.unregister(device)
                     continue
@@ -245,7 +245,10 @@ def tap(pid: int, name: str) -> int:
         with open(f"/proc/{pid}/ns/net") as space:
             assert _libc.setns(space.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNET
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x1002))  # TUNSETIFF: IFF_TAP | IFF_NO_PI
+        # TUNSETIFF: IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
+        fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x5002))
+        # TUNSETOFFLOAD: TUN_F_CSUM | TUN_F_TSO4. TCP hands over up to 64 KB at a time, of which it counts the frames.
+        fcntl.ioctl(device, 0x400454D0, 3)
         opened.append(device)
 
     thread = threading.Thread(target=make)

@@ -69,10 +69,10 @@ def address_of(head: Host) -> str:
 
 
 def join(host: Host, head: Host, store: ObjectStore, roles: str) -> None:
-    """Have a host join a head as a node, with the head's token."""
+    """Have a host join a head as a node, with the head's token. It is a region, with a relay, of its own."""
     host.run("sh", "-c", f"umask 77; mkdir -p .ray; printf %s $TOKEN > {TOKEN}", env={"TOKEN": head.run("cat", TOKEN)})
-    words = (*UP, "--join", address_of(head), "--host", host.address, "--roles", roles)
-    host.run(*words, seconds=START_S, env=store.environment)
+    options = f"--join {address_of(head)} --host {host.address} --roles {roles} --relay {host.address}:8700"
+    host.run(*UP, *options.split(), seconds=START_S, env=store.environment)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,8 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     head.take(run, tmp_path / "result")
     result = RunDir(tmp_path / "result")
     info = assert_whole(result, 4)
+    served = result.query("SELECT DISTINCT version FROM served")
+    assert len(engines.run("ls", "node/relay").split()) >= len(served) > 0, "versions come through the region's relay"
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
     print(said, info["store"])

@@ -84,13 +84,7 @@ class RayActors:
         self._places: dict[str, Any] = {}
 
     def make(
-        self,
-        kind: Callable[..., Any],
-        *values: Any,
-        name: str,
-        threads: int = 1,
-        gpus: int = 0,
-        where: Any = "SPREAD",
+        self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0, where: Any = "SPREAD"
     ) -> RayRemote:
         """Return a new service `kind(*values)` with so many GPUs, by default on the next of the cluster's nodes. Up to `threads`
         calls run at a time; others wait."""

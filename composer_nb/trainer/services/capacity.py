@@ -13,12 +13,15 @@ from composer_nb.kernels.linear import HALF_IS_SLOW
 from composer_nb.trainer.parallel.memory import RankLoad, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
+from composer_nb.trainer.schedule import ServicesSettings
 from composer_nb.trainer.services.machine import available_memory
 from composer_nb.trainer.services.run_copy import NotSeen, local_run
 from composer_nb.trainer.settings import Settings
 
 # A node that has to start a worker and import torch first answers within so long.
 ANSWER_S = 120.0
+# Share of a step that counts as no wait.
+SPARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +120,11 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
             )
     if s.mesh.gpus:
         gpus = _require_gpus(s, machines, s.meshed)
-        if s.services.on and s.trainers + s.services.engines > sum(gpus):
+        engines = max(s.services.engines, s.services.max_engines) + s.services.standby
+        if s.services.on and s.trainers + engines > sum(gpus):
             raise ValueError(
-                f"mesh.device='cuda': {s.trainers} trainer rank(s) and {s.services.engines} engine(s) need a GPU each, and there "
-                f"are {sum(gpus)}; fewer services.engines or ranks, or services.on=false, which shares them"
+                f"mesh.device='cuda': {s.trainers} trainer rank(s) and {engines} engine(s) need a GPU each, and there are "
+                f"{sum(gpus)}; fewer services.engines, standby or ranks, or services.on=false, which shares them"
             )
         return
     load = RankLoad(
@@ -134,6 +138,15 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
     ranks = s.trainers if s.services.on else s.ranks
     memory_per_rank = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
     require_memory(s.agent_model, s.mesh, ranks, load, memory_per_rank, more_ranks=False)
+
+
+def planned_engines(services: ServicesSettings, engines: int, trainer_wait: float, engine_wait: float) -> int:
+    """Return the number of engines for the next step, by the shares of the last one in which the trainer waited for rollouts, and
+    an engine for the trainer: one more if only the trainer waited, one less if the others could have done the work."""
+    if engine_wait < SPARE < trainer_wait:
+        return max(engines, min(engines + 1, services.max_engines))
+    others_suffice = engines * (1 - engine_wait) < (engines - 1) * (1 - SPARE)
+    return max(services.engines, engines - 1) if others_suffice else engines
 
 
 def _require_gpus(settings: Settings, machines: Sequence[MachineCapacity], meshed: bool) -> list[int]:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -34,6 +35,8 @@ SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasm
 ROLES = ("trainer", "engine", "environment", "evaluation")
 # Environment variable with the folder of the node (`composer-nb up`) on which a process runs.
 NODE = "COMPOSER_NB_NODE"
+# Environment variable with the address of the relay of weight versions in this region.
+RELAY = "COMPOSER_NB_RELAY"
 # Amount of a role that a node has, as a resource of Ray, of which each service takes 1.
 ROLE = 1000
 # Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs.
@@ -61,17 +64,23 @@ class ClusterNode:
         host: Its address for the cluster's other machines; empty: there are none, and it listens on the loopback.
         join: Address (host:port) of the cluster; empty: it is the first of a new one.
         roles: Services (`ROLES`) that run here and on other nodes of that role alone.
+        relay: Address (host:port) of its region's relay of weight versions, which runs on the node with this `host`.
     """
 
     host: str = ""
     join: str = ""
     roles: tuple[str, ...] = ()
+    relay: str = ""
 
     def __post_init__(self) -> None:
         if self.join and not self.host:
             raise ValueError(f"--join {self.join}: also give --host, this machine's address for the other machines")
         if unknown := {*self.roles} - {*ROLES}:
             raise ValueError(f"--roles {','.join(unknown)}: the roles are {', '.join(ROLES)}")
+        if self.relay and not re.fullmatch(r"[^:]+:\d+", self.relay):
+            raise ValueError(
+                f"--relay {self.relay}: give HOST:PORT, with the --host of the node that is to be the relay"
+            )
 
 
 class Cluster:

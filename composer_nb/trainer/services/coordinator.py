@@ -32,6 +32,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
+from composer_nb.trainer.services.capacity import planned_engines
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import RunningVersion
@@ -66,7 +67,9 @@ class Coordinator:
         # Calls under way, with the service that was called, and what handles the reply.
         self.pending: dict[Future[Any], tuple[EnginePair | RemoteService, OnReply]] = {}
         self.pairs: dict[str, EnginePair] = {}
-        # Pairs made, pairs in a row that died before they joined, and rollouts lost up to the last batch.
+        # Number of pairs that are to work, by the load.
+        self.engines = self.settings.services.engines
+        # Pairs made, pairs in a row that died before they were ready, and rollouts lost up to the last batch.
         self.made = self.stillborn = self.lost = 0
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
@@ -103,8 +106,7 @@ class Coordinator:
         """Run to the end, and return the results of the stage. Raises RunStopped if RL cannot continue."""
         self._restore()
         self._make_trainer()
-        for _ in range(self.settings.services.engines):
-            self._make_pair()  # while the trainer starts, because all are slow to start; they wait for its version
+        self._staff()  # while the trainer starts, because all are slow to start; they wait for its version
         self.trainer.call("at").result()
         self._handle([fsm.Served(version=self.orchestrator.version), *self._changed()])
         reinforce(self)
@@ -118,6 +120,8 @@ class Coordinator:
                 if future in self.pending:  # else its service has just been found dead
                     events += self._on_reply(future)
         self._handle([*events, *self._changed(), *self._time_is_up(), fsm.Tick()])
+        if events := self._staff():
+            self._handle(events)
         self._end_hung()
         self._feed()
 
@@ -145,7 +149,7 @@ class Coordinator:
         self.trainer = TrainerGroup(self.actors, self.run.path, self.started_with)
 
     def _make_pair(self) -> None:
-        """Start an engine and its environment worker; the worker joins when its first reply comes."""
+        """Start an engine and its environment worker, which is ready when its first reply comes."""
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
         s = self.settings
@@ -155,7 +159,44 @@ class Coordinator:
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version)
-        self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_join, pair))
+        self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
+
+    def _staff(self) -> list[fsm.Event]:
+        """Start, join, drain and end pairs, so that `engines` work and `services.standby` are ready to take over."""
+        events, served = list[fsm.Event](), self.orchestrator.served * self.per_step
+        for pair in [pair for pair in self.pairs.values() if pair.state == "draining"]:
+            if pair.work not in self.pending and not self.orchestrator.running(pair.name):
+                self.say(f"{pair.name} has left")
+                events.append(self._end(pair))
+        working = [pair for pair in self.pairs.values() if pair.state == "working"]
+        others = [pair for pair in self.pairs.values() if pair.state in ("starting", "standby")]
+        for pair in working[self.engines :]:
+            events += self._drain(pair, "services.engines")
+        for pair in [pair for pair in others if pair.state == "standby" and pair.version >= served]:
+            if len(working) < self.engines:
+                pair.state = "working"
+                self.say(f"{pair.name} joins")
+                working.append(pair)
+                others.remove(pair)
+                events.append(fsm.Joined(worker=pair.name, capacity=self.settings.slots))
+        lacking = max(0, self.engines - len(working)) + self.settings.services.standby - len(others)
+        for _ in range(lacking):
+            self._make_pair()
+        for pair in others[lacking:] if lacking < 0 else ():
+            self._end(pair)
+        return events
+
+    def _drain(self, pair: EnginePair, reason: object) -> list[fsm.Event]:
+        """Give a pair no more rollouts. It ends with its last one."""
+        self.say(f"{pair.name} drains: {reason}")
+        pair.state = "draining"
+        return [fsm.Draining(worker=pair.name), *self._served()]
+
+    def _end(self, pair: EnginePair) -> fsm.Left:
+        del self.pairs[pair.name]
+        for remote in (pair.engine, pair.worker):
+            remote.kill()
+        return fsm.Left(worker=pair.name)
 
     def _serve(self) -> int:
         """The version for engines: that of the last trained batch, which a new trainer publishes again."""
@@ -182,20 +223,20 @@ class Coordinator:
             weights = self.trainer.call("tensors")
             service.update = self._expect(weights, self.trainer, lambda version: self._update(service, *version))
             return []
-        except (ActorDied, TooManyBlocked) as died:
+        except (ActorDied, TooManyBlocked, TimeoutError) as error:
             if isinstance(service, EnginePair):
-                return self._pair_died(service, died)
+                behind = service.state != "starting" and isinstance(error, TimeoutError)  # it still samples
+                return self._drain(service, error) if behind else self._pair_died(service, error)
             if service is self.trainer:
-                return self._trainer_died(died)
-            self.say(f"evaluation: {died}")
+                return self._trainer_died(error)
+            self.say(f"evaluation: {error}")
             return []
         return on_reply(result) or []
 
-    def _on_join(self, pair: EnginePair, reports: Sequence[Report]) -> list[fsm.Event]:
-        self.stillborn, pair.joined = 0, True
+    def _on_ready(self, pair: EnginePair, reports: Sequence[Report]) -> None:
+        self.stillborn, pair.state = 0, "standby"
         if self.begin is None:
             self.begin = self.last = time.perf_counter()
-        return [fsm.Joined(worker=pair.name, capacity=self.settings.slots)]
 
     def _on_work(self, reports: Sequence[Report]) -> list[fsm.Event]:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
@@ -214,15 +255,11 @@ class Coordinator:
         return events
 
     def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
-        self.stillborn += not pair.joined
+        self.stillborn += pair.state == "starting"
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(f"{error}; so did {self.stillborn - 1} before it: more than services.deaths allows")
         self.say(f"{error}; made again")
-        del self.pairs[pair.name]
-        for remote in (pair.engine, pair.worker):
-            remote.kill()
-        self._make_pair()
-        return [fsm.Left(worker=pair.name), *self._served()]
+        return [self._end(pair), *self._served()]
 
     def _trainer_died(self, error: Exception) -> list[fsm.Event]:
         self.say(f"{error}; resuming from step {self.saved}")
@@ -262,26 +299,35 @@ class Coordinator:
         self.records.append(partial(self.journal.log_served, pair.name, report))
         pair.version = report.version
         self.running.append(report)
-        self.waits.append(pair.waits(report.idle))
+        waits = pair.waits(report.idle)
+        self.waits += [waits] if pair.state == "working" else []
         return self._served()
 
     def _served(self) -> list[fsm.Event]:
-        slowest = min(pair.version for pair in self.pairs.values()) // self.per_step
-        return [fsm.Served(version=min(slowest, self.orchestrator.version))]
+        """Return the version of the slowest engine that gets rollouts, if there is one."""
+        versions = [pair.version // self.per_step for pair in self.pairs.values() if pair.state == "working"]
+        return [fsm.Served(version=min([*versions, self.orchestrator.version]))] if versions else []
 
     def _changed(self) -> list[fsm.Event]:
         """Apply live settings. Unknown or unfit ones are refused with a log line, and the run continues."""
-        settings_before, step = self.settings, self.orchestrator.version
+        step, events = self.orchestrator.version, list[fsm.Event]()
         step += batch_file(self.run.path, step).is_file()  # this batch has its rewards
         for request_number, name, value in self.journal.asked(step):
             try:
-                self.settings = change_live(self.settings, name, value, self.graded)
+                changed = change_live(self.settings, name, value, self.graded)
+                if name == "services.drain":
+                    if value not in self.pairs:
+                        raise ValueError(f"{name}: no engine {value!r}; there are {', '.join(self.pairs)}")
+                    events += self._drain(self.pairs[value], name)
+                self.settings = changed
+                events.append(fsm.Changed(schedule=changed.schedule()))
+                self.engines = changed.services.engines if name == "services.engines" else self.engines
                 self.journal.judge(request_number, step)
                 self.say(f"{name} is {value!r} from step {step + 1} on")
             except ValueError as error:
                 self.journal.judge(request_number, None)
                 self.say(f"refused: {error}")
-        return [fsm.Changed(schedule=self.settings.schedule())] if self.settings != settings_before else []
+        return events
 
     def _time_is_up(self) -> list[fsm.Event]:
         s, orchestrator = self.settings.rl, self.orchestrator
@@ -340,7 +386,7 @@ class Coordinator:
                 reply = pair.worker.call("work", pair.start, pair.cancel, fsm.WORK_S)
                 pair.work, pair.since = self._expect(reply, pair, self._on_work), time.monotonic()
                 pair.start, pair.cancel = [], []
-            if pair.update not in self.pending and pair.version < newest:
+            if pair.update not in self.pending and pair.version < newest and pair.state != "draining":
                 self._update(pair, newest)
 
     def _end_hung(self) -> None:
@@ -425,6 +471,8 @@ class Coordinator:
             if waits := self.waits:
                 mean_waits = {name: sum(wait[name] for wait in waits) / len(waits) for name in waits[0]}
                 point["time"]["engine_waits"], self.waits = mean_waits, []
+                idle = 1 - train_s / wall_s
+                self.engines = planned_engines(self.settings.services, self.engines, idle, mean_waits["trainer"])
             self.records.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
         self._handle([fsm.Trained(step=step)])

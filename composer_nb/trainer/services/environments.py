@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
@@ -40,6 +40,7 @@ class EnginePair:
 
     Attributes:
         version: Version that the engine serves.
+        state: `standby` from the worker's first answer; `working` while it gets rollouts; `draining` when it gets no more.
         work: The worker's next reports, asked for at the time `since`.
         update: The engine's next version.
     """
@@ -48,7 +49,7 @@ class EnginePair:
     engine: RemoteService
     worker: RemoteService
     version: int
-    joined: bool = False
+    state: Literal["starting", "standby", "working", "draining"] = "starting"
     work: Future[Any] | None = None
     since: float = 0.0
     update: Future[Any] | None = None

@@ -30,7 +30,7 @@ from pathlib import Path
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.services.cluster import NODE, Cluster, ClusterNode
+from composer_nb.trainer.services.cluster import NODE, RELAY, Cluster, ClusterNode
 
 LEASE_S = 3600.0
 # Maximum seconds of a head's start; Ray takes a third of this on a busy machine.
@@ -84,12 +84,8 @@ def up(folder: Path, lease_s: float = LEASE_S, machine: ClusterNode | None = Non
             write_json(folder / "head.json", asdict(head))
         return head
     reap(folder)
-    command = (
-        "composer_nb.trainer.services.head",
-        str(folder),
-        repr(lease_s),
-        json.dumps(asdict(machine or ClusterNode())),
-    )
+    node = json.dumps(asdict(machine or ClusterNode()))
+    command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s), node)
     if reason := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {reason}")
     head = find(folder)
@@ -255,9 +251,12 @@ def main(arguments: list[str]) -> None:
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well
     try:
+        _open_relay(machine, folder / "relay")
         cluster = Cluster("", "head", ResourceJournal(folder / FOLDER, folder.name), machine)
     except ConnectionError as error:
         sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"--relay {machine.relay}: {error}")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -279,6 +278,18 @@ def main(arguments: list[str]) -> None:
     finally:
         head_file.unlink(missing_ok=True)
         cluster.close()
+
+
+def _open_relay(machine: ClusterNode, folder: Path) -> None:
+    """Tell services of the node of their region's relay, which runs in this process if the address is its own, with its files in
+    `folder`. Raises OSError if it cannot listen there."""
+    if not machine.relay:
+        return
+    os.environ[RELAY], (host, _, port) = machine.relay, machine.relay.rpartition(":")
+    if host == machine.host:
+        from composer_nb.trainer.services.relay import FileCache, Relay
+
+        threading.Thread(target=Relay(FileCache(folder), host, int(port)).serve_forever, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class Updates:
         store's copy cannot be used.
 
         Raises WeightFault when the version is damaged (what runs is untouched), TimeoutError when it never appears, ValueError
-        for the weights of another model."""
+        for the weights of another model, or turns that a synchronous transition waits for too long."""
         start_s = time.perf_counter()
         fetched = fetch(self.receiver, version) if full is None else None
         tensors = full if fetched is None else fetched.tensors
@@ -129,7 +129,7 @@ class Updates:
         between(lambda: engine.swap(model, version))
         while engine.version != version:  # a synchronous transition
             if time.perf_counter() - pause_s > APPEARS_S:
-                raise TimeoutError(
+                raise ValueError(
                     f"version {version} waits for turns under way since {APPEARS_S:.0f} s: use engine.transition=async"
                 )
             time.sleep(0.01)

@@ -55,6 +55,13 @@ class Joined(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draining(Event):
+    """A worker finishes what it runs, and gets nothing more. `Left` follows."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Left(Event):
     """A worker died, left or is lost."""
 
@@ -248,6 +255,10 @@ class Orchestrator:
                 if event.worker in self.workers:
                     return "duplicate"
                 self.workers[event.worker] = Worker(event.capacity)
+            case Draining():
+                if event.worker not in self.workers:
+                    return "unknown"
+                self.workers[event.worker].capacity = 0
             case Left():
                 return self._left(event.worker)
             case Trained():

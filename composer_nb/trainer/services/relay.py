@@ -1,12 +1,13 @@
 """A relay for a region: each file of a weight version crosses the link to the store once, however many receivers there are.
 
-    receivers ── GET /HASH/RUN/v000012/delta.safetensors ──▶ relay ── once ──▶ store
+    receivers ── GET /HASH/v000012/delta.safetensors?STORE ──▶ relay (`composer-nb up --relay`) ── once ──▶ store
+        └─────── manifests, reports, and files that the relay does not give ───────────────────────────────▶
 
-Receivers read manifests from the store, and ask for files by their hash. What the relay of `COMPOSER_NB_RELAY` (HOST:PORT)
-does not give, they read from the store. Requests bring the cluster's token.
+Requests bring the cluster's token. Receivers check what they get, so a relay cannot give them anything else.
 """
 
 import hmac
+import math
 import os
 import re
 import shutil
@@ -14,65 +15,73 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote, unquote
-from urllib.request import Request, urlopen
 
 from composer_nb.harness.untrusted import beneath
-from composer_nb.trainer.services.cluster import token
+from composer_nb.trainer.services.cluster import RELAY, token
 from composer_nb.trainer.versions.manifest import PayloadFile, WeightFault, digest
 from composer_nb.trainer.versions.store import StoreError, VersionStore
 
-# Environment variable with the address of this region's relay.
-RELAY = "COMPOSER_NB_RELAY"
-# Seconds within which a relay answers, and for which it is left alone if it did not.
-ANSWER_S = 60.0
+# Seconds within which a relay takes a connection, and within which it answers when its link brings so many bytes a second.
+CONNECT_S, ANSWER_S, LINK_BYTES_S = 10.0, 60.0, 1e6
+# Seconds for which a relay is left alone that did not answer.
+SILENT_S = 60.0
 
 
 class RelayedStore(VersionStore):
-    """A store whose files come from a relay, if it has them."""
+    """A store whose files come from the relay of this region (`RELAY`, HOST:PORT), if it has one."""
 
     def __init__(self, url: str | Path) -> None:
         super().__init__(url)
-        self._run = self.url.rstrip("/").rpartition("/")[2]
-        self._relay, self._failed_s = os.environ.get(RELAY, ""), -ANSWER_S
+        self._relay, self._silent_s = os.environ.get(RELAY, ""), -math.inf
 
     def read_file(self, name: str, file: PayloadFile) -> bytes:
-        if self._relay and time.monotonic() > self._failed_s + ANSWER_S:
-            url = f"http://{self._relay}/{file.hash}/{quote(f'{self._run}/{name}')}"
-            try:
-                with urlopen(Request(url, headers={"Authorization": f"Bearer {token()}"}), timeout=ANSWER_S) as answer:
-                    data: bytes = answer.read()
-                if digest(data) == file.hash:
-                    return data
-            except OSError:
-                self._failed_s = time.monotonic()
-        return super().read_file(name, file)
+        data = self._relayed(name, file)
+        return data if data is not None and digest(data) == file.hash else super().read_file(name, file)
+
+    def _relayed(self, name: str, file: PayloadFile) -> bytes | None:
+        """Return a file from the relay; None if it does not answer, or does not get it from the store."""
+        if not self._relay or time.monotonic() < self._silent_s + SILENT_S:
+            return None
+        path = f"/{file.hash}/{quote(name)}?{quote(self.url, safe='')}"
+        try:
+            with closing(HTTPConnection(self._relay, timeout=CONNECT_S)) as connection:
+                connection.connect()
+                connection.sock.settimeout(ANSWER_S + file.bytes / LINK_BYTES_S)
+                connection.request("GET", path, headers={"Authorization": f"Bearer {token()}"})
+                answer = connection.getresponse()
+                data = answer.read()
+                return data if answer.status == 200 else None
+        except (OSError, HTTPException):
+            self._silent_s = time.monotonic()
+            return None
 
 
-class Relay(ThreadingHTTPServer):
-    """Serves the files of the runs in `store` (`services.store`), and has the newest `keep` bytes of them in `folder`."""
+class FileCache:
+    """The newest files of stores, by hash, up to `keep` bytes in `folder`."""
 
-    daemon_threads = True
-
-    def __init__(self, store: str, folder: Path, host: str, port: int = 0, keep: int = 20 << 30) -> None:
-        """Raises OSError if it cannot listen at `host`."""
-        super().__init__((host, port), _Requests)
-        self._store, self._folder, self._keep = VersionStore(store), folder, keep
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        """`keep`: by default half of what is free on the disk."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in folder.glob("*.part"):  # of a relay that was killed
+            part.unlink()
+        self._folder, self._keep = folder, keep or shutil.disk_usage(folder).free // 2
+        self._locks, self._room = defaultdict[str, threading.Lock](threading.Lock), threading.Lock()
 
     @contextmanager
-    def file(self, hash: str, name: str) -> Iterator[IO[bytes]]:
+    def open(self, store: VersionStore, name: str, hash: str) -> Iterator[IO[bytes]]:
         """Open a file, after fetching it unless it is there. Raises WeightFault or StoreError."""
         if not re.fullmatch(r"[0-9a-f]{40}", hash):
             raise WeightFault(f"{hash!r} is no hash")
         path = beneath(self._folder, hash)
         with self._locks[hash]:
             if not path.is_file():
-                self._store.copy(name, hash, path)
+                store.copy(name, hash, path)
                 self._make_room()
             content = path.open("rb")
         with content:
@@ -80,12 +89,24 @@ class Relay(ThreadingHTTPServer):
 
     def _make_room(self) -> None:
         """Remove the oldest files."""
-        files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
-        total = 0
-        for number, file in enumerate(files):
-            total += file.stat().st_size
-            if number and total > self._keep:
-                file.unlink()
+        with self._room:
+            files = [file for file in self._folder.iterdir() if not file.suffix]  # others are on their way
+            total = 0
+            for number, file in enumerate(sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)):
+                total += file.stat().st_size
+                if number and total > self._keep:
+                    file.unlink()
+
+
+class Relay(ThreadingHTTPServer):
+    """Serves files of the stores that receivers name."""
+
+    daemon_threads = True
+
+    def __init__(self, files: FileCache, host: str, port: int = 0) -> None:
+        """Raises OSError if it cannot listen at `host`."""
+        super().__init__((host, port), _Requests)
+        self.files = files
 
 
 class _Requests(BaseHTTPRequestHandler):
@@ -95,9 +116,10 @@ class _Requests(BaseHTTPRequestHandler):
         if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {token()}".encode()):
             self.send_error(401)
             return
-        hash, _, name = unquote(self.path[1:]).partition("/")
+        path, _, store = self.path[1:].partition("?")
+        hash, _, name = unquote(path).partition("/")
         try:
-            with self.server.file(hash, name) as content:
+            with self.server.files.open(VersionStore(unquote(store)), name, hash) as content:
                 self.send_response(200)
                 self.send_header("Content-Length", str(os.fstat(content.fileno()).st_size))
                 self.end_headers()

@@ -28,21 +28,16 @@ from composer_nb.trainer.learning.learner import Learner, without_gradient
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
-from composer_nb.trainer.models.checkpoint import (
-    empty_model,
-    from_hugging_face,
-    load_pretrained,
-)
+from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.models.variants import ENGINES, variant
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter, tuning_scores
-from composer_nb.trainer.services.inference import Inference, Updates, fetch
+from composer_nb.trainer.services.inference import Inference, Updates
 from composer_nb.trainer.services.run_copy import local_run
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.receiver import Receiver
 
 
 class EngineService(Inference):
@@ -164,10 +159,9 @@ class EvaluationService:
     def look(self, version: int) -> dict[str, float]:
         """Return the scores on the tuning tasks, `eval.samples` attempts at each."""
         s = self._settings
-        receiver = Receiver(store_url(self._run, s), name="evaluation")
-        model = empty_model(read_config(self._run / "weights" / "start" / "config.json").model)
-        model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # a CPU cannot take Triton
-        from_hugging_face(model, fetch(receiver, version).tensors)
+        config = read_config(self._run / "weights" / "start" / "config.json").model
+        kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # a CPU cannot take Triton
+        model = Updates(store_url(self._run, s), "evaluation", config, kernels=kernels).first(version)
         tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
         with Sandboxes(s.env, self._run.name, self._run / FOLDER) as sandboxes:

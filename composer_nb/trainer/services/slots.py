@@ -12,6 +12,8 @@ from composer_nb.trainer.schedule import Schedule
 
 @dataclass(slots=True)
 class Worker:
+    """`capacity`: maximum number of conversations at a time; 0: it gets no more."""
+
     capacity: int
     busy: int = 0
     suspect: bool = False
@@ -19,7 +21,7 @@ class Worker:
 
     @property
     def free(self) -> int:
-        return self.capacity - self.busy
+        return max(0, self.capacity - self.busy)
 
 
 @dataclass(slots=True)
@@ -167,8 +169,9 @@ class Books:
 
 def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:
     """Return the worker with the most room, preferably one that is neither suspect nor to be avoided; None if it is full."""
-    sound = [name for name, worker in workers.items() if not worker.suspect]
-    names = [name for name in sound if name not in avoid] or sound or list(workers)
+    staying = [name for name, worker in workers.items() if worker.capacity]
+    sound = [name for name in staying if not workers[name].suspect]
+    names = [name for name in sound if name not in avoid] or sound or staying
     best = max(names, key=lambda name: workers[name].free, default=None)
     return best if best is not None and workers[best].free else None
 

@@ -129,14 +129,12 @@ class Manifest(WriterPart):
 
     Attributes:
         hash: `state_hash` of the resulting tensors.
-        writer: In older stores, the token of the publisher.
     """
 
     format: Literal["composer-nb-weights-1"] = "composer-nb-weights-1"
     version: int
     base: BaseVersion | None
     hash: str
-    writer: str = ""
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ A fault on one rank is raised on all and leaves no version behind. A store has o
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -277,9 +277,9 @@ class Publisher:
         self._pending.clear()
         self._chain += 1
 
-    def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
-        """Remove old versions as `VersionStore.prune` does; the baseline, what may become it, and `pins` are kept."""
-        return [] if self._number else self._store.prune(keep, {*pins, *self._needs()}, since, self.last)
+    def prune(self, keep: int, since: float = math.inf) -> list[int]:
+        """Remove old versions as `VersionStore.prune` does; the baseline and what may become it are kept."""
+        return [] if self._number else self._store.prune(keep, self._needs(), since, self.last)
 
 
 class BackgroundPublisher:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, Misplac
 from composer_nb.trainer.versions.payload import Decoded, read_link, side_files_of
 from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
-T = TypeVar("T")
 # Number of states kept as bases while acknowledgements are on their way.
 HELD = 4
 
@@ -145,12 +143,8 @@ class Receiver:
     def fetch(self, version: int) -> Fetched:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
         weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""
-        return self._try(version, lambda: read_version(self._store, version, self._states))
-
-    def _try(self, version: int, act: Callable[[], T]) -> T:
-        """Call `act`, which uses a version. A fault refuses the version, and asks for a full one."""
         try:
-            return act()
+            return read_version(self._store, version, self._states)
         except WeightFault as fault:
             self._refused |= {version} if fault.at is None else {version, fault.at}
             note = Note(receiver=self._name, version=version, fault=type(fault).__name__, detail=str(fault))

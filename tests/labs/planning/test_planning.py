@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.labs.planning import Durations, Fleet, RunSpeed, SimulatedLoad, simulate
+from composer_nb.labs.planning import Durations, Fleet, RegionLink, RunSpeed, SimulatedLoad, deliveries, simulate
 from composer_nb.trainer.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[3] / "data"
@@ -73,6 +73,17 @@ def test_the_recorded_table_predicts_its_run_and_comes_back_as_it_was(tmp_path: 
     assert "2 cores" in run.origin and 0 < run.delta_bytes < run.full_bytes / 5
     run.write(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == table.read_text()
+
+
+@pytest.mark.parametrize("size", [64e6, 2e4])
+def test_a_version_takes_its_requests_slow_start_and_bytes(size: float):
+    rate, trip_s = 100e6 / 8 * 1448 / 1514, 0.08
+    direct_s, relayed_s = deliveries(size, RegionLink(rate=100, round_trip=trip_s), 3, 0.5)
+    for engines, requests, seconds in ((3, 11, direct_s), (1, 9, relayed_s)):
+        left, window, expected = engines * size, 14_600.0, 0.5 + requests * trip_s
+        while window < rate * trip_s and left > window:
+            left, window, expected = left - window, 2 * window, expected + trip_s
+        assert seconds == pytest.approx(expected + left / rate, abs=trip_s)
 
 
 def test_a_fleet_in_closed_form():

@@ -30,6 +30,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.services.finished import FinishedRollouts
+from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
@@ -439,6 +440,49 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
     rates = [step["lr"] for step in run.steps("rl")]
     assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
     assert all(r.same for r in replay(run, settings, len(rates)))
+
+
+def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypatch: pytest.MonkeyPatch):
+    """One is added by the load and one by hand, one is replaced by hand, and one whose store gives it nothing by itself."""
+    changes = {"services.engines": 1, "services.standby": 1, "services.ahead": 1, "services.bound": 3, "rl.steps": 12}
+    run, settings = begun("elastic", changes | {"rl.max_seconds": 0.0})
+    actors, said, loads = Threads(), list[str](), list[tuple[float, ...]]()
+    coordinator = Coordinator(run, settings, actors, said.append)
+    orders = {3: ("services.engines", 3), 5: ("services.drain", "engine-1"), 7: ("services.drain", "nobody")}
+    learn, update = coordinator.learn, Updates.update
+
+    def more_engines(services: Any, engines: int, *waits: float) -> int:
+        loads.append(waits)
+        return max(engines, 2)
+
+    def learn_and_ask(batch: Any, streams: Any) -> Any:
+        if batch.step in orders:
+            request_change(run, *orders[batch.step])
+        return learn(batch, streams)
+
+    def never_appears(updates: Updates, engine: Any, version: int, *values: Any) -> Any:
+        if updates.receiver._name == "engine-2" and version > 16:
+            raise TimeoutError(f"version {version} did not appear")
+        return update(updates, engine, version, *values)
+
+    monkeypatch.setattr(coordinator, "learn", learn_and_ask)
+    monkeypatch.setattr(Updates, "update", never_appears)
+    monkeypatch.setattr("composer_nb.trainer.services.coordinator.planned_engines", more_engines)
+    try:
+        info = coordinator.go()
+    finally:
+        actors.close()
+    drained = [line.partition(" drains: ")[::2] for line in said if " drains: " in line]
+    assert [name for name, _ in drained] == ["engine-1", "engine-2"], said
+    assert drained[0][1] == "services.drain" and drained[1][1].endswith("did not appear")
+    assert {"engine-1 has left", "engine-2 has left"} <= {*said}
+    assert any("refused: services.drain: no engine 'nobody'; there are engine-" in line for line in said)
+    assert len([line for line in said if line.endswith(" joins")]) == 5, said
+    assert loads and all(0 <= share <= 1 for waits in loads for share in waits)
+    assert_whole(run, info, 12)
+    assert not {"faulted", "left", "cancelled", "restored"} & run.ledger().keys(), run.ledger()
+    assert "died" not in "".join(said) and max(step["staleness_max"] for step in run.steps("rl")) <= 3
+    assert all(each.same for each in replay(run, settings, 12))
 
 
 def test_damaged_versions_are_never_served(begun):

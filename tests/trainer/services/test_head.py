@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
 from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import head
-from composer_nb.trainer.services.cluster import make_token
+from composer_nb.trainer.services.cluster import ClusterNode, make_token
 from composer_nb.trainer.services.head import HeadGone, down, find, held, holder, up
 
 STAND_IN = """
@@ -109,6 +112,22 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
     assert "it was asked to" in (folder / "head.log").read_text()
     with pytest.raises(HeadGone), held(str(folder)):
         pass
+
+
+def test_a_node_is_its_region_s_relay_and_tells_its_services(
+    carried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        node = ClusterNode(host="127.0.0.1", relay=f"127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(ValueError, match=rf"--relay {node.relay}: .*in use"):
+            up(tmp_path / "head", machine=node)
+    up(tmp_path / "head", machine=node)
+    assert f"COMPOSER_NB_RELAY={node.relay}\0" in Path(f"/proc/{below(carried)[0]}/environ").read_text()
+    with pytest.raises(HTTPError, match="401"):
+        urlopen(f"http://{node.relay}/", timeout=20)
+    with pytest.raises(ValueError, match="--relay 8700: give HOST:PORT"):
+        ClusterNode(relay="8700")
 
 
 def test_who_holds_it_and_is_killed_holds_it_no_more(carried: Path, tmp_path: Path) -> None:

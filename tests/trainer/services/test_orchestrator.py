@@ -27,6 +27,7 @@ class Driver:
         self.graded: set[Key] = set()
         self.born: dict[Key, int] = {}
         self.capacity: dict[str, int] = {}
+        self.draining: set[str] = set()
         self.told: dict[Key, fsm.Finished] = {}
         self.zombies: list[Key] = []
         self.training: fsm.Train | None = None
@@ -48,7 +49,7 @@ class Driver:
     def obey(self, command: fsm.Command) -> None:
         match command:
             case fsm.Dispatch():
-                assert command.members
+                assert command.members and command.worker not in self.draining
                 for member in command.members:
                     key = (command.slot, command.attempt, member)
                     assert key not in self.born, "an attempt was used twice"
@@ -351,7 +352,7 @@ def test_rollouts_that_are_not_stored_are_sampled_again():
 
 # Random faults
 
-FAULTS = ("kill", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
+FAULTS = ("kill", "drain", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
 schedules = st.builds(
     lambda more, **given: Schedule(bound=given["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **given),
     more=st.integers(0, 3),
@@ -405,6 +406,9 @@ class Chaos(Driver):
         rng = self.rng
         if what == "kill" and self.capacity:
             self.kill(rng.choice(list(self.capacity)))
+        elif what == "drain" and self.capacity:
+            self.draining.add(worker := rng.choice(list(self.capacity)))
+            self.send(fsm.Draining(at=self.now, worker=worker))
         elif what == "hang":
             self.now += self.schedule.hang_s * rng.random() * 2
             self.send(fsm.Tick(at=self.now))

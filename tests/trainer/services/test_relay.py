@@ -10,7 +10,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from composer_nb.trainer.services.relay import RELAY, Relay, RelayedStore
+from composer_nb.trainer.services.cluster import RELAY
+from composer_nb.trainer.services.relay import FileCache, Relay, RelayedStore
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 from composer_nb.trainer.versions.store import VersionStore, folder
@@ -20,7 +21,7 @@ from tests.trainer.versions.test_version_store import FILES, assert_right, weigh
 @pytest.fixture
 def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    with Relay(f"{tmp_path}/store", tmp_path / "cache", "127.0.0.1", keep=9000) as server:
+    with Relay(FileCache(tmp_path / "cache", keep=9000), "127.0.0.1") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv(RELAY, f"127.0.0.1:{server.server_port}")
         yield server
@@ -59,7 +60,5 @@ def test_a_relay_has_the_newest_files_and_serves_no_stranger(relay: Relay, tmp_p
         assert_right(Receiver(RelayedStore(url)), version)
     sizes = [file.stat().st_size for file in (tmp_path / "cache").iterdir()]
     assert sum(sizes) <= 9000 < sum(sizes) + max(sizes)
-    file = VersionStore(url).manifest(2).files["model.safetensors"]
-    address = f"http://127.0.0.1:{relay.server_port}/{file.hash}/run/{folder(2)}/model.safetensors"
     with pytest.raises(HTTPError, match="401"):
-        urlopen(address, timeout=20)
+        urlopen(f"http://127.0.0.1:{relay.server_port}/{'0' * 40}/{folder(2)}/model.safetensors?{url}", timeout=20)

@@ -10,7 +10,7 @@ from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.services import capacity as room
-from composer_nb.trainer.services.capacity import MachineCapacity, require_room, require_room_for_rl
+from composer_nb.trainer.services.capacity import MachineCapacity, planned_engines, require_room, require_room_for_rl
 from composer_nb.trainer.settings import Settings, override, to_dict
 
 GIB = 1 << 30
@@ -78,6 +78,17 @@ def test_ranks_on_gpus_need_one_each():
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "available_memory", lambda: 10 << 20)
     monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: pytest.fail("it began"))
+
+
+def test_engines_follow_the_load():
+    """Four that wait for half of the time do the work of two."""
+
+    def planned(engines: int, trainer_wait: float, engine_wait: float) -> int:
+        return planned_engines(settings(services__max_engines=4).services, engines, trainer_wait, engine_wait)
+
+    assert (planned(2, 0.5, 0.0), planned(4, 0.5, 0.0)) == (3, 4), "the trainer waits for them"
+    assert planned(2, 0.5, 0.2) == planned(2, 0.05, 0.05) == 2, "both wait, or nobody"
+    assert (planned(4, 0.0, 0.5), planned(4, 0.0, 0.3), planned(1, 0.0, 0.9)) == (3, 4, 1)
 
 
 def test_no_stage_of_a_run_begins_without_room(tmp_path: Path, small: None):
