@@ -64,3 +64,7 @@ def test_image_has_what_it_needs() -> None:
     extras = re.findall(r"\.\[([\w,]+)\]", install)[0].split(",")
     assert set(extras) <= set(PROJECT["optional-dependencies"]) and "-c constraints.txt" in install
     assert not [line for line in lines if re.search(r"curl|wget|https?://", line)], "nothing is fetched but packages"
+    container = yaml.safe_load((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert container["build"]["dockerfile"] == "../recipes/Dockerfile" and " ".join(container["runArgs"]) in "\n".join(
+        lines
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import comb
+from math import comb, sqrt
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -214,3 +215,21 @@ def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
     random = np.random.default_rng(seed)
     means = random.choice(values, (2000, len(values))).mean(1)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of n (1927): the p with |share − p| ≤ z √(p(1 − p)/n); (0, 1) for n = 0."""
+    if not n:
+        return 0.0, 1.0
+    z2 = NormalDist().inv_cdf(0.975) ** 2 / n
+    middle, half = share + z2 / 2, sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
+
+
+def detectable(tasks: int, samples: int, spread: float = 0.2) -> float:
+    """Return the smallest difference in pass@1 that two policies show, each with `samples` attempts at the same tasks.
+
+    With a power of 80 % at a level of 5 % (Lachin, Controlled Clinical Trials 2, 1981), where every attempt succeeds half of the
+    time, which is the worst case. Attempts at one task are a cluster: `spread` is the standard deviation over tasks of what one
+    policy gains, which only more tasks average out (.13 and .28 for the gains of RL in the two stored examples)."""
+    return (1.96 + 0.84) * ((spread**2 + 2 * 0.25 / samples) / tasks) ** 0.5

@@ -396,14 +396,10 @@ def sweep(
 
 
 def bars(columns: Mapping[str, Mapping[str, float]]) -> Picture:
-    """Draw a panel of bars per column, with their numbers; on a logarithmic axis where values differ more than tenfold."""
+    """Draw a panel of bars per column, with their numbers."""
     picture = Picture(4.2 * len(columns), 2.2)
     for ax, (heading, values) in zip(picture.panels(1, len(columns)), columns.items(), strict=True):
-        style.bars(ax, values, style.SKY, ",.3g")
-        low, high = min(values.values()), max(values.values())
-        ax.set(xlim=(0, high * 1.2))
-        if high > 10 * low > 0:
-            ax.set(xscale="log", xlim=(low / 10, high * 50))
+        style.bars(ax, values, style.SKY, ",.3g").set_xlim(0, 1.25 * max(values.values()))
         title(ax, heading)
     return picture
 

@@ -28,7 +28,7 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.agent.user import open_user
 from composer_nb.harness.attempt import Environment, attempt
-from composer_nb.harness.bench import bootstrap, pass_at_k, pass_hat_k, scores, summarise
+from composer_nb.harness.bench import bootstrap, detectable, pass_at_k, pass_hat_k, scores, summarise
 from composer_nb.harness.files import read_json, write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN
@@ -413,15 +413,6 @@ def require_attempts(report: Mapping[str, Any], out: Path | None = None) -> None
             again = f"; the same command with --out {out} makes these again" if out else ""
             share = f"{lost} of {round(lost / row['lost_share'])} attempts were lost"
             raise TooManyLost(f"arm {arm}: {share}, so its figures do not count{again}: {reason}")
-
-
-def detectable(tasks: int, samples: int, spread: float = 0.2) -> float:
-    """Return the smallest difference in pass@1 that two policies show, each with `samples` attempts at the same tasks.
-
-    With a power of 80 % at a level of 5 % (Lachin, Controlled Clinical Trials 2, 1981), where every attempt succeeds half of the
-    time, which is the worst case. Attempts at one task are a cluster: `spread` is the standard deviation over tasks of what one
-    policy gains, which only more tasks average out (.13 and .28 for the gains of RL in the two stored examples)."""
-    return (1.96 + 0.84) * ((spread**2 + 2 * 0.25 / samples) / tasks) ** 0.5
 
 
 def difference(new: Sequence[Attempt], old: Sequence[Attempt], seed: int = 0) -> list[float]:

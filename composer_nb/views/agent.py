@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
+from composer_nb.harness.bench import detectable as smallest
 from composer_nb.harness.quality import solution_lines
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html
-from composer_nb.production.bench import detectable as smallest
 from composer_nb.production.show import call_line
 from composer_nb.production.work import Work
 from composer_nb.views import style
@@ -96,19 +96,15 @@ def arms(report: Mapping[str, Any]) -> Picture:
     names, rows = list(report["arms"]), list(report["arms"].values())
     picture = Picture(8.5, 2.8)
     solved, calls = picture.panels(1, 2)
-    graded = ["pass_at_1" in row for row in rows]  # otherwise every attempt was lost
-    scores = [row.get("pass_at_1") for row in rows]
-    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])])
-    for column in range(len(rows)):
-        if not graded[column]:
-            solved.text(column, 0.0, "–", ha="center", va="bottom")
+    scores = [row.get("pass_at_1") for row in rows]  # none where every attempt was lost
+    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])], ".2f")
     counts = [row.get("tool_calls_per_task") or 0.0 for row in rows]
     rates = [row.get("invalid_call_rate") or 0.0 for row in rows]  # without calls there is no rate
     invalid = [count * rate for count, rate in zip(counts, rates, strict=True)]
     valid = [count - wrong for count, wrong in zip(counts, invalid, strict=True)]
     calls.bar(names, valid, color=style.GREEN, width=0.6, label="answered")
     calls.bar(names, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid")
-    title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
+    title(as_share(solved, 1.15), "solved (pass@1, 95 % over tasks)")
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
     key(calls)
@@ -142,7 +138,7 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
     picture, ax = one_panel(7.0, 2.8)
     for count, color in zip(samples, (style.BLUE, style.GREEN, style.VERMILION, style.PURPLE), strict=False):
         differences = [smallest(number, count) for number in tasks]
-        ax.plot(tasks, differences, "o-", color=color, label=f"{count} attempts a task")
+        ax.plot(tasks, differences, "o-", color=color, label=f"{count} attempt{'s' * (count > 1)} a task")
     ax.set_xscale("log")
     ax.set_xticks(tasks, [str(number) for number in tasks])
     title(as_share(ax, 0.3), "smallest difference in pass@1 that shows, by attempts", "tasks")

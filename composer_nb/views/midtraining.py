@@ -102,7 +102,7 @@ def against_tokens(
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     errors.axhline(0, color=style.INK, linewidth=0.8)
     title(ax, what, "tokens", unit)
-    title(errors, "prediction − what came, at the open points", "tokens", unit)
+    title(errors, "prediction − measured, at the open points", "tokens", unit)
     key(ax)
     return picture
 

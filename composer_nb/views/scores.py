@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from composer_nb.harness.bench import wilson
 from composer_nb.views import style
 from composer_nb.views.charts import Chart, Figure, bars
 from composer_nb.views.page import shown
@@ -16,7 +17,7 @@ _NOT_YET = "no policy has been scored yet"
 
 
 def policies(report: Mapping[str, Any]) -> Figure:
-    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy; RL's
+    """Draw pass@1, greedy and best of k with 95 % intervals over tasks, and what is solved in 12 calls, of every policy; RL's
     gains in 12 calls stand beside them, with their intervals."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
@@ -27,7 +28,8 @@ def policies(report: Mapping[str, Any]) -> Figure:
         parts = {"in 12 calls": score, "new structures, in 12 calls": score.get("structures")}
         values = [("pass@1", score.get("pass_at_1"), score.get("ci95"))]
         values += [("greedy", score.get("pass_greedy"), score.get("ci95_greedy"))]
-        values += [(f"best of {k}", score.get("best_of_k"), None)]
+        best = score.get("best_of_k")
+        values += [(f"best of {k}", best, None if best is None else wilson(best, score["n_tasks"]))]
         values += [(name, part.get("pass_within", {}).get("12"), None) for name, part in parts.items() if part]
         for name, value, span in values:
             row = {"name": name, "series": policy, "value": value}

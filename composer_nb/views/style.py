@@ -126,17 +126,15 @@ def log_axis(axis: Axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def key(ax: Axes, near: bool = False) -> None:
-    """Add a legend that covers nothing if there is more than one label: below the figure, or `near` its panel, under the heading,
-    in a figure whose panels have different ones."""
+def key(ax: Axes) -> None:
+    """Add a legend below the figure, where it covers nothing, if there is more than one label."""
     handles, labels = ax.get_legend_handles_labels()
-    spec, root = ax.get_subplotspec(), ax.get_figure(root=True)
-    if len(labels) < 2 or spec is None or root is None or (ax.figure.legends and not near):
+    root = ax.get_figure(root=True)
+    if len(labels) < 2 or root is None or ax.figure.legends:
         return
-    inches = root.get_figwidth() * (0.85 * len(spec.colspan) / spec.get_gridspec().ncols if near else 0.95)
     for columns in range(len(labels), 0, -1):
         widest = (max(map(len, column)) for column in np.array_split(labels, columns))
-        if sum(0.42 + 0.058 * letters for letters in widest) <= inches:
+        if sum(0.42 + 0.058 * letters for letters in widest) <= 0.95 * root.get_figwidth():
             break
     look: dict[str, Any] = {
         "frameon": False,
@@ -145,12 +143,7 @@ def key(ax: Axes, near: bool = False) -> None:
         "handlelength": 1.4,
         "columnspacing": 1.2,
     }
-    if not near:
-        ax.figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
-        return
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, borderpad=0.2, ncols=columns, **look)
-    pad = 8 + 13 * math.ceil(len(labels) / columns)
-    ax.set_title(ax.get_title(loc="left"), loc="left", fontsize=10, color=INK, pad=pad)
+    ax.figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
 
 
 def as_share(ax: Axes, top: float | None = None) -> Axes:

@@ -38,7 +38,7 @@ def test_a_slider_moves_the_numbers_and_nothing_else(
         book.theme(dark)
         book.cell("rewards.sliders(lab)")
         picture(f"reward_lab_{'dark' if dark else 'light'}")
-        book.cell("rewards.look(lab, costly)")
+        book.cell("rewards.look(lab, judge(lab, costly))")
         picture(f"reward_look_{'dark' if dark else 'light'}")
     book.theme(False)
 

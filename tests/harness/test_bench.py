@@ -158,3 +158,24 @@ def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_see
     assert bench.filtered_best_of(tries, 2) == np.mean([True, True, False, False])
     assert bench.filtered_best_of(tries, 4) == np.mean([True, True, False, True])
     assert bench.filtered_best_of(tries, 8) is None
+
+
+@given(right=st.integers(0, 40), wrong=st.integers(0, 40))
+def test_wilsons_ends_are_where_the_score_test_turns(right: int, wrong: int) -> None:
+    if n := right + wrong:
+        for end in bench.wilson(right / n, n):
+            if 0 < end < 1:
+                half = 1.959964 * np.sqrt(end * (1 - end) / n)
+                assert abs(right / n - end) == pytest.approx(half, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(("tasks", "samples", "spread"), [(50, 4, 0.0), (200, 2, 0.0), (100, 16, 0.2)])
+def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, samples: int, spread: float) -> None:
+    """The test is over tasks, as the bench's interval is; attempts are coins, whose differences vary most at a half, and gains
+    differ from task to task."""
+    rng, gain = np.random.default_rng(0), bench.detectable(tasks, samples, spread)
+    gains = gain + spread * rng.choice([-1, 1], (4000, tasks))
+    one, other = (rng.binomial(samples, 0.5 + side * gains / 2) / samples for side in (1, -1))
+    gains = one - other
+    seen = np.abs(gains.mean(1)) > 1.96 * gains.std(1, ddof=1) / np.sqrt(tasks)
+    assert seen.mean() == pytest.approx(0.8, abs=0.03)

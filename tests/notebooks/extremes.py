@@ -46,14 +46,14 @@ CHECKS = {
         "before.attempt.task == after.attempt.task",
         "(before.segment.logprob <= 0).all() and (after.segment.logprob <= 0).all()",
         "len(strongest.segment.trace.routes) == len(strongest.segment.token_ids)",
-        "0 <= update['delta_bytes'] <= update['full_bytes']",
         "abs(report['wall_s']['total'] - sum(report['stages'].values())) < 1e-6",
     ),
     "04_reward_design": (
         "set(verdict.revived) == set(woken) and np.array_equal(verdict.scores.advantage_R, priced.advantage_R)",
         "stored.solved_R.all() or not winner.grade.passed",
-        "trust.n + trust.failed == len(batch.attempts)",
-        "len(renewed) == len(batch.attempts)",
+    ),
+    "04b_judges_and_reruns": (
+        "trust.n + trust.failed == len(renewed) == len(batch.attempts)",
         "all(share is None or 0 <= share <= 1 for share in shares)",
     ),
     "06_compare_runs": (

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -19,7 +18,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production.bench import bench_settings, compare_evals, detectable, evaluate, figures
+from composer_nb.production.bench import bench_settings, compare_evals, evaluate, figures
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import open_engine
 from composer_nb.production.serve import ScriptServer
@@ -50,18 +49,6 @@ def test_a_row_by_hand() -> None:
     assert found["disqualified_attempts"] == 1
     assert found["dollars_per_task"] == pytest.approx((9000 * 0.5 + 1000 * 2.5) / 1e6)
     assert figures(rows)["dollars_per_task"] is None
-
-
-@pytest.mark.parametrize(("tasks", "samples", "spread"), [(50, 4, 0.0), (200, 2, 0.0), (100, 16, 0.2)])
-def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, samples: int, spread: float) -> None:
-    """The test is over tasks, as the bench's interval is; attempts are coins, whose differences vary most at a half, and gains
-    differ from task to task."""
-    rng, gain = np.random.default_rng(0), detectable(tasks, samples, spread)
-    gains = gain + spread * rng.choice([-1, 1], (4000, tasks))
-    one, other = (rng.binomial(samples, 0.5 + side * gains / 2) / samples for side in (1, -1))
-    gains = one - other
-    seen = np.abs(gains.mean(1)) > 1.96 * gains.std(1, ddof=1) / np.sqrt(tasks)
-    assert seen.mean() == pytest.approx(0.8, abs=0.03)
 
 
 @pytest.fixture

@@ -22,12 +22,13 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.hints import hint_at
 from composer_nb.harness.agent.turns import News, Spoken, TokenTurnPolicy
 from composer_nb.harness.attempt import Agent
+from composer_nb.harness.bench import wilson
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.labs.rewards.judges import JudgeModel, wilson
+from composer_nb.labs.rewards.judges import JudgeModel
 from composer_nb.tour.expert import unsampled
 from composer_nb.trainer.learning.learner import divergence, sides
 from composer_nb.trainer.learning.packing import distributions, flatten, moved

@@ -96,8 +96,9 @@ class Seeker(WithoutModel):
 
 
 def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the share solved, and means over rollouts: segments, tokens of summaries, tokens whose keys and values a call for a
-    summary found in the cache (`reused`), all tokens, tries that were forgotten at the end of a segment, and tries made twice."""
+    """Return how many attempts there are, the share solved, and means over them: segments, tokens of summaries, tokens whose keys
+    and values a call for a summary found in the cache (`reused`), all tokens, tries that were forgotten at the end of a segment,
+    and tries made twice."""
     rollouts = [attempt.rollout for attempt in attempts]
     means = {
         "segments": [len(rollout.segments) for rollout in rollouts],
@@ -108,7 +109,11 @@ def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, floa
         "tried twice": [sum(turn.observation == "tried" for turn in rollout.turns) for rollout in rollouts],
     }
     solved = float(np.mean([attempt.grade.passed for attempt in attempts]))
-    return {"solved": solved, **{name: float(np.mean(values)) for name, values in means.items()}}
+    return {
+        "rollouts": len(rollouts),
+        "solved": solved,
+        **{name: float(np.mean(values)) for name, values in means.items()},
+    }
 
 
 def forgotten(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:

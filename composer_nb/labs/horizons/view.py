@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from composer_nb.harness.bench import wilson
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Kind
 from composer_nb.labs.horizons.fork import Fork, Nudge
@@ -50,14 +51,16 @@ def chain(attempt: Attempt) -> Picture:
 
 
 def sides(figures: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[str]) -> Picture:
-    """Draw figures of ways to end a segment, by (way, trigger): a panel for each of `names`, a group of bars for each trigger."""
+    """Draw figures of ways to end a segment, by (way, trigger): a panel for each of `names`, a group of bars for each trigger.
+    Shares solved have 95 % intervals."""
     triggers = list(dict.fromkeys(trigger for _, trigger in figures))
     picture = Picture(9.5, 2.8)
     for ax, name in zip(picture.panels(1, len(names)), names, strict=True):
         bars = []
         for way, color in _SIDES.items():
-            values = [figures.get((way, trigger), {}).get(name) for trigger in triggers]
-            bars.append(style.BarSeries(way, color, values))
+            rows = [figures.get((way, trigger), {}) for trigger in triggers]
+            spans = [wilson(row["solved"], int(row["rollouts"])) if row and name == "solved" else None for row in rows]
+            bars.append(style.BarSeries(way, color, [row.get(name) for row in rows], spans))
         form = ".2f" if name == "solved" else ".0f"
         style.grouped(ax, [f"trigger {trigger}" for trigger in triggers], bars, form, size=7)
         title(ax, name)

@@ -18,8 +18,6 @@ from composer_nb.views.style import Picture, title
 if TYPE_CHECKING:
     import ipywidgets
 
-# Ends of the logarithmic axes: less is rounding in float32.
-FLOORS = {"p99": 1e-7, "k3": 1e-12}
 HEAD = ("", "cause", "trainer's → engine's", "p50", "p99", "max", "k1", "k3", "KL")
 
 
@@ -62,8 +60,8 @@ def waterfall(report: Examination) -> Picture:
     marks = {name: "● " for name in report.named}
     names = ["trainer", *(marks.get(step.cause, "") + step.cause for step in report.steps)]
     names.append(marks.get(UNEXPLAINED, "") + "left")
-    picture.axes[0].set_yticks(range(len(names)), names)
-    picture.axes[0].invert_yaxis()
+    for ax in (left, right):
+        style.rows(ax, names)
     return picture
 
 
@@ -76,6 +74,7 @@ def toggles(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch)
     boxes, text = [ipywidgets.Checkbox(description=name, indent=False) for name in names], ipywidgets.HTML()
 
     def show(*_: object) -> None:
+        text.value = "computing …"
         f = toggled(trainer, engine, batch, [box.description for box in boxes if box.value])
         text.value = f"p99 {f.p99:.1e}, max {f.most:.1e}, k3 {f.k3:.1e}, KL {f.kl:.1e} nats; {f.missing:.1%} missing"
 
@@ -86,18 +85,15 @@ def toggles(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch)
 
 
 def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
-    floor = FLOORS[figure]
     values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
-    ends = [floor if math.isnan(value) else max(value, floor) for value in values]
-    ax.barh(0, ends[0] - floor, left=floor, color=style.GREY, height=0.7)
+    ends = [0.0 if math.isnan(value) else value for value in values]
+    ax.barh(0, ends[0], color=style.GREY, height=0.7)
     for at, (before, after) in enumerate(pairwise(ends), 1):
         hue = style.BLUE if after <= before else style.VERMILION
         ax.barh(at, abs(before - after), left=min(before, after), color=hue, height=0.7)
         ax.plot([before, before], [at - 1, at + 0.35], color=style.GREY, linewidth=0.8)
-    ax.barh(len(ends), ends[-1] - floor, left=floor, color=style.GREY, height=0.7)
-    ax.set(xscale="log", xlim=(floor, max(10 * floor, 3 * max(ends))))
-    ax.grid(axis="y", visible=False)
-    ax.grid(axis="x", color=style.PALE, linewidth=0.8)
+    ax.barh(len(ends), ends[-1], color=style.GREY, height=0.7)
+    ax.ticklabel_format(axis="x", scilimits=(-2, 3))
     title(ax, text)
 
 

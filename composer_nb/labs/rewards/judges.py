@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal, Protocol
 
 from composer_nb.harness.agent.endpoint import Answer
+from composer_nb.harness.bench import wilson
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
@@ -312,12 +312,3 @@ def agreement(levels: Sequence[int | None], labels: Sequence[int]) -> Agreement:
         kappa=(p - e) / (1 - e) if e < 1 else math.nan,
         counts=dict(counts),
     )
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n (1927): the p with |share − p| ≤ z √(p(1 − p)/n); (0, 1) for n = 0."""
-    if not n:
-        return 0.0, 1.0
-    z2 = NormalDist().inv_cdf(0.975) ** 2 / n
-    middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
-    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))

@@ -1,7 +1,6 @@
 """The reward lab: sliders over the terms of a reward, and a stored batch under it.
 
-`sliders` and `look` show the same figure. `sliders` redraws it when a slider is released; `look` is its static twin, for given
-settings.
+`sliders` and `look` show the same figure. `sliders` redraws it when a slider is released; `look` is its static twin.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 # Label, colour and marker of a rollout.
 SOLVED = {True: ("solved", style.BLUE, "o"), False: ("not solved", style.ORANGE, "D")}
-_TERM = (-2.0, 2.0, 0.1)
 _EFFORT = {
     "effort.weight": (0.0, 1.0, 0.01),
     "effort.k": (0.1, 10.0, 0.1),
@@ -42,9 +40,12 @@ _EFFORT = {
 }
 
 
-def ranges() -> dict[str, tuple[float, float, float]]:
-    """Return (from, to, step) of each slider by setting: one per registered term, and those of the effort penalty."""
-    return {**{f"weights.{name}": _TERM for name in TERMS}, **_EFFORT}
+def ranges(batch: StoredBatch) -> dict[str, tuple[float, float, float]]:
+    """Return (from, to, step) of each slider by setting, ten at most: the effort penalty, and the terms that differ within most
+    groups of the batch."""
+    live = {name: float(rescore(batch, RewardSettings(weights={name: 1.0})).live_P.mean()) for name in TERMS}
+    terms = sorted(filter(live.__getitem__, live), key=lambda name: -live[name])[: 10 - len(_EFFORT)]
+    return {**{f"weights.{name}": (-2.0, 2.0, 0.1) for name in terms}, **_EFFORT}
 
 
 def with_values(rewards: RewardSettings, values: Mapping[str, float]) -> RewardSettings:
@@ -63,14 +64,9 @@ def value_of(rewards: RewardSettings, name: str) -> float:
     return float(rewards.weights.get(leaf, 0.0) if group == "weights" else getattr(rewards.effort, leaf))
 
 
-def look(lab: Lab, rewards: RewardSettings) -> Picture:
-    """Draw the stored batch under `rewards`: each rollout's advantage as trained and as it would be, the groups, and the angle
-    between the two gradients."""
-    return drawn(lab, judge(lab, rewards))
-
-
-def drawn(lab: Lab, rescored: RescoredBatch) -> Picture:
-    """Draw a verdict."""
+def look(lab: Lab, rescored: RescoredBatch) -> Picture:
+    """Draw the stored batch under another reward: each rollout's advantage as trained and as it would be, the groups, and the
+    angle between the two gradients."""
     picture = Picture(9.5, 3.6)
     rollouts, groups, turn = picture.panels(1, 3, width_ratios=(1.1, 1.2, 0.9))
     _advantages(rollouts, lab, rescored)
@@ -136,9 +132,10 @@ def _arrow(ax: Axes, cosine: float, color: str) -> None:
 
 
 def sliders(lab: Lab) -> ipywidgets.VBox:
-    """Return sliders over `ranges()`, beginning at the rewards of the run, above the figure of `look`.
+    """Return sliders over `ranges`, beginning at the rewards of the run, above the figure of `look`.
 
-    The figure follows when a slider is released. It belongs to the widget, so nothing else in a notebook depends on the sliders.
+    The figure follows when a slider is released; until it is drawn, the line below says so. It belongs to the widget, so nothing
+    else in a notebook depends on the sliders.
     Below it stand the `overrides` with which a run trains on the chosen reward.
     Settings that have no slider keep their value.
     """
@@ -146,7 +143,8 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
 
     settings = lab.batch.settings.reward
     wide = w.Layout(width="auto")
-    start_values = {name: value_of(settings, name) for name in ranges()}
+    spans = ranges(lab.batch)
+    start_values = {name: value_of(settings, name) for name in spans}
     slider_by_name = {
         name: w.FloatSlider(
             value=start_values[name],
@@ -159,16 +157,17 @@ def sliders(lab: Lab) -> ipywidgets.VBox:
             style={"description_width": "14em"},
             readout_format=".3f" if step < 0.01 else ".2f",
         )
-        for name, (low, high, step) in ranges().items()
+        for name, (low, high, step) in spans.items()
     }
     image = w.Image(format="png", layout=w.Layout(max_width="100%"))
     caption, reset_button = w.HTML(), w.Button(description="reset")
 
     def draw(_: object = None) -> None:
+        caption.value = "computing …"
         values = {name: slider.value for name, slider in slider_by_name.items() if slider.value != start_values[name]}
         chosen_settings = with_values(settings, values)
         rescored = judge(lab, chosen_settings)
-        image.value = drawn(lab, rescored).png()
+        image.value = look(lab, rescored).png()
         overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen_settings).items()}
         text = html.escape(json.dumps(overrides))
         caption.value = f"<code>{summary(rescored)}</code><br><code>overrides = {text}</code>"
@@ -242,8 +241,7 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
         if not math.isnan(value):
             ax.axvline(value, color=style.VERMILION, linewidth=1.6)
             side = "right" if value > 0 else "left"
-            at = (value, top * (0.92 - 0.13 * row))
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            box, at = {"facecolor": "white", "edgecolor": "none", "pad": 1}, (value, top * (0.92 - 0.13 * row))
             ax.annotate(f" {name} ", at, ha=side, fontsize=8.5, color=style.INK, bbox=box)
     ax.set_xlim(-1.05, 1.05)
     title(ax, "cosine to the gradient as trained", "cosine", "shuffles")
@@ -285,19 +283,26 @@ def agreed(result: Agreement, levels: Sequence[str]) -> Picture:
     title(table, f"{result.n} rollouts, {result.failed} without an answer", "judge", "label")
     style.bars(ax, {"judge": result.accuracy, "a constant": result.constant}, [style.BLUE, style.GREY])
     style.interval(ax, result.interval, [0, 0])
-    ax.set_xlim(0, 1)
+    ax.set_xlim(0, 1.05)
     title(ax, f"Cohen's κ: {shown(result.kappa, '.2f')}", "accuracy, with its 95 % interval")
     return picture
 
 
-def against_weight(weights: Sequence[float], lines: Mapping[str, Sequence[float]]) -> Picture:
-    """Draw figures of merit (values by name) against the weight of a term, on a logarithmic axis, one panel each."""
+def against_weight(
+    weights: Sequence[float], verdicts: Sequence[RescoredBatch], control: Sequence[RescoredBatch] = ()
+) -> Picture:
+    """Draw agreement and cosine against the weight of a term, on a logarithmic axis, with the cosine of a `control`. Both
+    vertical axes reach from 0 or below to 1, so that what hardly changes looks flat."""
     picture = Picture(9.5, 2.8)
-    for ax, (name, values) in zip(picture.panels(1, len(lines)), lines.items(), strict=True):
-        ax.plot(weights, values, color=style.BLUE, linewidth=2, marker="o", markersize=3.5)
-        ax.set_xscale("log")
-        ax.ticklabel_format(axis="y", useOffset=False)
-        if name.startswith("agreement"):  # a share: its whole range, so that a constant is seen as one
-            ax.set_ylim(0, 1.05)
+    agreement, cosine = picture.panels(1, 2)
+    agreement.plot(
+        weights, [rescored.scores.agreement for rescored in verdicts], "o-", color=style.BLUE, markersize=3.5
+    )
+    for label, series, color in (("this term", verdicts, style.BLUE), ("dealt at random", control, style.ORANGE)):
+        if series:
+            cosine.plot(weights, [r.cosine for r in series], "o-", color=color, markersize=3.5, label=label)
+    for ax, name in ((agreement, "agreement with the tests"), (cosine, "cosine to the gradient as trained")):
+        ax.set(xscale="log", ylim=(min(0.0, ax.get_ylim()[0]), 1.05))
         title(ax, name, "weight")
+    key(cosine)
     return picture

@@ -21,7 +21,7 @@ import torch
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.bench import bootstrap, run_eval, summarise
+from composer_nb.harness.bench import bootstrap, detectable, run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy, Request, Trace
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
@@ -368,7 +368,8 @@ def evaluate(s: Stages, name: str) -> None:
                 info["structures"] = summarise(*attempts_by_kind["structures"])
             s.say(
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
-                f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
+                f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks; "
+                f"a change of pass@1 below {detectable(info['n_tasks'], info['k']):.3f} may not show"
             )
 
 

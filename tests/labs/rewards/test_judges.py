@@ -1,21 +1,18 @@
 """Rubric judges against a scripted model, also one that is garbled or talked into something."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from composer_nb.cli import main
 from composer_nb.harness.agent.endpoint import Answer, Endpoint
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, wilson
+from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost
 from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TASK = Task.model_construct(
@@ -185,13 +182,3 @@ def test_agreement_by_a_textbook_table() -> None:
     assert (found.n, found.failed, found.accuracy, found.constant) == (50, 1, 0.7, 0.5)
     assert found.kappa == pytest.approx(0.4) and found.counts[1, 0] == 5
     assert found.interval == pytest.approx((0.5625, 0.8090), abs=1e-4)
-
-
-@given(right=st.integers(0, 40), wrong=st.integers(0, 40))
-def test_wilsons_ends_are_where_the_score_test_turns(right: int, wrong: int) -> None:
-    if n := right + wrong:
-        for end in wilson(right / n, n):
-            if 0 < end < 1:
-                assert abs(right / n - end) == pytest.approx(
-                    1.959964 * math.sqrt(end * (1 - end) / n), rel=1e-5, abs=1e-7
-                )

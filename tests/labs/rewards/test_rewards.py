@@ -18,4 +18,4 @@ def test_a_slider_runs_no_model(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.nn.Module, "__call__", refuse)
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     found = judge(lab, rewards.with_values(lab.batch.settings.reward, {"effort.weight": 0.1}))
-    assert rewards.drawn(lab, found).png()
+    assert rewards.look(lab, found).png()
