@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +16,11 @@ from composer_nb.harness.grading.structure import structure
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
+from composer_nb.harness.tasks.making.changes import units
 from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
+from composer_nb.harness.tasks.making.questions import questions
+from composer_nb.harness.tasks.making.refactors import renameable
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
 from tests.harness.tasks.making.conftest import FILES, write
@@ -52,6 +56,19 @@ def test_pages():
 
 def test_in_pairs():
     assert in_pairs([5, 6, 7]) == [[5, 6], [7]]
+"""
+QUESTIONS = """\
+import html, os.path as paths
+class Node:
+    def __init__(self, value): self.value = value
+def widen(value): return value + 1
+def clean(value): return value
+def quoted(text): return html.escape(text) + paths.sep.expand(text)
+def escape(text): return widen(clean(text))
+def expand(text): return widen(clean(text))
+def tally(node): return widen(clean(tally(node)))
+def build(value): return Node(widen(clean(value)))
+def plain(value): return widen(clean(value))
 """
 Tasks = Mapping[str, list[Task]]
 
@@ -239,6 +256,16 @@ def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> No
             assert passes(task, backend, {"ANSWER.txt": text})
         for text in ("", "chunks", names[0], "chunks clamp pages in_pairs"):
             assert not passes(task, backend, {"ANSWER.txt": text})
+
+
+def test_only_functions_with_one_answer_are_asked_about_and_renamed() -> None:
+    """None whose name another package has too; none that calls itself, or makes an object: whether that is a call is open."""
+    functions = units("q.py", QUESTIONS)
+    repository = SimpleNamespace(files={"q.py": QUESTIONS}, sources=("q.py",), scope=("q.py",))
+    subject = cast(Any, SimpleNamespace(repository=repository, units=functions, reached=functions, seed="0"))
+    asked = {candidate.build.args[1].name for candidate in questions(subject)}
+    assert asked == {"widen", "clean", "plain"}
+    assert {unit.name for unit in renameable(subject)} == {*asked, "quoted", "tally", "build"}
 
 
 def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
