@@ -64,13 +64,11 @@ def bound(text: str, tops: set[str]) -> Iterator[tuple[str, bool]]:
     """Yield the names that a module binds, mentions in strings, or imports or looks up in packages other than `tops`, each with
     whether it is a function's."""
     nodes = syntax.nodes_of(text)
-    origins = {
-        (alias.asname or alias.name).split(".")[0]: getattr(node, "module", None) or alias.name
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
-        for alias in node.names
-    }
-    foreign = {name for name, origin in origins.items() if origin.split(".")[0] not in tops}
+    foreign = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            pairs = ((item.asname or item.name, getattr(node, "module", "") or item.name) for item in node.names)
+            foreign |= {name.split(".")[0] for name, origin in pairs if origin.split(".")[0] not in tops}
     prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     prose |= {id(item) for node in nodes if _exports(node) for item in ast.walk(node)}
     for node in nodes:
