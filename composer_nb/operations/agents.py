@@ -159,15 +159,13 @@ def humaneval(args: argparse.Namespace) -> int:
         task = progress.add_task("answers", total=len(problems) * args.samples)
         options["on_answer"] = partial(progress.advance, task)
         report = evaluate_humaneval(args.policy, problems, out, backend, **options)
-    scores = (name.removeprefix("pass_at_") for name in report if name.startswith("pass_at_"))
-    lines = [
-        f"pass@{k} {report[f'pass_at_{k}']:.3f} ({low:.3f} to {high:.3f})"
-        for k in scores
-        for low, high in [report[f"ci95_at_{k}"]]
-    ]
+    scores = [name for name in report if name.startswith("pass_at_")]
+    intervals = ["({:.3f} to {:.3f})".format(*report[name.replace("pass", "ci95")]) for name in scores]
+    lines = [f"pass@{name[8:]} {report[name]:.3f} {text}" for name, text in zip(scores, intervals, strict=True)]
     how = f"HumanEval, {args.form}, temperature {args.temperature:g}, {args.samples} answers per problem"
     lost = f", {report['lost']} answers lost" if report["lost"] else ""
-    return emit(args, report, lambda: f"{how}: {', '.join(lines)}{lost}\nkept: {out}", int(bool(report["lost"])))
+    shown = ", ".join(lines) or "no score"
+    return emit(args, report, lambda: f"{how}: {shown}{lost}\nkept: {out}", int(bool(report["lost"])))
 
 
 def _rubric_table(arms: Mapping[str, Any]) -> Table:
@@ -246,8 +244,8 @@ def agent(args: argparse.Namespace) -> int:
     limits = replace(equipment(args.policy)[1], seconds=args.seconds)
     options = pick(args, "backend", "image", "packages", "temperature")
     options |= {"user": answerer(screen)} if args.answer else {}
-    if (args.planner and args.plan) or (args.plan_only and not args.planner):
-        raise ValueError("agent: use either --planner or --plan FILE, and --plan-only with --planner")
+    if (args.planner and args.plan) or ((args.plan_only or args.planner_price) and not args.planner):
+        raise ValueError("agent: use either --planner or --plan FILE; --plan-only and --planner-price with --planner")
     plan = read_plan(args.plan) if args.plan else None
     if args.planner and (plan := _plan(args, out, screen)) is None:
         return int(not args.plan_only)

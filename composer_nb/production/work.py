@@ -233,9 +233,9 @@ def read_plan(path: Path) -> TaskPlan:
 
 
 def holds_plan_alone(path: Path) -> bool:
-    """Return whether a folder holds a plan, and no result yet."""
+    """Return whether a folder holds a plan, also with what editors leave beside it (`plan.md~`), and no result yet."""
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
-    return PLAN in names and names <= {PLAN, PLAN_FIGURES, ".gitignore"}
+    return PLAN in names and {name for name in names if PLAN not in name} <= {PLAN_FIGURES, ".gitignore"}
 
 
 def _make_folder(path: Path, root: Path) -> None:

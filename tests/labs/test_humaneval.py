@@ -14,6 +14,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs import humaneval
 from composer_nb.labs.humaneval import Problem, completed, evaluate_humaneval, extracted, read_problems, task_of
+from composer_nb.production import policies
 
 PROBLEMS = read_problems()
 
@@ -57,6 +58,7 @@ def test_a_completion_ends_before_the_next_statement_at_the_margin(text: str, pr
         "```python\nf(1)\n```\nthat was a use, here it is:\n```py\ndef f(x):\n    return x\n```",
         "def f(x):\n    return x",
         "```\ndef f(x):\n    return x",
+        "1. Write it:\n\n   ``` python title=f\n   def f(x):\n       return x\n   ```\n2. Use it.",
     ],
 )
 def test_the_block_that_defines_the_function_is_the_answer(text: str) -> None:
@@ -87,13 +89,14 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     endpoint = StandIn()
-    monkeypatch.setattr(humaneval, "open_endpoint", lambda name, temperature: endpoint)
+    for module in (humaneval, policies):
+        monkeypatch.setattr(module, "open_endpoint", lambda name, temperature=0.0: endpoint)
     return endpoint
 
 
-@pytest.mark.parametrize("form", humaneval.FORMS)
+@pytest.mark.parametrize("form", ["raw", "chat"])
 def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
-    stand_in: StandIn, form: humaneval.Form, tmp_path: Path
+    stand_in: StandIn, form: humaneval.Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     options = {"form": form, "samples": 2, "workers": 1}
     with open_backend("bwrap") as backend:
@@ -106,6 +109,9 @@ def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
         report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
         with pytest.raises(ValueError, match="another policy, backend, harness or settings"):
             evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options, tokens=9)
+        monkeypatch.setattr(stand_in, "model", "another that the server has now")
+        with pytest.raises(ValueError, match="another policy"):
+            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
     assert len(stand_in.asked) == 8 and len({body["seed"] for body in stand_in.asked}) == 8
     assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0
     assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == 0.5

@@ -122,6 +122,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: None)
 with open(sys.argv[1], "a") as plan:
     plan.write("2. Test it.\\n")
+open(f"{sys.argv[1]}~", "x").close()  # what emacs and joe keep of the text before
 print("editing", flush=True)
 time.sleep(0.5)
 with open(sys.argv[1], "a") as plan:

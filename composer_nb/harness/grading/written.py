@@ -11,9 +11,11 @@ which the solution does not use. References: mutation testing (DeMillo, Lipton a
 
 import ast
 import json
+import random
 import re
 import time
 from dataclasses import replace
+from operator import itemgetter
 
 from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded
 from composer_nb.harness.grading.diff import Changes
@@ -49,7 +51,9 @@ def grade_written(task: Task, edits: Changes, plan: GradePlan, boxes: Boxes) -> 
         written = task.model_copy(update={"tests": {**task.tests, path: module}})
         changes = (*[{}] * RUNS, *equivalents, *mutants)
         versions = [{name: text.encode() for name, text in change.items()} for change in changes]
-        ran = boxes.run([replace(job(written, {**edits.files, **version}), tests=(path,)) for version in versions])
+        order = random.SystemRandom().sample(range(len(changes)), len(changes))  # or the clock would tell a mutant
+        jobs = [replace(job(written, {**edits.files, **versions[number]}), tests=(path,)) for number in order]
+        ran = [run for _, run in sorted(zip(order, boxes.run(jobs), strict=True), key=itemgetter(0))]
     except (SyntaxError, ValueError, RecursionError):  # no module
         ran = []
     except SandboxFailure as error:

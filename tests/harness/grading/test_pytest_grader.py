@@ -2,12 +2,12 @@
 
 import ast
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
 from composer_nb.harness.grading import box
-from composer_nb.harness.grading.plan import GradePlan, job, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, job, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.twins import all_candidates
 from composer_nb.harness.sandbox.contract import Backend, ExecResult
@@ -148,3 +148,19 @@ def test_a_hidden_test_may_take_a_visible_ones_place(make_task: Callable[..., Ta
     task = make_task({"test_f.py": "import f\ndef test_a(): assert f.f(1) == 2\n"}, files)
     plan = GradePlan(digest="", tests={"test_f.py::test_a#0": "test_f.py::test_a"})
     assert not grade_pytest(task, {path: text.encode() for path, text in files.items()}, backend, plan).passed
+
+
+def test_a_written_test_that_reads_the_clock_seldom_tells_a_mutant(
+    make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right versions, three times the code and one in other words, come in any order with the mutants."""
+    early = [
+        box.JobResult(results={"t": box.TestResult(outcome=outcome)}) for outcome in ["passed"] * 4 + ["failed"] * 2
+    ]
+    monkeypatch.setattr(box.Boxes, "run", lambda boxes, jobs: early)
+    facts = {"mutants": '[{"f.py": "1"}, {"f.py": "2"}]', "equivalents": '[{"f.py": "3"}]'}
+    files = {"f.py": "0", "test_f.py": ""}
+    task = make_task({"test_f.py": ""}, files, {"test_f.py": "x"}, scope=("test_f.py",), metadata=facts)
+    plan, answer = GradePlan(digest=digest(task), tests={}), {path: text.encode() for path, text in files.items()}
+    grades = [grade_pytest(task, answer, cast(Backend, None), plan) for _ in range(30)]
+    assert sum(grade.passed for grade in grades) < 15

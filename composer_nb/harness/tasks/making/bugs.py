@@ -35,6 +35,8 @@ from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 
 RECIPE = Path(__file__).with_name("real_bugs.json")
 VERSION = "1.0.0"
+FIX, TESTS = "fix.patch", "unittests.py"  # What is read of a bug of tests4py.
+SHA256 = "7246aede02a5c0f1ec3ba5acb20b64c39fd387e749fc614cb71cb0b6ff940b77"  # Of these of all bugs, in order of paths.
 TEST = "test_bug.py"
 SUITE_S = 60.0
 MAX_LINES = 400
@@ -103,14 +105,17 @@ def make_bugs(out: Path, backend: Backend, recipe: Mapping[str, Project], report
 
 
 def resources() -> Path:
-    """Return the folder with the bugs of tests4py, whose code is never imported. Raises ValueError without this version of it."""
+    """Return the folder with tests4py's bugs, whose code is never imported. Raises ValueError if it is missing or changed."""
     try:
         package = distribution("tests4py")
     except PackageNotFoundError:
         raise ValueError("tasks bugs needs the data of tests4py: pip install 'composer_nb[bugs]'") from None
-    if package.version != VERSION:
-        raise ValueError(f"tests4py {package.version} is installed, and the recipe is for {VERSION}")
-    return Path(str(package.locate_file("tests4py/projects/resources")))
+    folder = Path(str(package.locate_file("tests4py/projects/resources")))
+    files = sorted(file for file in folder.glob("*/bug_*/*") if file.name in (FIX, TESTS))
+    if hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() != SHA256:
+        why = f"tests4py {package.version} is changed, or is not the recipe's"
+        raise ValueError(f"{folder}: {why}; reinstall tests4py=={VERSION}")
+    return folder
 
 
 def install(packages: Sequence[str], root: Path) -> Path | None:
@@ -163,7 +168,7 @@ def draft_bug(name: str, number: int, wheel: Path, bugs_folder: Path) -> Candida
     the fix cannot be reversed there, or there is no request."""
     patch, tests = (
         (bugs_folder / name / f"bug_{number}" / file).read_text(encoding="utf-8", errors="replace")
-        for file in ("fix.patch", "unittests.py")
+        for file in (FIX, TESTS)
     )
     after = of_files(name, [*_files_of(wheel), (TEST, tests.encode())], wheel)
     sections = re.findall(r"(?ms)^(diff --git a/(\S+) .*?)(?=^diff --git |\Z)", patch)

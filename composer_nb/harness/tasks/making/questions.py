@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from random import Random
 
-from composer_nb.harness import syntax
 from composer_nb.harness.grading.source import last_name
 from composer_nb.harness.tasks.making.assignments import assignments, behaving, task_of
-from composer_nb.harness.tasks.making.changes import Unit, header_of, text_of
+from composer_nb.harness.tasks.making.changes import Unit, function_of, text_of
 from composer_nb.harness.tasks.making.refactors import renameable
 from composer_nb.harness.tasks.making.trial import Assignment, Subject
 from composer_nb.harness.tasks.task import Task
@@ -54,12 +53,14 @@ def questions(subject: Subject) -> Iterator[Assignment]:
     named = {unit.name.rpartition(".")[2]: unit for unit in renameable(subject)}
     called = {unit: called_names(text_of(unit, subject.repository.files)) for unit in subject.units}
     counts = Counter(unit.name for unit in subject.units)
-    ambiguous = {unit.name.rpartition(".")[2] for unit in subject.units} - named.keys()
+    # Also classes: whether who makes an object calls a method is a matter of taste, as whether a function calls itself is.
+    ambiguous = {part for unit in subject.units for part in unit.name.split(".")} - named.keys()
     answers: dict[Unit, list[tuple[str, set[str]]]] = {}
     for name, unit in named.items():
-        callers = {other for other in subject.units if name in called[other] and other != unit}
-        clear = not called[unit] & ambiguous
-        callees = {named[other] for other in called[unit] & named.keys() - {name} if clear}
+        if name in called[unit]:
+            continue
+        callers = {other for other in subject.units if name in called[other]}
+        callees = {named[other] for other in called[unit] & named.keys() if not called[unit] & ambiguous}
         both = [
             (f"Which functions and methods of the package call `{unit.name}` ({unit.path})?", callers),
             (f"Which of the package's functions and methods does `{unit.name}` ({unit.path}) call?", callees),
@@ -79,9 +80,9 @@ def questions(subject: Subject) -> Iterator[Assignment]:
 
 
 def called_names(text: str) -> set[str]:
-    """Return the last names of what a function calls."""
+    """Return the last names of what the body of a function calls."""
     with suppress(SyntaxError, ValueError):
-        nodes = ast.walk(syntax.parse(header_of(text) + text))
+        nodes = (node for part in getattr(function_of(text), "body", ()) for node in ast.walk(part))
         return {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
     return set()
 

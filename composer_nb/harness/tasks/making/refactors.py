@@ -61,9 +61,14 @@ def _changeable(subject: Subject, path: str) -> bool:
 
 
 def bound(text: str, tops: set[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a module binds, mentions in strings or imports from elsewhere than `tops`, each with whether it is a
-    function's."""
+    """Yield the names that a module binds, mentions in strings, or imports or looks up in packages other than `tops`, each with
+    whether it is a function's."""
     nodes = syntax.nodes_of(text)
+    foreign = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            pairs = ((item.asname or item.name, getattr(node, "module", "") or item.name) for item in node.names)
+            foreign |= {name.split(".")[0] for name, origin in pairs if origin.split(".")[0] not in tops}
     prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     prose |= {id(item) for node in nodes if _exports(node) for item in ast.walk(node)}
     for node in nodes:
@@ -76,8 +81,10 @@ def bound(text: str, tops: set[str]) -> Iterator[tuple[str, bool]]:
                 yield name, False
             case ast.Import(names=names):
                 yield from ((part, False) for alias in names for part in alias.name.split("."))
-            case ast.ImportFrom(module=module, level=0, names=names) if (module or "").split(".")[0] not in tops:
-                yield from ((alias.name, False) for alias in names)
+            case ast.ImportFrom(names=names):
+                yield from ((alias.name, False) for alias in names if (alias.asname or alias.name) in foreign)
+            case ast.Attribute(attr=name) if ast.unparse(node).split(".")[0] in foreign:
+                yield name, False
             case ast.Constant(value=str(value)) if id(node) not in prose:
                 yield from ((word, False) for word in re.findall(r"\w+", value))
         if isinstance(node, ast.alias) and node.asname:

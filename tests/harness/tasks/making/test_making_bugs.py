@@ -96,11 +96,14 @@ def package(folder: Path, version: str) -> None:
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Project]:
     """The recipe of a made-up tests4py with one project of three bugs, one of which is refused and another has no effect."""
     data = tmp_path / "tests4py"
-    for number, fix in ((1, FIX), (2, FIX), (3, FIX.replace("values", "numbers"))):
+    fixes = [FIX, FIX, FIX.replace("values", "numbers")]
+    for number, fix in enumerate(fixes, 1):
         folder = data / "projects/resources/sums" / f"bug_{number}"
         folder.mkdir(parents=True)
         (folder / "fix.patch").write_text(fix)
         (folder / "unittests.py").write_text(TESTS)
+    texts = [text for fix in fixes for text in (fix, TESTS)]
+    monkeypatch.setattr(bugs, "SHA256", hashlib.sha256("".join(texts).encode()).hexdigest())
     index = tmp_path / "index"
     index.mkdir()
     digest = wheel(index, "sums", {"sums/__init__.py": "", "sums/core.py": RIGHT, "sums/table.bin": "\0"})
@@ -164,7 +167,8 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
     assert "recipe.json" in error(("bug", {}))
     assert main(["tasks", "bugs", "other", "--out", str(out)]) == 2
     package(tmp_path, "0.9")
-    assert "tests4py 0.9 is installed" in error()
+    (tmp_path / "tests4py/projects/resources/sums/bug_1/fix.patch").write_text(FIX.replace("0.0", "1.0"))
+    assert "tests4py 0.9 is changed" in error()
     monkeypatch.setattr(bugs, "distribution", lambda name: distribution("no-such-package"))
     assert "composer_nb[bugs]" in error()
 

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import indent
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +15,11 @@ from composer_nb.harness.grading.structure import structure
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
+from composer_nb.harness.tasks.making.changes import units
 from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
+from composer_nb.harness.tasks.making.questions import questions
+from composer_nb.harness.tasks.making.refactors import renameable
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
 from tests.harness.tasks.making.conftest import FILES, write
@@ -52,6 +55,18 @@ def test_pages():
 
 def test_in_pairs():
     assert in_pairs([5, 6, 7]) == [[5, 6], [7]]
+"""
+QUESTIONS = """\
+import html
+class Node:
+    def __init__(self, value): self.value = value
+def widen(value): return value + 1
+def clean(value): return value
+def quoted(text): return html.escape(text)
+def escape(text): return widen(clean(text))
+def tally(node): return widen(clean(tally(node)))
+def build(value): return Node(widen(clean(value)))
+def plain(value): return widen(clean(value))
 """
 Tasks = Mapping[str, list[Task]]
 
@@ -146,14 +161,8 @@ def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -
         tests = {at: text + gone for at, text in task.solution.items() if at not in sources}
         assert passes(task, backend, task.solution) and passes(task, backend, sources | tests)
         assert tests and not passes(task, backend, sources), "tests that were not renamed"
-        sneaky = [
-            f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n",
-            f"def __getattr__(name):\n    return {holder or new}\n",
-            f"globals()['{old[:2]}' + '{old[2:]}'] = {holder or new}\n",
-            f"setattr({holder or '__import__(__name__)'}, '{old[::-1]}'[::-1], {holder or new})\n",
-        ]
-        broken = [task.files[path], "", right.replace("return", "return 0 and")]
-        for text in [*(f"{right}\n\n{more}" for more in sneaky), *broken]:
+        alias = f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n"
+        for text in (f"{right}\n\n{alias}", task.files[path], "", right.replace("return", "return 0 and")):
             assert not passes(task, backend, {**task.solution, path: text}), text
         assert not passes(task, backend, {**task.solution, f"{path}i": f"def {old}(): ...\n"}), "a stub of types"
 
@@ -165,14 +174,13 @@ def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
         twice = {**task.solution, old: task.files[old]}
-        kept = {old: f"for _ in [0]:\n{indent(task.files[old], ' ')}", new: f"if 0:\n def {name}(): 0\n{lazy[new]}"}
         lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
         inside, source = f"{old[:-3].replace('/', '.')}", task.files[old].replace(f"def {name}(", f"def {name}_old(")
         thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
         thin[new] = (
             f"def {name}(*items, **more):\n    from {inside} import {name}_old\n\n    return {name}_old(*items, **more)\n"
         )
-        for changed in (lazy, twice, lost, kept, thin):
+        for changed in (lazy, twice, lost, thin):
             assert not passes(task, backend, changed)
 
 
@@ -241,6 +249,16 @@ def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> No
             assert not passes(task, backend, {"ANSWER.txt": text})
 
 
+def test_only_functions_with_one_answer_are_asked_about_and_renamed() -> None:
+    """None whose name another package has too; none that calls itself, or makes an object: whether that is a call is open."""
+    functions = units("q.py", QUESTIONS)
+    repository = SimpleNamespace(files={"q.py": QUESTIONS}, sources=("q.py",), scope=("q.py",))
+    subject = cast(Any, SimpleNamespace(repository=repository, units=functions, reached=functions, seed="0"))
+    asked = {candidate.build.args[1].name for candidate in questions(subject)}
+    assert asked == {"widen", "clean", "plain"}
+    assert {unit.name for unit in renameable(subject)} == {*asked, "quoted", "tally", "build"}
+
+
 def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     rules = [["absent", "", "old"], ["defined", "a.py", "A.new"], ["undefined", "b.py", "moved"]]
     task = Task(
@@ -266,7 +284,8 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     wrong += [("b.py", "try: x\nexcept: \n def moved(): pass\n"), ("test_a.py", "def test_a(): A().old()\n")]
     wrong += [("a.py", f"if 0:\n class A:\n  def new(): 0\n{line}\n") for line in ("from d import *", "new = d")]
     more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
-    for path, text in [*wrong, *(("c.py", line) for line in (*more, "x.f_globals"))]:
+    made = ("x.f_globals", "globals()['o' + 'ld'] = 1", "setattr(A, 'dlo'[::-1], 1)", "def __getattr__(name): pass")
+    for path, text in [*wrong, *(("c.py", line) for line in (*more, *made))]:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
