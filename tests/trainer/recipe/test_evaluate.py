@@ -68,7 +68,7 @@ def test_the_best_factor_is_kept(
 @pytest.mark.parametrize(
     ("values", "final"),
     [
-        ({"rl.uncalibrated": True}, 6.0),
+        ({"rl.uncalibrated": True, "rl.start_weight": 0.0}, 6.0),
         ({"rl.start_weight": 0.25}, 3.25),  # 3/4 of 3, and 1/4 of 4
         ({"rl.uncalibrated": True, "rl.start_weight": 0.25}, 5.5),  # RL began at 4 / 2; the mean, 2.75, is calibrated
     ],

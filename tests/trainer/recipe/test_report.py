@@ -49,18 +49,18 @@ def test_scores_are_those_of_the_stored_attempts(tiny_run, report):
     assert low <= report["gain"]["pass_at_1"] <= high
 
 
-@pytest.mark.parametrize("reached", [0, 5, 9])
+@pytest.mark.parametrize("reached", [0, 5, 10])
 def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], RunDir], reached: int):
     run = copy_of(tiny_run)
     order = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
-    assert order == list(STAGES)
+    assert order == [*STAGES[:-2], "finish", *STAGES[-2:]]
     with closing(sqlite3.connect(run.path / "run.db")) as db, db:
         for name in order[reached:]:
             db.execute("DELETE FROM stage WHERE name = ?", (name,))
             for other in ("step", "ledger", "checkpoint"):
                 db.execute(f"DELETE FROM {other} WHERE stage = ?", (name,))
     found = build_report(run)
-    assert found["complete"] is False and list(found["stages"]) == order[:reached]
+    assert found["complete"] is False and set(found["stages"]) == set(order[:reached])
     present = {"eval": "eval_base", "midtrain": "midtrain", "train": "rl", "gain": "eval_final", "replay": "numerics"}
     for part, stage in present.items():
         assert (part in found) == (stage in order[:reached]), part
