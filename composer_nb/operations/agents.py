@@ -164,8 +164,8 @@ def humaneval(args: argparse.Namespace) -> int:
     lines = [f"pass@{name[8:]} {report[name]:.3f} {text}" for name, text in zip(scores, intervals, strict=True)]
     how = f"HumanEval, {args.form}, temperature {args.temperature:g}, {args.samples} answers per problem"
     lost = f", {report['lost']} answers lost" if report["lost"] else ""
-    shown = ", ".join(lines) or "no score"
-    return emit(args, report, lambda: f"{how}: {shown}{lost}\nkept: {out}", int(bool(report["lost"])))
+    scores_line = ", ".join(lines) or "no score"
+    return emit(args, report, lambda: f"{how}: {scores_line}{lost}\nkept: {out}", int(bool(report["lost"])))
 
 
 def _rubric_table(arms: Mapping[str, Any]) -> Table:

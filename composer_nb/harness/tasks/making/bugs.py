@@ -113,8 +113,7 @@ def resources() -> Path:
     folder = Path(str(package.locate_file("tests4py/projects/resources")))
     files = sorted(file for file in folder.glob("*/bug_*/*") if file.name in (FIX, TESTS))
     if hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() != SHA256:
-        why = f"tests4py {package.version} is changed, or is not the recipe's"
-        raise ValueError(f"{folder}: {why}; reinstall tests4py=={VERSION}")
+        raise ValueError(f"{folder}: of tests4py {package.version}, or changed; reinstall tests4py=={VERSION}")
     return folder
 
 

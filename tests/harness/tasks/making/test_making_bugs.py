@@ -168,7 +168,7 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
     assert main(["tasks", "bugs", "other", "--out", str(out)]) == 2
     package(tmp_path, "0.9")
     (tmp_path / "tests4py/projects/resources/sums/bug_1/fix.patch").write_text(FIX.replace("0.0", "1.0"))
-    assert "tests4py 0.9 is changed" in error()
+    assert "of tests4py 0.9, or changed; reinstall tests4py==1.0.0" in error()
     monkeypatch.setattr(bugs, "distribution", lambda name: distribution("no-such-package"))
     assert "composer_nb[bugs]" in error()
 
