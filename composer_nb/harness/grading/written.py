@@ -30,7 +30,10 @@ LEFT_OUT = "left_out"  # Metadata key of the ids of tests that do not count, as 
 # Names with which a test reads code in place of running it.
 READS_CODE = frozenset(
     "inspect dis ast tokenize linecache marshal pkgutil py_compile find_spec get_source get_data getsource getsourcelines "
-    "settrace setprofile monitoring _getframe f_code tb_frame __code__ __file__ __path__ __loader__ __spec__ __cached__".split()
+    "settrace setprofile monitoring _getframe f_code tb_frame __code__ __file__ __path__ __loader__ __spec__ __cached__ "
+    # Names of files and modules can be put together.
+    "open fileinput read_text read_bytes subprocess popen system __import__ import_module getattr vars globals __dict__ "
+    "__getattribute__ builtins __builtins__ exec eval".split()
 )
 # Runs on the code as it is: a test that passes by luck seldom passes them all and fails on each mutant.
 RUNS = 3

@@ -131,7 +131,7 @@ def test_tests_must_notice_the_mutants_by_what_they_do(made: Tasks, backend: Bac
         assert not passes(task, backend, {path: without_assertions(right)})
         lazy = "\n\ndef test_all():\n    assert True\n"
         wrong = "\n\ndef test_false():\n    assert False\n"
-        for reader in ("import dis", f"open({source!r})", "print(test_reader.__code__)"):
+        for reader in ("import dis", f"open({source!r})", "open('a')", "print(test_reader.__code__)"):
             assert not passes(task, backend, {path: f"{right}\n\ndef test_reader():\n    {reader}\n"})
         for text in ("", lazy, start + lazy, start + spy, right + wrong, right + "\n\ndef ("):
             assert not passes(task, backend, {path: text})
