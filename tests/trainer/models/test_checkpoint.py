@@ -200,11 +200,11 @@ def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
 def test_loading_maps_one_tensor_at_a_time(make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wanted = make_model(3, **AHEAD)
     save_pretrained(wanted, tmp_path / "m", dtype=torch.float32, shard_bytes=20_000)
-    live: set[int] = set()
+    mapped, live = shards.mapped, set[int]()
     most = {"tensors": 0, "reads": 0}
 
     def counted(entry: shards.TensorLocation) -> torch.Tensor:
-        tensor = shards.mapped(entry)
+        tensor = mapped(entry)
         live.add(id(tensor))
         weakref.finalize(tensor, live.discard, id(tensor))
         most["tensors"], most["reads"] = max(most["tensors"], len(live)), most["reads"] + 1
