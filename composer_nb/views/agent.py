@@ -1,4 +1,4 @@
-"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, their
+"""Views of an agent with the product's tools: its conversation, its diff with a verdict, the arms of the bench, their
 score against cost, what a plan is worth, the quality of changes, sizes of tasks, what a bench can show, the gate of an update."""
 
 from __future__ import annotations
@@ -73,22 +73,6 @@ def verdict(work: Work) -> ipywidgets.VBox:
     yes.on_click(lambda _: decide(work.accept, f"accepted: {len(work.changes)} files changed"))
     no.on_click(lambda _: decide(work.reject, "rejected: nothing was changed"))
     return ipywidgets.VBox([ipywidgets.HTML(diff(work.diff).text), ipywidgets.HBox([yes, no, note])])
-
-
-def times(turns: Sequence[Turn]) -> Picture:
-    """Draw one bar per call, in order. Calls of one turn share a shade; failed calls have another colour."""
-    calls = [turn for turn in turns if turn.call or turn.error]
-    picture, ax = one_panel(8.0, 0.32 * len(calls) + 1.0)
-    turn_number = 0
-    for row, turn in enumerate(calls):
-        turn_number += not turn.beside
-        colour = style.VERMILION if turn.error else (style.BLUE, style.SKY)[turn_number % 2]
-        ax.barh(row, turn.seconds * 1e3, color=colour, height=0.7)
-        ax.text(turn.seconds * 1e3, row, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=style.INK)
-    ax.invert_yaxis()
-    ax.set(yticks=[], xlim=(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2))
-    title(ax, "what each call took, in the order of calls (one shade a turn)", "milliseconds")
-    return picture
 
 
 def arms(report: Mapping[str, Any]) -> Picture:

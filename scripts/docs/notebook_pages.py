@@ -174,7 +174,7 @@ def shown(found: list[nbformat.NotebookNode], keep: Keep) -> Iterator[str]:
 
 def clean(text: str) -> str:
     """Return text without colours of a terminal, and without paths of a machine: those of the checkout are relative."""
-    text = re.sub(r"[^\n]*\r(?!\n)", "", ESCAPE.sub("", text))
+    text = re.sub(r"^[^\n]*\r(?!\n)", "", ESCAPE.sub("", text), flags=re.M)  # without ^, quadratic in a long line
     return OF_A_MACHINE.sub(r"…/\1", text.replace(f"{ROOT}/", "").replace(str(ROOT), "…"))
 
 

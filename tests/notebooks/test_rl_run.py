@@ -7,13 +7,9 @@ from typing import Any
 import nbformat
 import pytest
 
-from composer_nb.harness.environment import Sandboxes
 from composer_nb.jobs.notebook import run_notebook
-from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.reader import read_status
-from composer_nb.trainer.recipe.stages import Stages
-from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.records.rundir import RunDir
 
 pytestmark = pytest.mark.whole
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_rl_run.ipynb"
@@ -38,19 +34,6 @@ def test_a_run_that_is_over_is_looked_at_and_left_as_it_is(tiny_run: RunDir, tmp
     execute(tmp_path / "06.ipynb", {"run_dir": str(tiny_run.path), "runs": str(tmp_path / "runs")})
     assert {str(f): f.stat().st_mtime_ns for f in tiny_run.path.rglob("*")} == before
     assert not (tmp_path / "runs").exists()
-
-
-def test_its_own_run_is_not_too_small_for_its_data(tmp_path: Path) -> None:
-    """Limits that no demonstration fits into would end it before RL, which the slow test alone would notice."""
-    space: dict[str, Any] = {"overrides": {}}
-    for cell in nbformat.read(NOTEBOOK, 4).cells:
-        if cell.id in ("run-05", "run-07", "run-09"):
-            exec(cell.source, space)
-    stages = Stages(create(tmp_path / "runs", "run"), space["settings"], Ranks(), Sandboxes(), lambda line: None)
-    with stages.sandboxes:
-        make_tokenizer(stages)
-        make_data(stages)
-    assert len(stages.tasks("rl")) > 0 < len(stages.rows("tune"))
 
 
 @pytest.mark.slow
