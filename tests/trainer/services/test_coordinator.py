@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,10 @@ def trained(run: RunDir) -> list[tuple[int, list[str]]]:
     return [(int(f.name[3:8]), pq.read_table(f, columns=["task_id"])["task_id"].to_pylist()) for f in files]
 
 
-def weights(run: RunDir, name: str = "final") -> bytes:
-    return (run.path / "weights" / name / "model.safetensors").read_bytes()
+def weights(run: RunDir, name: str = "") -> str:
+    """Return the digest of published weights; without a name, of those that RL's last step left."""
+    published_at = run.path / "weights" / name if name else run.trained_weights
+    return sha256((published_at / "model.safetensors").read_bytes()).hexdigest()
 
 
 def versions(run: RunDir) -> dict[int, str]:
