@@ -1,9 +1,19 @@
-"""Links of hosts have their rate and delay, and lead nowhere else."""
+"""Hosts are apart but for their links, and end with the process that made them."""
+
+from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
-from network import Host, Link, Network
+from network import HOME, Host, Link, Network
+
+from composer_nb.harness.sandbox.system.linux import patience
 
 SERVE = """
 import socket
@@ -26,6 +36,15 @@ with socket.create_connection((sys.argv[1], 7000), 20) as connection:
         assert connection.recv(1) == b"!"
         seconds.append(time.monotonic() - begin)
 print(json.dumps(seconds))
+"""
+KILLED = """
+import time
+from network import Link, Network
+with Network() as network:
+    host = network.host("short", Link(rate=10, delay=5))
+    sleeper = host.start("sleep", "1234567")
+    print(host.pid, flush=True)
+    time.sleep(600)
 """
 
 
@@ -63,3 +82,33 @@ def attempt(address):
     except OSError as error:
         print(error)
 attempt"""
+
+
+def test_hosts_share_no_folder_and_no_process(network: Network, server: Host, tmp_path: Path) -> None:
+    other = network.host("other")
+    (tmp_path / "file").touch()
+    for folder in (HOME, "/tmp", "/dev/shm"):
+        server.run("touch", f"{folder}/only-here")
+        assert server.run("ls", folder) == "only-here\n" and other.run("ls", folder) == ""
+    assert f"cannot touch '{Path(__file__).parent}" in server.run(
+        "sh", "-c", f"touch {Path(__file__).parent}/x || true"
+    )
+    assert other.python(
+        "import os; print(os.uname().nodename, len([n for n in os.listdir('/proc') if n.isdigit()]))"
+    ) == ("other 2\n")
+    other.send(tmp_path, f"{HOME}/copy")
+    assert other.run("ls", f"{HOME}/copy") == "file\n"
+
+
+def test_nothing_outlives_a_killed_test() -> None:
+    command = [sys.executable, "-c", KILLED]
+    process = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    inside = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + patience(20)
+    while inside.is_running() and inside.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234567"]]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -63,6 +64,9 @@ def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
     for step in (1, 3):
         full, kept = rollout.sampled(tiny_run, step), rollout.sampled(cut, step)
         assert [s.advantage for s in kept] == [s.advantage for s in full]
+        assert all(
+            np.array_equal(a.segment.trace.routes, b.segment.trace.routes) for a, b in zip(kept, full, strict=True)
+        )
     full_scores, scores = solved_by_task(tiny_run, "start"), solved_by_task(cut, "start")
     assert scores == {name: full_scores[name] for name in scores}
     names = {task.id for task in load_tasks(cut.path / "data" / "heldout.jsonl")}
@@ -71,7 +75,19 @@ def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
     used = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
     assert trained == used
     load_pretrained(cut.path / "weights" / "before_final")
-    assert cut.checkpoint("rl") is None
+    before = contents(cut.path)  # looking at it writes nothing
+    run = open_run(cut.path)
+    build_report(run), rollout.sampled(run), rollout.held_out(run, "final"), rollout.experts(run)
+    assert run.checkpoint("rl") is None and contents(cut.path) == before
+
+
+def test_nothing_of_a_running_process_or_of_the_machine_is_left(tiny_run: RunDir, cut: RunDir):
+    assert tiny_run.query("SELECT * FROM checkpoint") and not cut.query("SELECT * FROM checkpoint")
+    assert not {"journal", "launch.lock", "said.log", "checkpoints"} & {path.name for path in cut.path.iterdir()}
+    made = json.loads((cut.path / "provenance.json").read_text())
+    assert made["system"] == "Linux" and made["versions"] == build_report(tiny_run)["versions"]
+    for path in cut.path.rglob("*"):
+        assert not path.is_file() or str(tiny_run.path).encode() not in path.read_bytes()
 
 
 @pytest.mark.parametrize(

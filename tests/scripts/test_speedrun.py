@@ -1,11 +1,16 @@
 """The rules of the speedrun, each broken once, and the row of an entry."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, override, to_dict
@@ -59,6 +64,29 @@ def test_settings_break_rules(
             assert "held-out tasks are not at least 2" in rule
 
 
+@pytest.fixture
+def complete(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run whose two held-out tasks have five attempts each; two of eight samples solve theirs in one call."""
+    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.25}}}})
+    tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(2)]
+    run = run_of(tmp_path, tasks, {})
+    call = Turn(call='{"name": "finish", "arguments": {}}', observation="")
+    attempts = []
+    for number, owner in enumerate([*[tasks[0]] * 4, *[tasks[1]] * 4, *tasks]):
+        rollout = Rollout(task_id=owner.id, segments=(), turns=(call,), files={}, stop="finished")
+        grade = Grade(status="graded", tests={"t": number in (0, 5, 8, 9)})
+        attempts.append(Attempt(task=owner, rollout=rollout, grade=grade))
+    save_attempts(run.path / "rollouts" / "eval_final.parquet", attempts)
+    return run
+
+
+def test_scores_are_counted_from_the_rollouts(complete: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.within(complete) == 0.25
+    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.9}}}})
+    with pytest.raises(ValueError, match=r"solve 0\.250 in 12 calls, and its report says otherwise"):
+        module.within(complete)
+
+
 INTERVALS = [
     ((0, 1, 2), (0.514, 0.571, 0.464), "0.516 (0.383 to 0.649)", "open"),
     ((3, 4, 5), (0.60, 0.61, 0.62), "0.610 (0.585 to 0.635)", "reached"),
@@ -77,3 +105,10 @@ def test_a_row_has_intervals_over_seeds_and_the_times_of_the_last_three(
     assert cells[2] == interval and cells[4] == verdict
     last = list(seeds)[-3:]
     assert cells[0].startswith(f"{100 * last[1]} (") and cells[1] == " ".join(str(100 * seed) for seed in last)
+
+
+@pytest.mark.parametrize(("seeds", "fault"), [((0, 1), "seeds"), ((0, 1, 3), "seeds"), ((3, 4, 5), "more settings")])
+def test_an_entry_is_of_one_set_of_seeds_or_both(tmp_path: Path, task: Task, seeds: Any, fault: str) -> None:
+    runs = [run_of(tmp_path / str(seed), [task], {"seed": seed, "rl.lr": 1e-4 * (1 + seed)}) for seed in seeds]
+    with pytest.raises(ValueError, match=fault):
+        module.judge(runs)

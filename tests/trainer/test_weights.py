@@ -1,25 +1,91 @@
 """Deltas: their size, on tensors whose difference is known; every bit comes back; nothing damaged is ever used."""
 
+from __future__ import annotations
+
+import math
 import warnings
 import weakref
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer_nb.kernels.delta.codec import CODECS
+from composer_nb.kernels.delta.codec import CODECS, bits
 from composer_nb.trainer.models import shards
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.versions import payload
 from composer_nb.trainer.versions.manifest import (
+    BaseVersion,
     DamagedVersion,
     Manifest,
     MissingVersion,
+    WeightState,
+    seal,
+    state_hash,
 )
+from composer_nb.trainer.versions.payload import Decoded, read_link, write_part
+from composer_nb.trainer.versions.store import VersionStore
 from composer_nb.trainer.weights import apply_delta, delta_sizes, encode_delta, verify
+
+# The codec
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.float64, torch.bool]
+SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, 65504.0]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two versions of a few tensors: any bits, special values, a few changes or many, empty tensors and scalars."""
+    base, target = {}, {}
+    for index in range(draw(st.integers(0, 3))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.sampled_from([(), (0,), (3, 0), (1,), (7,), (2, 3), (40,), (300, 2)]))
+        noise = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+        count, width = math.prod(shape), dtype.itemsize
+        a = torch.randint(0, 2 if dtype == torch.bool else 256, (count, width), generator=noise).byte()
+        if dtype.is_floating_point and draw(st.booleans()):
+            a = torch.tensor(SPECIAL * (count // 8 + 1))[:count].to(dtype).view(torch.uint8).reshape(count, width)
+        some = torch.rand(count, generator=noise) < draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        b = torch.where(some[:, None], a.flip(0), a)
+        base[f"t{index}"], target[f"t{index}"] = (x.reshape(-1).view(dtype).reshape(shape) for x in (a, b))
+    return base, target
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    forms = [{name: (t.dtype, t.shape, bits(t).tobytes()) for name, t in tensors.items()} for tensors in (a, b)]
+    return forms[0] == forms[1]
+
+
+def through(
+    store: VersionStore, where: str, target: WeightState, base: WeightState | None, shard_bytes: int
+) -> dict[str, Tensor]:
+    """Written, sealed, read again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payload, "SHARD_BYTES", shard_bytes)
+        part = write_part(store, where, target, base)
+    manifest = seal(target.version, base and BaseVersion(version=base.version, hash=base.hash), [part], {})
+    again = Manifest.load(manifest.dump(), "m")
+    assert again == manifest and manifest.hash == target.hash
+    return dict(Decoded(base, [read_link(store, where, again)]))
+
+
+@given(pairs(), st.sampled_from([1, 100, 1 << 20]))
+@settings(max_examples=120, deadline=None)
+def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, Tensor]], shard_bytes: int):
+    base, target = (WeightState.of(number, tensors) for number, tensors in enumerate(pair))
+    store = VersionStore("memory://bits")
+    tensors = through(store, "delta", target, base, shard_bytes)
+    assert same_bits(tensors, pair[1]) and state_hash(tensors) == target.hash
+    assert same_bits(through(store, "full", target, None, shard_bytes), pair[1])
 
 
 def test_a_frame_that_claims_to_be_huge_is_not_expanded():
@@ -89,6 +155,28 @@ def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Pa
     with pytest.raises(MissingVersion, match="manifest.json is missing"):
         verify(three / "target")
     assert not list(three.glob("no*")) and not list(three.glob("*.part"))
+
+
+@pytest.mark.parametrize("which", ["delta", "full"])
+def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: str):
+    apply_delta(three / "base", three / "delta", three / "full")
+    random = Random(0)
+    for file, damage in product(sorted((three / which).iterdir()), ("flip", "cut", "lose", "add")):
+        good = file.read_bytes()
+        for _ in range(12 if damage == "flip" else 1):
+            bad = bytearray(good)
+            bad[random.randrange(len(bad))] ^= 1 << random.randrange(8)
+            written = {"flip": bytes(bad), "cut": good[: random.randrange(len(good))], "add": good}.get(damage)
+            place = file.with_name("stray") if damage == "add" else file
+            file.unlink() if written is None else place.write_bytes(written)
+            with pytest.raises((DamagedVersion, MissingVersion), match=f"{which}.*{place.name}"):
+                verify(three / which)
+            if which == "delta" and damage != "add":
+                with pytest.raises((DamagedVersion, MissingVersion)):
+                    apply_delta(three / "base", three / which, three / "no")
+            place.unlink(missing_ok=True)
+            file.write_bytes(good)
+    assert verify(three / which) and not (three / "no").exists()
 
 
 def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path):

@@ -29,7 +29,7 @@ from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
-from composer_nb.trainer.services.coordinator import Coordinator
+from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.services.journal import REFUSED, request_change
@@ -422,6 +422,12 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     with pytest.raises(ValueError, match=r"only its checkpoint is kept: --step 0 or 4"):
         branch(loop, 2, {}, tmp_path, "refused")
     assert not (tmp_path / "refused").exists()
+
+
+def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
+    run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+    with pytest.raises(RunStopped, match="services.deaths"):
+        go(run, settings, Flaky(work={*range(99)}))
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
