@@ -101,7 +101,7 @@ PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x pl
 def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
     inputs = tuple((n,) for n in range(len(fails)))
     candidate = repairs.BuggyProgram(
-        program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, wanted=tuple(range(1, 13))
+        program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, expected=tuple(range(1, 13))
     )
     wrong = CallOutcome(status="returned", text="0")
     outcomes = tuple(wrong if failed else right for failed, right in zip(fails, candidate.right, strict=True))
