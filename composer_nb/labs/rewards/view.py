@@ -302,7 +302,8 @@ def against_weight(
         if series:
             cosine.plot(weights, [r.cosine for r in series], "o-", color=color, markersize=3.5, label=label)
     for ax, name in ((agreement, "agreement with the tests"), (cosine, "cosine to the gradient as trained")):
-        ax.set(xscale="log", ylim=(min(0.0, ax.get_ylim()[0]), 1.05))
+        # Limits by hand, because a batch without signal has no point to scale an axis by.
+        ax.set(xlim=(min(weights) / 1.5, max(weights) * 1.5), xscale="log", ylim=(min(0.0, ax.get_ylim()[0]), 1.05))
         title(ax, name, "weight")
     key(cosine)
     return picture
