@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Which remedy keeps what a policy could do before RL: `scripts/studies/remedies.py [--only NAME …] [--arm NAME KEY=VALUE …]`.
 
-One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Held-out tasks get
-16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what every arm
-gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each seed's gains
-into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are
-kept. `--table-only` prints what there is.
+One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Each run is scored
+as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`), which needs no other RL. Held-out
+tasks get 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what
+every arm gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each
+seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again:
+complete runs are kept. `--table-only` prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --only "overlong masked"                                  one of ABLATIONS, which are run only if they are named
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,6 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
         **{"rl.group": 1, "rl.prompts": 64, "loss.baseline": "batch", "loss.ratio": "flash", "loss.length_norm": True}
     },
     "uncalibrated": {"rl.uncalibrated": True},
-    "0.3 of the start": {"rl.start_weight": 0.3},
     "rare tasks": {"curriculum.harder": 0.5, "curriculum.by": "failures", "curriculum.start": 0.1},
 }
 # What Composer's report leaves out, and says that it harms or does not help.
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--only", nargs="+", default=[*REMEDIES], choices=[*ARMS], metavar="NAME")
     parser.add_argument("--arm", nargs="+", action="append", default=[], metavar="NAME KEY=VALUE")
+    parser.add_argument("--start-weights", type=float, nargs="*", default=[Settings().rl.start_weight], metavar="SHARE")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every arm")
     parser.add_argument("--runs", type=Path, default=Path("runs/remedies"))
     parser.add_argument("--table-only", action="store_true")
@@ -180,28 +182,39 @@ def main() -> None:
     changes: dict[str, Mapping[str, Any]] = {DEFAULT: {}, **{name: ARMS[name] for name in arguments.only}}
     changes |= {name: dict(pair.split("=", 1) for pair in pairs) for name, *pairs in arguments.arm}
     # FlashREINFORCE takes a task for each rollout.
-    base = {"rl.max_seconds": 60 * arguments.minutes, "eval.samples": arguments.samples, "data.rl_tasks": 10400}
+    base = {
+        "rl.max_seconds": 60 * arguments.minutes,
+        "rl.start_weight": 0.0,
+        "eval.samples": arguments.samples,
+        "data.rl_tasks": 10400,
+    }
     base |= dict(pair.split("=", 1) for pair in arguments.set)
     settings = {seed: override(Settings(), base | {"seed": seed}) for seed in arguments.seeds}
     for changed in changes.values():  # faults are reported before hours of work
         override(settings[arguments.seeds[0]], changed)
     results: dict[str, Any] = {}
     default: list[RunDir] = []
-    for name, changed in changes.items():
-        paths = [arguments.runs / f"seed{seed}-{re.sub(r'[^a-z0-9.]+', '-', name.lower())}" for seed in settings]
+    trained: list[RunDir] = []
+    for name, share in product(changes, [0.0, *arguments.start_weights]):
+        arm = f"{name}, {share:g} of the start" if share else name
+        paths = [arguments.runs / f"seed{seed}-{re.sub(r'[^a-z0-9.]+', '-', arm.lower())}" for seed in settings]
         if arguments.table_only and not all(is_complete(path) for path in paths):
             continue
-        variants = [override(s, changed) for s in settings.values()]
-        sources = default or [None] * len(paths)
-        trained = [
-            rescored(arguments.runs, path.name, variant, source, source)
-            if source and changed.keys() == {"rl.start_weight"}  # which acts after RL: the default's serves
-            else run(arguments.runs, path.name, variant, source)
-            for path, variant, source in zip(paths, variants, sources, strict=True)
-        ]
+        variants = [override(s, {**changes[name], "rl.start_weight": share}) for s in settings.values()]
+        sources: list[RunDir | None] = [*default] or [None] * len(paths)
+        if share:
+            finals = [
+                rescored(arguments.runs, path.name, variant, source, rl)
+                for path, variant, source, rl in zip(paths, variants, default, trained, strict=True)
+            ]
+        else:
+            finals = trained = [
+                run(arguments.runs, path.name, variant, source)
+                for path, variant, source in zip(paths, variants, sources, strict=True)
+            ]
         default = default or trained
         results.setdefault("start", measure(default, "start", default))
-        results[name] = measure(trained, "final", default)
+        results[arm] = measure(finals, "final", default)
         write_json(arguments.runs / "remedies.json", results)
         draw(results).savefig(arguments.runs / "remedies.png")
         print_table(results)
