@@ -263,7 +263,8 @@ class Commands:
             if time.monotonic() > deadline:
                 if os.getpid() != 1:
                     raise OSError(errno.EBUSY, "processes that were killed are still there")
-                os.kill(-1, signal.SIGKILL)  # everything else in this namespace, at once
+                with contextlib.suppress(ProcessLookupError):  # the last one may have ended by now
+                    os.kill(-1, signal.SIGKILL)  # everything else in this namespace, at once
                 deadline += KILL_S
             time.sleep(0.001)
         return bool(killed)

@@ -27,6 +27,22 @@ def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeyp
     assert {pid for pid, what in killed if what == signal.SIGKILL} == {10, 11, 12}, "what was forked meanwhile as well"
 
 
+def test_a_command_that_dies_late_is_ended_although_nothing_is_left_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, signal_number: int) -> None:
+        if pid == -1:
+            raise ProcessLookupError
+
+    tables = [[(10, 1, 5)]] * 2
+    commands: Any = Commands.__new__(Commands)
+    commands.running = {10}
+    monkeypatch.setattr(commands, "reap", lambda: None)
+    monkeypatch.setattr(guest_commands, "processes", lambda: iter(tables.pop() if tables else []))
+    monkeypatch.setattr(guest_commands, "KILL_S", -1.0)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "kill", kill)
+    assert commands.end(10, 1 << 40)
+
+
 def test_names_that_are_more_than_the_files_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guest_files, "HEADERS", 1000)
     for number in range(9):
