@@ -8,9 +8,9 @@ With the defaults it takes some ten minutes on two idle cores; `--millions 2 --r
 two that it works.
 
 Weights are drawn (N(0, .02), bf16); a version changes the last bit of 2 % of them. Seconds are those from the order to publish,
-and to fetch, until the last engine has decoded and checked the version. The prediction takes encoding, checking and decoding from
-the same over links without a limit, less what is spent there on reading (`local_s`). Acknowledgements do not cross the links, as
-in RL.
+and to fetch, until the last engine has decoded and checked the version. The prediction adds what a link costs to the seconds over
+links without a limit (`local_s`), in which versions are encoded, served by the store, checked and decoded. Acknowledgements do
+not cross the links, as in RL.
 """
 
 from __future__ import annotations
@@ -39,13 +39,6 @@ from composer_nb.trainer.services.inference import fetch
 from composer_nb.trainer.services.relay import RelayedStore
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
-class TimedStore(RelayedStore):
-    read_s = 0.0
-    def read_file(self, *file):
-        begin = time.monotonic()
-        data = super().read_file(*file)
-        self.read_s += time.monotonic() - begin
-        return data
 millions = int(sys.argv[1])
 noise = torch.Generator().manual_seed(0)
 start = {f"w{n}": (0.02 * torch.randn(1_000_000, generator=noise)).bfloat16() for n in range(millions)}
@@ -54,7 +47,7 @@ for line in sys.stdin:
     action, *values = line.split()
     report = {}
     if action == "store":
-        publisher, store, tensors = Publisher(values[0], owner="bench"), TimedStore(values[0]), start
+        publisher, store, tensors = Publisher(values[0], owner="bench"), RelayedStore(values[0]), start
         receiver = Receiver(store)
     elif action == "draw":
         flips = {name: (torch.rand(len(w), generator=noise) < 0.02).short() for name, w in tensors.items()}
@@ -65,8 +58,7 @@ for line in sys.stdin:
     elif action == "acknowledge":
         publisher.acknowledge(int(values[0]), values[1])
     else:
-        store.read_s = 0.0
-        report = {"hash": receiver.install(fetch(receiver, int(values[0]))), "read_s": store.read_s}
+        report = {"hash": receiver.install(fetch(receiver, int(values[0])))}
     print(json.dumps(report), flush=True)
 """
 # The relay of a region, as `composer-nb up --relay` opens it.
@@ -78,8 +70,8 @@ with Relay(FileCache(Path("relay")), "127.0.0.1", 8700) as relay:
     relay.serve_forever()
 """
 TOKEN = {"RAY_AUTH_TOKEN": "secret"}
-# Seconds, and those without the reading of files; bytes of a version, and those that came into a region.
-COLUMNS = ("seconds", "local_s", "bytes", "received")
+# Seconds; bytes of a version, and those that came into a region.
+COLUMNS = ("seconds", "bytes", "received")
 
 
 class Worker:
@@ -108,8 +100,8 @@ def received(host: Host) -> int:
     return int(host.run("sed", "-n", "s/ *eth0: *//p", "/proc/net/dev").split()[0])
 
 
-def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float, float, dict[str, Any]]:
-    """Publish a version and have all engines fetch it; return the seconds, and those without the reading of files."""
+def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float, dict[str, Any]]:
+    """Publish a version and have all engines fetch it; return the seconds and the version's manifest."""
     begin = time.monotonic()
     trainer.order("publish", version)
     for engine in engines:
@@ -119,7 +111,7 @@ def deliver(trainer: Worker, engines: list[Worker], version: int) -> tuple[float
     seconds = time.monotonic() - begin
     assert {report["hash"] for report in reports} == {manifest["hash"]}
     trainer.do("acknowledge", version, manifest["hash"])
-    return seconds, seconds - max(report["read_s"] for report in reports), manifest
+    return seconds, manifest
 
 
 def measure(
@@ -141,8 +133,8 @@ def measure(
         for version in range(3):
             trainer.do("draw")  # also the first: relays have the files of earlier rounds
             before = received(regions[0])
-            seconds, local_s, manifest = deliver(trainer, engines, version)
-            row = (seconds, local_s, manifest["bytes"], received(regions[0]) - before)
+            seconds, manifest = deliver(trainer, engines, version)
+            row = (seconds, manifest["bytes"], received(regions[0]) - before)
             if number:  # the first compiles the codec
                 rows["full" if manifest["full"] else "delta"].append(row)
     for engine in engines:
@@ -186,7 +178,7 @@ def main() -> None:
         print(HEAD, flush=True)
         for link, relay in product(links, (False, True)):
             predicted = {
-                kind: deliveries(row["bytes"], link, args.engines, row["local_s"])[relay]
+                kind: deliveries(row["bytes"], link, args.engines, row["seconds"])[relay]
                 for kind, row in local[relay].items()
             }
             wire = Link(rate=link.rate, delay=link.round_trip * 500)
@@ -194,7 +186,7 @@ def main() -> None:
                 rows.append({
                     "rate_mbit": link.rate, "round_trip_ms": link.round_trip * 1000, "version": kind + ", relay" * relay,
                     "predicted_bytes": int(row["bytes"] * (1 if relay else args.engines)), "region_bytes": int(row["received"]),
-                    "local_s": round(local[relay][kind]["local_s"], 2), "predicted_s": round(predicted[kind], 2),
+                    "local_s": round(local[relay][kind]["seconds"], 2), "predicted_s": round(predicted[kind], 2),
                     "measured_s": round(row["seconds"], 2),
                 })  # fmt: skip
                 print(line(rows[-1]), flush=True)
