@@ -142,6 +142,17 @@ class Host(Space):
             subprocess.run(["tar", "-C", to, "-x"], stdin=packed.stdout, check=True)
 
 
+# Moto sends the head and the body of an answer apart. Nagle's algorithm would hold the body back until the other side's delayed
+# acknowledgement, for 40 ms.
+SERVE_STORE = """
+import sys
+from moto.server import main
+from werkzeug.serving import WSGIRequestHandler
+WSGIRequestHandler.disable_nagle_algorithm = True
+main(["-H", sys.argv[1], "-p", "5000"])
+"""
+
+
 class ObjectStore:
     """S3 by moto on a host. `environment`: variables with which clients find it."""
 
@@ -150,7 +161,7 @@ class ObjectStore:
         self.url = f"s3://{bucket}"
         self.environment = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "any")
         self.environment |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": address}
-        host.start("moto_server", "-H", host.address, "-p", "5000", stdout=subprocess.DEVNULL)
+        host.start("python", "-c", SERVE_STORE, host.address, stdout=subprocess.DEVNULL)
         host.python(MAKE_BUCKET, f"{address}/{bucket}")
 
 

@@ -110,6 +110,7 @@ class Relay(ThreadingHTTPServer):
 
 
 class _Requests(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # or the body waits for the acknowledgement of the head, which is delayed
     server: Relay
 
     def do_GET(self) -> None:
