@@ -39,9 +39,9 @@ def test_values_and_gradients_are_those_of_whole_logits(seed: int, rows: int, vo
     close = CLOSE[dtype] * max(1, size)
     torch.testing.assert_close(logprob.double(), right, atol=close, rtol=close)
     torch.testing.assert_close(entropy.double(), spread, atol=close, rtol=close)
-    found = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
+    gradients = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
     slopes = torch.autograd.grad((right * pull.double()).sum(), twins)
-    for ours, true in zip(found, slopes, strict=True):
+    for ours, true in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(ours.double(), true, atol=close * (1 + float(true.abs().max())), rtol=close)
 
 
@@ -53,7 +53,7 @@ def test_a_logit_that_is_not_finite_spoils_its_row_and_no_other(bad: float, dtyp
     right = logprob_entropy(hidden, weight, at, tokens)
     hidden[5] = torch.tensor([bad, 0, 0, 0])
     weight[11, 0] = 0.0  # a logit that is not a number, among infinite ones
-    found = logprob_entropy(hidden, weight, at, tokens)
-    assert found[0][5].isnan() and found[1][5].isnan()
-    others = at[(at != 5)]
-    assert all(f[others].isfinite().all() for f in found) and right[0][5].isfinite()
+    spoilt = logprob_entropy(hidden, weight, at, tokens)
+    assert spoilt[0][5].isnan() and spoilt[1][5].isnan()
+    other_rows = at[(at != 5)]
+    assert all(f[other_rows].isfinite().all() for f in spoilt) and right[0][5].isfinite()
