@@ -64,25 +64,25 @@ def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream
             routes=np.zeros((tokens, 1, 1), np.uint8),
         )
 
-    made = []
+    batch = []
     for _ in range(groups):
         values = random.normal(size=size)
-        made.append([stream(float(value)) for value in values - values.mean()])
-    return made
+        batch.append([stream(float(value)) for value in values - values.mean()])
+    return batch
 
 
 def on_policy(model: nn.Module, groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
     """The streams as if `model` had drawn them: with exactly the log-probabilities that its gradients are taken at."""
-    made = []
+    streams = []
     for group in groups:
-        found = module.group_tokens(model, group, None).logprob_S.detach().float().numpy()
-        parts = np.split(found, np.cumsum([int(stream.acted[1:].sum()) for stream in group])[:-1])
+        logprobs = module.group_tokens(model, group, None).logprob_S.detach().float().numpy()
+        parts = np.split(logprobs, np.cumsum([int(stream.acted[1:].sum()) for stream in group])[:-1])
         for stream, part in zip(group, parts, strict=True):
             logprob = np.zeros_like(stream.logprob)
             logprob[np.flatnonzero(stream.acted[1:]) + 1] = part
-            made.append(replace(stream, logprob=logprob))
-    rest = iter(made)
-    return [[next(rest) for _ in group] for group in groups]
+            streams.append(replace(stream, logprob=logprob))
+    remaining = iter(streams)
+    return [[next(remaining) for _ in group] for group in groups]
 
 
 # Each loss by its paper's formula
@@ -150,7 +150,7 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
     size, group = 3, 2
     random = torch.Generator().manual_seed(4)
     first, second = (torch.randn(n, size, generator=random, dtype=torch.float64) for n in (1, size))
-    other = [x + 0.8 * torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (first, second)]
+    sampler_tables = [x + 0.8 * torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (first, second)]
     first.requires_grad_(), second.requires_grad_()
     sequences = list(itertools.product(range(size), repeat=2))
     rewards = torch.randn(len(sequences), generator=random, dtype=torch.float64)
@@ -160,25 +160,27 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
         return torch.stack([tables[0].log_softmax(-1)[0, a], tables[1].log_softmax(-1)[a, b]])
 
     policy = [logprobs((first, second), sequence) for sequence in sequences]
-    drawn = [logprobs(other, sequence) for sequence in sequences]
+    sampled = [logprobs(sampler_tables, sequence) for sequence in sequences]
     expected = sum(reward * p.sum().exp() for reward, p in zip(rewards, policy, strict=True))
-    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)])
-    total, per_token = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    expected_gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)]
+    )
+    total, per_token = torch.zeros_like(expected_gradient), torch.zeros_like(expected_gradient)
     for members in itertools.product(range(len(sequences)), repeat=group):
         reward = rewards[list(members)]
         tokens = SampledTokens(
             logprob_S=torch.cat([policy[i] for i in members]),
-            sampled_S=torch.cat([drawn[i] for i in members]),
+            sampled_S=torch.cat([sampled[i] for i in members]),
             advantage_S=(reward - reward.mean()).repeat_interleave(2),
             std_S=torch.ones(4, dtype=torch.float64),
             rollout_S=torch.tensor([0, 0, 1, 1]),
             reference_S=None,
         )
-        probability = torch.cat([drawn[i] for i in members]).sum().exp()
-        for found, sums in ((exact(tokens, 1.0), total), (slope(tokens, LossSettings(ratio="tis"), 1.0), per_token)):
-            grads = torch.autograd.grad(tokens.logprob_S, (first, second), -found.slope_S, retain_graph=True)
+        probability = torch.cat([sampled[i] for i in members]).sum().exp()
+        for estimate, sums in ((exact(tokens, 1.0), total), (slope(tokens, LossSettings(ratio="tis"), 1.0), per_token)):
+            grads = torch.autograd.grad(tokens.logprob_S, (first, second), -estimate.slope_S, retain_graph=True)
             sums += probability * torch.cat([g.flatten() for g in grads])
-    torch.testing.assert_close(total, wanted * (1 - 1 / group) * group)
+    torch.testing.assert_close(total, expected_gradient * (1 - 1 / group) * group)
     assert float((per_token - total).norm()) > 0.05 * float(total.norm())
 
 
@@ -207,7 +209,7 @@ def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
     groups = [*on_policy(model, groups[:2]), *groups[2:]]  # within every bound, and mostly beyond
     solved = [[index < count for index in range(6)] for count in (0, 2, 6, 5)]
     loss = {**LOSSES, **REMEDIES}[name]
-    found = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
+    table = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
     parts = [module.group_tokens(model, group, reference) for group in groups]
     count = sum(len(part.rollout_S) for part in parts)
     for number, part in enumerate(parts):
@@ -227,10 +229,10 @@ def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
             (q, _), (logprob, _) = distributions(sampler, batch), distributions(model, batch)
             drift = (q.exp().detach() * logprob).sum(-1)
             terms.append((part.advantage_S * drift).sum() / count)
-    wanted = torch.autograd.grad(sum(terms), model.table)[0]
-    assert found.gradient(name).dtype == torch.float64
-    torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
-    assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
+    expected = torch.autograd.grad(sum(terms), model.table)[0]
+    assert table.gradient(name).dtype == torch.float64
+    torch.testing.assert_close(table.gradient(name), expected.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
+    assert table.row(name).norm == pytest.approx(float(table.gradient(name).norm()))
 
 
 def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
@@ -251,9 +253,11 @@ def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
 
 
 @given(st.integers(1, 500), st.integers(0, 500), st.floats(1e-3, 1e3))
-def test_effective_share_of_a_mask_is_what_it_leaves(kept: int, dropped: int, scale: float):
-    assert effective_share(np.repeat([scale, 0.0], [kept, dropped])) == pytest.approx(kept / (kept + dropped))
-    assert math.isnan(effective_share(np.zeros(kept)))
+def test_effective_share_of_a_mask_is_what_it_leaves(remaining: int, dropped: int, scale: float):
+    assert effective_share(np.repeat([scale, 0.0], [remaining, dropped])) == pytest.approx(
+        remaining / (remaining + dropped)
+    )
+    assert math.isnan(effective_share(np.zeros(remaining)))
 
 
 def test_rows_say_how_much_a_batch_teaches(bigrams: None):
@@ -266,10 +270,10 @@ def test_rows_say_how_much_a_batch_teaches(bigrams: None):
     assert all(sum(row.reasons.values()) == pytest.approx(1) for row in table.rows)
     assert table.row("reinforce").masked == table.row(EXACT).masked == 0 < table.row("ours").masked
     assert table.row("ours").reasons["no advantage"] == pytest.approx(lengths[1].sum() / lengths.sum())
-    own = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
+    on_policy_table = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
     by_closed_form = lengths.size**2 / (lengths.sum() * (1 / lengths).sum())
-    assert [row.ess for row in own.rows[:2]] == pytest.approx([by_closed_form, 1], rel=1e-4)
+    assert [row.ess for row in on_policy_table.rows[:2]] == pytest.approx([by_closed_form, 1], rel=1e-4)
 
-    nothing = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
-    assert nothing.row("k1").norm > 0 == nothing.row(OURS).norm, "the reference pulls, with nothing to compare to"
-    assert math.isnan(nothing.cosines[0, 1]) and math.isnan(nothing.row(OURS).ess)
+    dead_table = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
+    assert dead_table.row("k1").norm > 0 == dead_table.row(OURS).norm, "the reference pulls, with nothing to compare to"
+    assert math.isnan(dead_table.cosines[0, 1]) and math.isnan(dead_table.row(OURS).ess)
