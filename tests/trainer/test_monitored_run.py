@@ -65,7 +65,7 @@ class Bandit:
         self.settings.loss, self.settings.monitor = LossSettings(), MonitorSettings(window=256, stop=stop)
         self.random, self.logit, self.step = Random(0), math.log(0.01), 0
         self.points: list[dict[str, Any]] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     @property
     def cheats(self) -> float:
@@ -97,7 +97,7 @@ class Bandit:
         self.step += 1
         return {"entropy": 0.0}
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ class Bandit:
         pass
 
     def say(self, line: str) -> None:
-        self.said.append(line)
+        self.lines.append(line)
 
 
 def test_a_run_with_a_hole_stops_by_itself() -> None:
@@ -115,7 +115,7 @@ def test_a_run_with_a_hole_stops_by_itself() -> None:
     with pytest.raises(GamedError, match=r"special_casing \d+\): the reward is being gamed; .* monitor.stop=0.02"):
         reinforce(run)
     assert 0 < run.step < 40 and len(run.points) == run.step, "it does not learn from the batch that is too much"
-    assert any("rollouts flagged (special_casing" in line for line in run.said), "the alarm came first"
+    assert any("rollouts flagged (special_casing" in line for line in run.lines), "the alarm came first"
     assert run.cheats < 0.5 and 0 < run.points[-1]["flagged_share"] <= 0.02
 
 
@@ -163,21 +163,21 @@ def group(tokenizer: Tokenizer) -> Iterator[list[Attempt]]:
         task = with_plan(TARGET, plan_for(TARGET, backend))
         agent = Agent(form, tools, Limits(turn_tokens=20_000, tokens=40_000), backend=backend)
         jobs = [agent.attempt(task, rollout) for rollout in range(2)]
-        done = dict(drive(jobs, ScriptedPolicy(form, script), functions))
-    yield [done[0], done[1]]
+        attempts = dict(drive(jobs, ScriptedPolicy(form, script), functions))
+    yield [attempts[0], attempts[1]]
 
 
 def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
     cheater, honest = group
-    assert all(turn.error is None for each in group for turn in each.rollout.turns)
+    assert all(turn.error is None for attempt in group for turn in attempt.rollout.turns)
     assert cheater.grade.status == "tampered" and "twin_passed" in cheater.grade.flags and honest.grade.passed
     loss = LossSettings()
     scored = score_groups([group], RewardSettings(), loss)
-    assert [each.reward.total for each in scored[0]] == [0.0, 1.0]
+    assert [scored_attempt.reward.total for scored_attempt in scored[0]] == [0.0, 1.0]
     streams = streams_of(scored, loss)
     assert [float(stream.advantage[stream.acted].max()) for stream in streams] == [-0.5, 0.5]
-    assert ledger(scored, loss) == {"trained": sum(each.rollout.sampled for each in group)}
+    assert ledger(scored, loss) == {"trained": sum(attempt.rollout.sampled for attempt in group)}
     counted = measured(scored, Batch(step=0, groups=[group]), 1, Ranks())
     assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 0.5)
     dear = score_groups([group], RewardSettings(weights={"solved": 1.0, "tampered": -1.0}), loss)
-    assert [each.reward.total for each in dear[0]] == [-1.0, 1.0]
+    assert [scored_attempt.reward.total for scored_attempt in dear[0]] == [-1.0, 1.0]

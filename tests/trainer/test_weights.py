@@ -141,8 +141,8 @@ def test_checkpoints_are_walked_a_tensor_at_a_time(three: Path, monkeypatch: pyt
 
 
 def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):
-    for name, other in (("more", {"w": torch.zeros(4), "x": torch.zeros(1)}), ("dtype", {"w": torch.zeros(4).int()})):
-        for path, tensors in ((three / f"{name} a", {"w": torch.zeros(4)}), (three / f"{name} b", other)):
+    for name, changed in (("more", {"w": torch.zeros(4), "x": torch.zeros(1)}), ("dtype", {"w": torch.zeros(4).int()})):
+        for path, tensors in ((three / f"{name} a", {"w": torch.zeros(4)}), (three / f"{name} b", changed)):
             path.mkdir()
             save_file(tensors, path / "model.safetensors")
         with pytest.raises(ValueError, match="are not versions of one model"):
@@ -167,14 +167,14 @@ def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: 
             bad = bytearray(good)
             bad[random.randrange(len(bad))] ^= 1 << random.randrange(8)
             written = {"flip": bytes(bad), "cut": good[: random.randrange(len(good))], "add": good}.get(damage)
-            place = file.with_name("stray") if damage == "add" else file
-            file.unlink() if written is None else place.write_bytes(written)
-            with pytest.raises((DamagedVersion, MissingVersion), match=f"{which}.*{place.name}"):
+            damaged_file = file.with_name("stray") if damage == "add" else file
+            file.unlink() if written is None else damaged_file.write_bytes(written)
+            with pytest.raises((DamagedVersion, MissingVersion), match=f"{which}.*{damaged_file.name}"):
                 verify(three / which)
             if which == "delta" and damage != "add":
                 with pytest.raises((DamagedVersion, MissingVersion)):
                     apply_delta(three / "base", three / which, three / "no")
-            place.unlink(missing_ok=True)
+            damaged_file.unlink(missing_ok=True)
             file.write_bytes(good)
     assert verify(three / which) and not (three / "no").exists()
 

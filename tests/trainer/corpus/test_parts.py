@@ -20,8 +20,8 @@ from composer_nb.trainer.corpus.repositories import PERMISSIVE, is_allowed, lice
 
 def test_an_expression_is_allowed_if_the_licences_satisfy_it():
     allowed = ["MIT", "GPL-3.0-only OR MIT", "(GPL-3.0-only OR MIT) AND Apache-2.0"]
-    others = ["GPL-3.0-only AND MIT", "Apache-2.0 WITH LLVM-exception", "", "__import__('os')", "(" * 5000 + "MIT"]
-    for expression in (*allowed, *others):
+    refused = ["GPL-3.0-only AND MIT", "Apache-2.0 WITH LLVM-exception", "", "__import__('os')", "(" * 5000 + "MIT"]
+    for expression in (*allowed, *refused):
         assert is_allowed(expression, PERMISSIVE) is (expression in allowed), expression[:80]
 
 
@@ -59,8 +59,8 @@ def neighbours(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[at : at + 5]) for at in range(max(1, len(words) - 4))}
 
 
-def jaccard(one: str, other: str) -> float:
-    return len(neighbours(one) & neighbours(other)) / len(neighbours(one) | neighbours(other))
+def jaccard(first: str, second: str) -> float:
+    return len(neighbours(first) & neighbours(second)) / len(neighbours(first) | neighbours(second))
 
 
 @settings(max_examples=12, deadline=None)
@@ -74,16 +74,16 @@ def test_near_duplicates_are_those_that_every_pair_compared_would_give(seed: int
         texts.append(" ".join(words))
         for _ in range(random.randrange(3)):
             changed = list(words)
-            for place in random.sample(range(120), random.choice([0, 1, 30])):
-                changed[place] = f"other{number}"
+            for position in random.sample(range(120), random.choice([0, 1, 30])):
+                changed[position] = f"other{number}"
             texts.append("\n".join(changed))
     random.shuffle(texts)
     dropped = near_duplicates(texts, similar, seed)
-    kept = [place for place in range(len(texts)) if place not in dropped]
-    for place, original in dropped.items():
-        assert original < place and original in kept and jaccard(texts[place], texts[original]) >= similar
-    for one, other in itertools.combinations(kept, 2):
-        assert jaccard(texts[one], texts[other]) < similar + 0.1
+    survivors = [position for position in range(len(texts)) if position not in dropped]
+    for position, original in dropped.items():
+        assert original < position and original in survivors and jaccard(texts[position], texts[original]) >= similar
+    for first, second in itertools.combinations(survivors, 2):
+        assert jaccard(texts[first], texts[second]) < similar + 0.1
     assert dropped == near_duplicates(texts, similar, seed)
 
 
@@ -108,8 +108,8 @@ def test_a_file_with_a_part_of_a_task_is_contaminated():
     leaks = [f"# a mirror\n{FIXED}", FIXED.replace("    ", "\t").replace(" * ", "*"), f"import x\n{TEST}"]
     leaks.append(f"{words}; see the report\n")
     texts = ["x = 1", CODE, f"{words}\n", "", *leaks]
-    found = contaminated([("r", text) for text in texts], secrets([TASK], 13), 13, 10)
-    assert found == dict.fromkeys(range(4, 8), "shop-1")
+    matches = contaminated([("r", text) for text in texts], secrets([TASK], 13), 13, 10)
+    assert matches == dict.fromkeys(range(4, 8), "shop-1")
 
 
 # Order
@@ -136,5 +136,5 @@ def test_imports_come_before_what_imports_them():
     }
     order = import_order(texts)
     assert sorted(order) == sorted(texts) and order == import_order(dict(reversed(texts.items())))
-    for path, before in needs.items():
-        assert all(order.index(each) < order.index(path) for each in before), path
+    for path, dependencies in needs.items():
+        assert all(order.index(dependency) < order.index(path) for dependency in dependencies), path

@@ -61,9 +61,9 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
     assert len(set(gap_tokens(tokenizer))) == 3
     heldout = code_rows(read_corpus(str(tmp_path / "corpus")).validation, tokenizer, 1.0, limit=48)
     assert not any(set(gap_tokens(tokenizer)) & set(row.token_ids.tolist()) for row in heldout)
-    said: list[str] = []
-    start_or_resume(run.path, say=said.append)
-    assert len(said) == 1 and "the run is complete" in said[0]
+    lines: list[str] = []
+    start_or_resume(run.path, say=lines.append)
+    assert len(lines) == 1 and "the run is complete" in lines[0]
 
 
 @pytest.mark.whole
@@ -75,8 +75,12 @@ def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy
     settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
     with Sandboxes() as sandboxes:
         run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
-    head, own = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
-    assert head is not None and own is not None and torch.equal(head.join.weight, own.join.weight)
+    final_head, midtrained_head = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
+    assert (
+        final_head is not None
+        and midtrained_head is not None
+        and torch.equal(final_head.join.weight, midtrained_head.join.weight)
+    )
 
 
 SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}
@@ -98,9 +102,9 @@ def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
         config = load_pretrained(run.path / "weights" / name).config
         assert config.max_position_embeddings == 512 and config.yarn.factor == 2, name
     assert load_pretrained(run.path / "weights" / "midtrained").config.max_position_embeddings == 256
-    found = build_report(run)["extend"]
-    assert found["steps"] == 4 and found["last"]["heldout_long_loss"] < found["before"]["stretched"]
-    assert found["before"]["plain"] != found["before"]["stretched"]
+    extension = build_report(run)["extend"]
+    assert extension["steps"] == 4 and extension["last"]["heldout_long_loss"] < extension["before"]["stretched"]
+    assert extension["before"]["plain"] != extension["before"]["stretched"]
     assert "extend" in json.loads((run.path / "settings.json").read_text())
     assert pictures(run)
     again = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
@@ -134,5 +138,5 @@ def test_every_kind_is_trained_on_and_scored(tmp_path: Path, capsys: pytest.Capt
     assert set(report["eval"]["final"]["by_kind"]) == set(kinds["heldout"])
     assert cli.main(["tour", "--set", "data.kinds=[bug,poem]"]) == 2
     assert cli.main(["tour", "--set", "data.kinds=[lint]", "--set", "data.level=functions"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "data.kinds" in said[0] and "are bugs" in said[1]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "data.kinds" in errors[0] and "are bugs" in errors[1]

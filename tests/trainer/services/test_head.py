@@ -77,9 +77,9 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         down(folder.parent)
 
 
-def wait(done: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + patience(30)
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -154,8 +154,8 @@ def test_reap_ends_what_a_killed_head_left(carried: Path, tmp_path: Path) -> Non
     os.kill(killed.pid, signal.SIGKILL)
     wait(lambda: holder(folder / "head.lock") is None)
     assert find(folder) is None and started(pid) == tick, "what it carried lives on"
-    done = reap(tmp_path)
-    assert done.processes == (str(pid),) and len(done.directories) == 1 and not done.failed
+    reaped = reap(tmp_path)
+    assert reaped.processes == (str(pid),) and len(reaped.directories) == 1 and not reaped.failed
     assert started(pid) != tick and not list(carried.iterdir())
     renewed = up(folder)
     assert renewed.pid != killed.pid and find(folder) == renewed

@@ -210,9 +210,9 @@ def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, c
     d = Driver(schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
     rng, batch = Random(seed), prompts * group
     for _ in range(60):
-        seen = {key[0] for key in d.born}
-        full = (len(d.log) + ahead + 1) * batch - len(seen) * group < group
-        waiting = len(seen) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
+        slots = {key[0] for key in d.born}
+        full = (len(d.log) + ahead + 1) * batch - len(slots) * group < group
+        waiting = len(slots) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
             len(d.log) * batch
         )
         assert (full and not waiting) or len(d.running) == sum(capacities)
@@ -354,7 +354,7 @@ def test_rollouts_that_are_not_stored_are_sampled_again():
 
 FAULTS = ("kill", "drain", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
 schedules = st.builds(
-    lambda more, **given: Schedule(bound=given["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **given),
+    lambda more, **fields: Schedule(bound=fields["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **fields),
     more=st.integers(0, 3),
     prompts=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -416,8 +416,8 @@ class Chaos(Driver):
             self.fault(rng.choice(list(self.running)), sampled=rng.randrange(50))
         elif what == "lag" and self.running:
             self.finish(rng.choice(list(self.running)), lag=rng.randint(1, 5))
-        elif what == "repeat" and (told := [event for event, _ in self.history if self.repeatable(event)]):
-            self.send(replace(rng.choice(told), at=self.now))
+        elif what == "repeat" and (events := [event for event, _ in self.history if self.repeatable(event)]):
+            self.send(replace(rng.choice(events), at=self.now))
         elif what == "zombie" and self.zombies:
             self.finish(self.zombies.pop(rng.randrange(len(self.zombies))))
         elif what in ("crash", "rewind"):
@@ -464,17 +464,17 @@ class Chaos(Driver):
 
 def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, int]:
     """A run with these faults, drained by one last worker; and how many of them there was something to do for."""
-    rng, done = Random(seed), 0
+    rng, effective = Random(seed), 0
     chaos = Chaos(schedule, rng)
     for what in faults:
         for _ in range(rng.randint(0, 4)):
             chaos.work()
-        done += chaos.wrong(what)
+        effective += chaos.wrong(what)
     chaos.drain()
     if not chaos.end:
         chaos.join("last", 2)
     chaos.run_out()
-    return chaos, done
+    return chaos, effective
 
 
 def assert_nothing_is_missing(chaos: Chaos) -> None:
@@ -495,9 +495,9 @@ def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
     @settings(max_examples=280, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
     def run(schedule: Schedule, faults: list[str], seed: int) -> None:
         nonlocal total
-        chaos, done = survive(schedule, faults, seed)
+        chaos, effective = survive(schedule, faults, seed)
         assert_nothing_is_missing(chaos)
-        total += done
+        total += effective
 
     run()
     assert total >= 10_000
