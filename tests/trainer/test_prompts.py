@@ -53,16 +53,11 @@ def run_through(of: curricula.Order, steps: int, solved: float = 1.0) -> list[li
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    harder=st.floats(0, 1),
-    combined_share=st.floats(0, 1),
-    start=st.floats(0, 1),
-    solved=st.sampled_from([0.0, 0.4, 1.0]),
-)
+@given(harder=st.floats(0, 1), share=st.floats(0, 1), start=st.floats(0, 1), solved=st.sampled_from([0.0, 0.4, 1.0]))
 def test_no_prompt_comes_twice_and_every_part_was_solved_before(
-    harder: float, combined_share: float, start: float, solved: float
+    harder: float, share: float, start: float, solved: float
 ) -> None:
-    of = order(harder=harder * (1 - combined_share), made=combined_share, start=start)
+    of = order(harder=harder * (1 - share), made=share, start=start)
     blocks = run_through(of, 9, solved)
     names = [name for block in blocks for name in block]
     assert len(names) == len(set(names)) == 36 and blocks == run_through(of, 9, solved)
@@ -86,18 +81,12 @@ def test_kinds_that_took_more_effort_or_failed_come_more_often(by: str) -> None:
 
 
 def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() -> None:
-    combined_task = curricula.combined(task(1), task(2))
-    assert (
-        combined_task.id == "t1+t2"
-        and combined_task.instruction == "fix the tests"
-        and combined_task.metadata["max_turns"] == "14"
-    )
-    assert (
-        combined_task.metadata["difficulty"] == "2" and Task.model_validate(combined_task.model_dump()) == combined_task
-    )
+    merged = curricula.combined(task(1), task(2))
+    assert merged.id == "t1+t2" and merged.instruction == "fix the tests" and merged.metadata["max_turns"] == "14"
+    assert merged.metadata["difficulty"] == "2" and Task.model_validate(merged.model_dump()) == merged
     with SandboxExecutor() as boxes:
         for answer, passed in ((task(1).solution | task(2).solution, True), (task(1).solution, False), ({}, False)):
-            assert grade_functions(combined_task, combined_task.files | answer, boxes).passed is passed
+            assert grade_functions(merged, merged.files | answer, boxes).passed is passed
     hard = task(1).model_copy(update={"metadata": {"difficulty": "hard"}})  # foreign tasks say it in words
     assert curricula.combined(hard, task(2)).metadata["difficulty"] == "hard+1"
     with pytest.raises(ValueError, match="tasks t1 and t1 share files"):

@@ -79,10 +79,8 @@ def repeated_loss(model: Model, seed: int, period: int) -> float:
     ids = torch.cat([rows, rows], dim=1)
     with torch.no_grad():
         logits, _ = model(ids)
-    second_half = slice(period, 2 * period - 1)
-    return float(
-        torch.nn.functional.cross_entropy(logits[:, second_half].flatten(0, 1), ids[:, period + 1 :].flatten())
-    )
+    half = slice(period, 2 * period - 1)
+    return float(torch.nn.functional.cross_entropy(logits[:, half].flatten(0, 1), ids[:, period + 1 :].flatten()))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"hidden_size": 192, "num_key_value_heads": 4}])

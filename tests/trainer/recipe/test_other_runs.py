@@ -75,12 +75,8 @@ def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy
     settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
     with Sandboxes() as sandboxes:
         run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
-    final_head, midtrained_head = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
-    assert (
-        final_head is not None
-        and midtrained_head is not None
-        and torch.equal(final_head.join.weight, midtrained_head.join.weight)
-    )
+    final, midtrained = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
+    assert final is not None and midtrained is not None and torch.equal(final.join.weight, midtrained.join.weight)
 
 
 SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}
