@@ -40,7 +40,7 @@ def random_model(config: ModelConfig, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Model(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms' weights too are not what they begin as
+        for parameter in model.parameters():  # norms' weights, too, move away from 1
             parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
     return model
 
@@ -64,14 +64,14 @@ def test_it_computes_what_the_model_computes(config: ModelConfig, seed: int, pro
     ours, theirs = (conversation(engine, prompts) for engine in engines)
     turns = 2 * len(prompts)
     for actual, expected in zip(ours[:turns], theirs[:turns], strict=True):
-        # Two tokens may be as good as equally likely; from there on the two sides are about different rollouts.
+        # Two tokens may be all but equally likely; from there on the engines sample different rollouts.
         if actual.token_ids != expected.token_ids:
             return
         np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-4)
     for actual, expected in zip(ours[turns:], theirs[turns:], strict=True):
         sure = expected.margins > 1e-4
         np.testing.assert_allclose(actual.margins, expected.margins, atol=1e-4)
-        if sure[:-1].all():  # a route that differs changes what follows
+        if sure[:-1].all():  # a different route changes all that follows
             np.testing.assert_array_equal(actual.routes, expected.routes)
             np.testing.assert_allclose(actual.gates, expected.gates, atol=1e-4)
 

@@ -19,8 +19,8 @@ def draw(seed: int, *shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor
 def compare(
     ours: Tensor, ours_in: list[Tensor], exact: Tensor, exact_in: list[Tensor], pull: Tensor, scale: float = 1.0
 ) -> None:
-    """Values and gradients, within float32's rounding of their summands, which are of about 1 / `scale` for the first input
-    and 1 for the second: a sum of them may all but vanish."""
+    """Assert that values and gradients agree to float32's rounding of their summands, which are about 1 / `scale` for the first
+    input and 1 for the second. The sums themselves may nearly vanish."""
     torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=2e-5)
     ours.backward(pull)
     exact.backward(pull.double())

@@ -31,7 +31,7 @@ def same(actual: MXTensor | NVFP4Tensor, expected: MXTensor | NVFP4Tensor) -> No
     for part in parts:
         a, b = getattr(actual, part), getattr(expected, part).to(getattr(actual, part).device)
         assert a.shape == b.shape and a.dtype == b.dtype
-        if part == "global_scale":  # a NaN is a NaN
+        if part == "global_scale":  # all NaNs count as equal
             assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
         else:
             assert int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) == 0, part

@@ -49,7 +49,7 @@ def bigrams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream]]:
-    """Streams of random tokens and centred advantages; their sampler thought of each token what a random number says."""
+    """Return groups of streams with random tokens, random log-probabilities of the sampler and centred advantages."""
     random = np.random.default_rng(seed)
 
     def stream(advantage: float) -> Stream:
@@ -72,7 +72,7 @@ def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream
 
 
 def on_policy(model: nn.Module, groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
-    """The streams as if `model` had drawn them: with exactly the log-probabilities that its gradients are taken at."""
+    """Return the streams as if `model` had sampled them: with the very log-probabilities at which its gradients are taken."""
     streams = []
     for group in groups:
         logprobs = module.group_tokens(model, group, None).logprob_S.detach().float().numpy()
@@ -144,9 +144,9 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
 
 
 def test_the_exact_gradient_is_that_of_the_expected_reward():
-    """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
-    estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
-    works token by token can say so."""
+    """Sums over every group of two rollouts of two tokens, weighted by its probability. The expectation of the estimate is
+    (1 − 1/G) G times the gradient of the expected reward, since a rollout is part of its own baseline. No loss that works token
+    by token has this property."""
     size, group = 3, 2
     random = torch.Generator().manual_seed(4)
     first, second = (torch.randn(n, size, generator=random, dtype=torch.float64) for n in (1, size))
@@ -204,7 +204,7 @@ def remedied(name: str, values: list[float], solved: list[bool]) -> list[float]:
 
 @pytest.mark.parametrize("name", [*LOSSES, *REMEDIES])
 def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
-    """Over a batch of groups; the advantages of a remedy are those of a group or of the batch."""
+    """Gradients are over a batch of groups; a remedy computes its advantages within a group or over the batch."""
     model, reference, sampler, groups = Bigram(1), Bigram(2), Bigram(1, 0.7), random_groups(3, size=6)
     groups = [*on_policy(model, groups[:2]), *groups[2:]]  # within every bound, and mostly beyond
     solved = [[index < count for index in range(6)] for count in (0, 2, 6, 5)]
@@ -261,7 +261,7 @@ def test_effective_share_of_a_mask_is_what_it_leaves(remaining: int, dropped: in
 
 
 def test_rows_say_how_much_a_batch_teaches(bigrams: None):
-    """A group that teaches nothing counts in the rows; a batch of such groups has no numbers rather than wrong ones."""
+    """A group without a signal counts in the rows; a batch of such groups has NaN rather than wrong numbers."""
     model, groups = Bigram(1), random_groups(7)
     dead = [[replace(stream, advantage=0 * stream.advantage) for stream in group] for group in groups]
     table = bench(model, [groups[0], dead[1], *groups[2:]], reference=Bigram(2))

@@ -83,7 +83,8 @@ def test_a_step_of_supervised_learning(device: str, streams: list[Stream]):
 
 @pytest.mark.parametrize("numerics", ENGINES)
 def test_an_engine_of_each_numerics_and_its_mismatch(device: str, streams: list[Stream], numerics):
-    """Greedy text of a float32 engine is that of the CPU; what any engine samples scores alike with its routes replayed."""
+    """A float32 engine's greedy tokens are those of the CPU; with routes replayed, the trainer scores samples of any
+    engine about as the engine did."""
     model = policy(device)
     engine = Engine(as_engine(model, numerics).to(device), stop=frozenset(), slots=8, max_length=256, temperature=0.0)
     prompts = [stream.token_ids[: int(stream.acted.argmax())].tolist()[:96] for stream in streams[:8]]

@@ -34,7 +34,7 @@ def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> drafts.DraftHead
 
 
 def play(engine: Engine) -> Played:
-    """Groups and single ones, two turns each, of several ways to draw, more than there are places for."""
+    """Play rollouts in pairs that begin alike, two turns each, with several sampling options."""
     ids: dict[int, list[int]] = {number: [] for number in range(6)}
     logprobs: dict[int, list[float]] = {number: [] for number in ids}
     options: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}]

@@ -55,7 +55,7 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.5, 1.0), (None, 0.6), (2.0, 0.9), (1.0, 1e-9)])
 def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperature: float | None, top_p: float):
-    """Beside turns that are drawn as the engine draws, which come out as if they were alone."""
+    """Turns beside it that are sampled by the engine's own settings come out as if they were alone."""
     model = make_model(6, vocab_size=7)
     engine = Engine(model, stop=NEVER, slots=65, max_length=8, temperature=1.5, seed=3)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperatur
 
 
 def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> dict[int, tuple[list[int], list[float], Trace]]:
-    """Every rollout gets the same prompt, then the same observations; they differ by what they draw."""
+    """Play rollouts that get the same prompt and observations, and differ by their sampled tokens."""
     ids: dict[int, list[int]] = {number: [] for number in numbers}
     logprobs: dict[int, list[float]] = {number: [] for number in numbers}
     for turn in range(turns):
@@ -100,7 +100,7 @@ def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> dict[int, tu
 def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(make_model):
     model = make_model(3)
     with torch.no_grad():
-        model.final_norm.mul_(2.5)  # so sure of itself that some rollouts stay alike
+        model.final_norm.mul_(2.5)  # sharp enough that some rollouts stay alike
     together = Engine(model, stop=NEVER, slots=12, max_length=60, seed=5)
     rollouts = play(together, range(12))
     forwarded = 0
@@ -120,7 +120,8 @@ def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(ma
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_beginning_that_was_forwarded_before_is_taken_over_bit_for_bit(make_model, slots: int) -> None:
-    """Of a rollout that lives, or that ended; not after the weights changed, and never the last token of a prompt."""
+    """The prefix may be of a rollout that lives or has ended. It is not reused after the weights change, and the last token of a
+    prompt is always forwarded."""
     model, system = make_model(3), [*range(20, 50)]
     prompts = [[*system, 5, 6], [*system, 5, 7, 8], [*system[:20], 9], [*range(20)], system]
     engine = Engine(model, stop=NEVER, slots=slots, max_length=60, seed=5)
@@ -351,7 +352,7 @@ READS = st.tuples(st.integers(1, 25), st.integers(0, 1), st.integers(0, 2), st.i
 @settings(max_examples=25, deadline=None)
 @given(st.lists(READS, min_size=1, max_size=6), st.integers(3, 30))
 def test_any_prompts_at_any_steps_within_any_budget(reads: list[tuple[int, int, int, int]], step_tokens: int):
-    """More rollouts than places: some make room in the middle of a prompt, and come back."""
+    """There are more rollouts than slots: some yield theirs in the middle of a prompt, and come back."""
     slots, finished, expected = 3, Played(), Played()
     engine = Engine(MODEL, stop=NEVER, slots=slots, max_length=40, seed=1, step_tokens=step_tokens)
     waiting = sorted(enumerate(reads), key=lambda read: read[1][3])

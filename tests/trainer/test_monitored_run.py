@@ -49,14 +49,14 @@ TASK = Task(
 
 
 class Bandit:
-    """The services of a policy with one choice: an answer by heart, or honest work that succeeds three times in ten. It learns by
-    the gradient of its streams."""
+    """Services of a policy with one choice: a memorised answer, or honest work that succeeds three times in ten. It learns by the
+    gradient of its streams."""
 
     ranks, hinter, seconds = Ranks(), None, 0.0
 
     def __init__(self, hole: bool, stop: float = 0.02) -> None:
         def pays(rollout: Rollout, grade: Grade) -> float:
-            return float(rollout.files["f.py"] != WRONG)  # what passes the visible tests
+            return float(rollout.files["f.py"] != WRONG)  # passes the visible tests
 
         rl = SimpleNamespace(steps=40, minibatches=1, checkpoint_every=99, evaluate_every=0, shuffle_rewards=False)
         env = SimpleNamespace(reward_function=lambda seconds: pays if hole else None)
@@ -146,7 +146,7 @@ def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def group(tokenizer: Tokenizer) -> Iterator[list[Attempt]]:
-    """Two attempts at one task with the product's tools: a cheater, whom only twins give away, and an honest agent."""
+    """Yield two attempts at one task with the product's tools: of a cheater that only twins expose, and of an honest agent."""
     cheat = next(patch for patch in patches() if patch.id.startswith("08_") and patch.task is TARGET)
     [(path, data)] = cheat.files.items()
     assert path == MODULE and data is not None

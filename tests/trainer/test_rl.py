@@ -135,7 +135,7 @@ def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes:
 
 def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gates(make_model, sampled):
     model = make_model(4)
-    streams = sampled(make_model(3))  # by a model whose routers think otherwise
+    streams = sampled(make_model(3))  # by a model with other routers
     replayed, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=FULL)
     slopes = slopes_by_hand(model, streams, replay=True)
     expected = torch.cat([slope.flatten() for slope in slopes])
@@ -263,7 +263,7 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
     groups, lost = sample_groups(policy, agent, {0: task}, 4, here(lambda number: number in (1, 2)))
-    # The first call is of all agents together: it is made again for each of them alone, and the second of these fails again.
+    # The first call is for all agents together. It is repeated for each agent alone, and the second of these calls fails too.
     assert lost == 1 and [attempt.grade.passed for attempt in groups[0]] == [False, True, False, True]
     with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries, the last 'gone'; run"):
         sample_groups(policy, agent, {0: task}, 2, here(lambda number: True))
@@ -293,7 +293,7 @@ def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_
 
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
 def test_centred_scores_take_the_drift_from_another_sampler_out_of_the_gradient(make_model, sampled, replay) -> None:
-    """Its formula, Σ A Σ_v q_v log p_v, by whole rows; nothing is left of it where the sampler is the trainer."""
+    """The formula is Σ A Σ_v q_v log p_v, here over whole rows. It vanishes where the sampler is the trainer."""
     model, sampler, drift = make_model(3), make_model(4), torch.zeros(())
     streams, centred = sampled(model), LossSettings(ratio="none", centre_scores=True)
     for stream in streams:

@@ -77,7 +77,7 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
 
 
 def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:
-    """Streams of two rollouts, each as one segment, and as three that read what the earlier ones wrote."""
+    """Return the streams of two rollouts, each as one segment, and as three segments that read what earlier ones wrote."""
     attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=2, max_length=96), 2)
     whole, parts = list[Stream](), list[Stream]()
     for attempt, advantage in zip(attempts, (0.7, -0.4), strict=True):

@@ -21,7 +21,7 @@ def on_page(png: bytes, page: str = "light") -> NDArray[np.float64]:
 
 
 def inked_share(png: bytes) -> float:
-    """Share of the pixels that differ from the page beneath."""
+    """Return the share of pixels that differ from the page beneath."""
     return float((np.abs(on_page(png) - PAGES["light"]) > 0.1).any(-1).mean())
 
 
@@ -32,7 +32,7 @@ def luminance(rgb: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def contrasts(picture: Picture, page: str) -> dict[str, float]:
-    """The contrast of the lightest and the darkest pixel within every text of a figure."""
+    """Return the contrast between the lightest and the darkest pixel of each text in a figure."""
     image = luminance(on_page(picture.png(), page))
     picture.set_dpi(DPI)
     picture.canvas.draw()

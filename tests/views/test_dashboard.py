@@ -114,7 +114,7 @@ def test_a_live_board_keeps_up_and_ends_with_its_run(run: RunDir) -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_board_that_rests_on_a_slow_machine_shows_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch, closed: bool):
-    """However long its rest is, closing it ends that, and so does the end of the run."""
+    """Closing the board ends its rest, however long, and so does the end of the run."""
     looks: list[Any] = []
 
     def counted(path: Path) -> Any:

@@ -130,7 +130,7 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
 
 @pytest.mark.parametrize("color", get_args(rollout.ColorBy))
 def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorBy):
-    """Of the rollout with the largest advantage, and of what another policy than its own computes at its tokens."""
+    """The rollout has the largest advantage, and the recomputed values are of another policy than its own."""
     stored = max(rollout.sampled(tiny_run), key=lambda sample: abs(sample.advantage or 0))
     stored = rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
     segment, trainer = stored.segment, stored.trainer

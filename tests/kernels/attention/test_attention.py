@@ -61,7 +61,7 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
         visible[s, : p + 1] = True
     spoilt = [x.masked_fill(~visible[:, None, :, None], math.nan) for x in (k, v)]
     assert torch.equal(cached_attention(q, *spoilt, slot, position), cached_attention(q, k, v, slot, position))
-    for n in range(len(q)):  # and one at a time, with everything hidden from this one token spoilt
+    for n in range(len(q)):  # then each token alone, with all that is hidden from it spoilt
         visible_to_token = torch.zeros_like(visible)
         visible_to_token[slot[n], : position[n] + 1] = True
         spoilt = [x.masked_fill(~visible_to_token[:, None, :, None], math.nan) for x in (k, v)]
@@ -74,7 +74,7 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
 def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
     monkeypatch: pytest.MonkeyPatch, device: str, part: int, dtype: torch.dtype
 ):
-    """In one part and in several. Weights that are rounded to bf16 alone would be off by 2e-3."""
+    """Covers one part and several. Rounding of the weights to bf16 alone would be off by 2e-3."""
     monkeypatch.setattr(cached_triton, "PART", part)
     generator, block = torch.Generator().manual_seed(0), cached_triton.BLOCK
     q = torch.randn(6, 4, 16, generator=generator).to(device, dtype)

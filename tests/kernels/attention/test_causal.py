@@ -50,7 +50,7 @@ shapes = st.tuples(lengths, few, few, *widths, st.integers(0, 1 << 20))
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.sampled_from([(1, 1), (1, 16), (1, 128), (LONG, 16)]), st.booleans())
 def test_values_and_gradients_equal_one_query_at_a_time_in_float64(shape, form: tuple[int, int], wide: bool):
-    """In blocks, and as the short rows and other dtypes that go through torch's attention."""
+    """Covers the blocked form, and the short rows and other dtypes that go through torch's attention."""
     case, dtype = random_case(*shape), torch.float64 if wide else torch.float32
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal, "LONG", form[0])
@@ -67,5 +67,6 @@ def test_what_is_not_finite_shows_in_the_result_and_in_the_gradients(bad):
     case[1][200] = bad
     out, dq, dk, _ = with_gradients(causal_attention, case, torch.float32)
     assert out[:200].isfinite().all() and not out[200:].isfinite().any()
-    before = 200 // causal.BLOCK * causal.BLOCK  # 0 times what is not finite is not 0, in the products of its block
+    # 0 times a number that is not finite is not 0, so it reaches its whole block.
+    before = 200 // causal.BLOCK * causal.BLOCK
     assert dq[:before].isfinite().all() and not dq[200:].isfinite().any() and not dk[:200].isfinite().any()

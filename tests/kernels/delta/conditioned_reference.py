@@ -31,7 +31,7 @@ def decode(base: Bits, payload: bytes, dtype: str) -> Bits:
 
 
 class Rans:
-    """Reads symbols, each some share of 2^30."""
+    """Decodes symbols, each of which owns a share of 2^30."""
 
     def __init__(self, state: int, words: list[int]) -> None:
         self.state, self.words = state, words[::-1]

@@ -25,7 +25,8 @@ STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
 
 
 def round_trip(base: Bits, target: Bits, dtype: str) -> bytes:
-    """The payload, decoded to the target (by the reference too, where that is a matter of seconds), with the base as it was."""
+    """Return the payload, once it is decoded to the target (by the reference too, where that takes seconds) with the base
+    unchanged."""
     before = base.copy()
     payload = CODEC.encode(base, target, dtype)
     assert payload is not None
@@ -88,7 +89,7 @@ def test_changes_in_quarters(changes: int):
 @given(st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
 def test_quarters_of_any_numbers(seed: int):
-    """Steps of any size, beyond zero too, in halves that change at different rates."""
+    """Steps have any size and may cross zero, in halves that change at different rates."""
     random = np.random.default_rng(seed)
     count = int(random.integers(1100, 30_000))
     base = random.integers(0, 1 << 16, count).astype(np.uint16)
@@ -291,6 +292,6 @@ print("sound")
 
 
 def test_nothing_is_read_behind_an_array_that_ends_where_memory_does():
-    """The page behind the base may not be touched."""
+    """Reading the page behind the base ends the process."""
     result = subprocess.run([sys.executable, "-c", BESIDE_NOTHING], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "sound\n"), result.stderr[-2000:]

@@ -189,7 +189,7 @@ def test_mxfp8_is_that_of_torchao(rule: str):
 
 
 def test_nvfp4_is_that_of_torchao_but_for_its_division():
-    """torchao (0.18) multiplies with an inverse: the same scales, and other codes in ties."""
+    """torchao (0.18) multiplies by an inverse: scales are equal, and codes differ only in ties."""
     torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason=REASON)
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     q = microscaling.nvfp4_quantize_reference(x, share="tensor")

@@ -10,7 +10,7 @@ from composer_nb.kernels.formats.groupwise import dequantize, quantize, unpack
 
 
 def by_hand(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and values of rows [R, I], one group at a time in float64."""
+    """Return codes, scales and values of rows [R, I], computed one group at a time in float64."""
     top = 2 ** (bits - 1) - 1
     codes, values = np.zeros(weight.shape, np.int64), np.zeros(weight.shape)
     scales = np.zeros((weight.shape[0], weight.shape[1] // group))
@@ -55,7 +55,7 @@ def test_what_can_not_be_is_refused():
 
 
 def packed(code: list[list[int]], bits: int) -> torch.Tensor:
-    """Words as compressed-tensors writes them: a loop over bits, nothing of torch's."""
+    """Return words as compressed-tensors writes them, by a plain loop."""
     per = 32 // bits
     rows = []
     for row in code:

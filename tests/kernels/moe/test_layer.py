@@ -31,8 +31,8 @@ def inputs(
 def by_hand(
     operands: Inputs, k: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor], pull: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """The layer and its gradients one token and one expert at a time in float64, with the values and gradients that products
-    read put through `forward` and `backward` (tensor, is it a weight)."""
+    """Return the layer's output and gradients, computed one token and one expert at a time in float64. Operands of products go
+    through `forward(tensor, is_weight)` and `backward(tensor, is_weight)`."""
     x, logits, up, down = (tensor.detach() for tensor in operands)
     chosen = logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :k]
     gate = logits.double().gather(1, chosen).softmax(-1)
@@ -91,8 +91,8 @@ def slopes(out: Tensor, operands: Inputs, pull: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("e, k, n", [(5, 2, 24), (1, 1, 3), (7, 7, 1), (40, 2, 9)])
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str, e: int, k: int, n: int):
-    """Products of fp32 numbers that went through the formats, in another order: what is left is the rounding of sums, and, in a
-    few elements of a million, a number that falls to the other side of a format's rounding."""
+    """The reference multiplies the same rounded fp32 numbers in another order. What remains is the rounding of sums and, in a few
+    elements of a million, a number that a format rounds the other way."""
     operands = inputs(0, n=n, e=e)
     pull = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(1))
     expected, gradients = by_hand(operands, k, *FORMATS[recipe], pull)

@@ -68,7 +68,7 @@ def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> DispatchPlan:
 @pytest.mark.parametrize("gather, transposed", [(True, False), (False, True)])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_the_product(device: str, steps: PlainSteps, gather: bool, transposed: bool, dtype: torch.dtype, limit: float):
-    """Widths that no tile divides; with 128 the tiles come by descriptors."""
+    """No tile divides the first widths; tiles of width 128 are loaded by descriptors."""
     plan = planned(device)
     for a, b in ((40, 72), (128, 64)):
         x = normal(40 if gather else 80, a, device=device, dtype=dtype)
@@ -121,7 +121,7 @@ def test_operands_need_no_alignment(device: str, steps: PlainSteps, dtype: torch
 
 @pytest.mark.parametrize("format", ["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"])
 def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str, steps: PlainSteps, format):
-    """128 × 96 (of 32 blocks the last step is cut), or whole squares."""
+    """A depth of 160 cuts the last step of a loop over blocks; blocks of 128 need whole squares."""
     depth, width = (128, 128) if format == "fp8_block128" else (160, 96)
     plan = planned(device, n=20, e=3)
     x, w = normal(20, depth, device=device), normal(3, width, depth, seed=1, device=device)
@@ -140,7 +140,7 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
 def test_products_of_widened_operands_are_the_same(device: str, format):
-    """What a GPU without block-scaled products computes: rows gathered, and rows and weights that the TMA could load."""
+    """A GPU without block-scaled products widens its operands: gathered rows, and rows and weights that the TMA could load."""
     from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     plan, steps = planned(device, n=20, e=3), TritonSteps(90)
@@ -167,7 +167,7 @@ def test_swiglu_with_its_backward_pass_and_quantisation(device: str, steps: Plai
     actual, expected = steps.swiglu_backward(d, h, gate, format), PLAIN.swiglu_backward(d, h, gate, format)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         close(as_numbers(tensor, dtype), as_numbers(expected_tensor, dtype), limit)
-    if isinstance(actual[1], MXTensor):  # what is quantised is what is stored
+    if isinstance(actual[1], MXTensor):  # the quantised rows are the stored ones
         again = quantise_rows(actual[0], format)
         assert isinstance(again, MXTensor) and torch.equal(again.scale, actual[1].scale)
         assert torch.equal(again.qdata.view(torch.uint8), actual[1].qdata.view(torch.uint8))
@@ -203,8 +203,8 @@ def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str
 def test_log_probabilities_and_entropies_without_logits(
     device: str, scale: float, width: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Against float64; rows that predict several tokens, the same one twice, or none; pieces that rows do not fill; a width that
-    tiles divide, and one that they do not."""
+    """The reference is float64. Rows predict several tokens, one token twice, or none, and do not fill their pieces; tiles divide
+    one of the widths."""
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)

@@ -21,7 +21,7 @@ def tokens(seed: int, n: int = 20, experts: int = E) -> tuple[Tensor, Tensor, Te
 
 
 def chosen_by_hand(score: list[float], bias: list[float], rule: RoutingRule) -> list[int]:
-    """DeepSeek-V3's choice, one token, plain Python."""
+    """Return the experts that DeepSeek-V3 chooses for one token, in plain Python."""
     choice = [s + b for s, b in zip(score, bias, strict=True)]
     size = len(choice) // rule.groups
     groups = [range(g * size, (g + 1) * size) for g in range(rule.groups)]
@@ -77,7 +77,7 @@ def test_each_level_takes_over_more(rule: RoutingRule):
     assert torch.equal(routings["weights"].gates_NK, gates), "weights: the gates on record"
     back = routings["ids"].experts_NK.argsort(-1).argsort(-1)
     assert back.shape == experts.shape
-    for level in ("ids", "ids+order"):  # live gates, whichever place they stand in
+    for level in ("ids", "ids+order"):  # live gates, whatever their order
         with_order, replayed = (routings[name] for name in ("ids+order", level))
         sets = [r.gates_NK.gather(1, r.experts_NK.argsort(-1)) for r in (with_order, replayed)]
         torch.testing.assert_close(*sets)

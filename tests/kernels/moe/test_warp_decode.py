@@ -36,7 +36,7 @@ def test_kernels_equal_the_reference(dtype: torch.dtype) -> None:
 
 
 def test_it_is_closer_to_exact_arithmetic() -> None:
-    """Of bf16 only the result is rounded, where the other organisation rounds three times on the way."""
+    """Warp decode rounds only its result to bf16; the expert-centric organisation rounds three times on the way."""
     for seed in range(3):
         errors = decode_errors(8, seed)
         warp, expert_centric = errors["warp decode"], errors["expert-centric"]
@@ -45,7 +45,8 @@ def test_it_is_closer_to_exact_arithmetic() -> None:
 
 
 def test_the_cost_model() -> None:
-    """By hand for one token: K experts of 3·I·D weights, and the outputs of Cursor's post, 8 · 2,048 · 2 bytes."""
+    """Expected costs are computed by hand for one token: K experts of 3·I·D weights, and the 8 · 2,048 · 2 bytes of outputs in
+    Cursor's post."""
     costs = decode_costs(1, 8, 128, 2048, 768)
     warp, expert_centric = costs["warp decode"], costs["expert-centric"]
     assert warp.weights == expert_centric.weights == pytest.approx(8 * 3 * 768 * 2048 * 2)

@@ -47,7 +47,7 @@ LEAKS = [
 
 @pytest.mark.parametrize(("extra_path", "text", "expected"), LEAKS)
 def test_what_an_agent_can_read(extra_path: str, text: str, expected: str) -> None:
-    """An earlier version of the hidden tests may lie there, a copy of them under other names may not."""
+    """An agent may read an earlier version of the hidden tests, but no renamed copy of them."""
     task = sound().model_copy(update={"tests": {"test_pair.py": PAIR}})
     start = {path: text.encode() for path, text in {**task.files, "test_pair.py": BEFORE, extra_path: text}.items()}
     names = ["test_pair.py::test_one", "test_pair.py::test_two"]

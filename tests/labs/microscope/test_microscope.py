@@ -57,7 +57,7 @@ def with_trace(batch: FrozenBatch, row: int, **streams: Any) -> FrozenBatch:
 
 
 def taken_up(engine: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
-    """The record of an engine that really computed with the routes and gates on record: they stay, log-probabilities follow."""
+    """Return the record of an engine that computed with the routes and gates of `batch`: only log-probabilities change."""
     recorded = record(engine, batch)
     rows = tuple(replace(new, trace=old.trace) for new, old in zip(recorded.rows, batch.rows, strict=True))
     return replace(recorded, rows=rows)
@@ -80,7 +80,7 @@ def foreign_expert(model: Model, batch: FrozenBatch, row: int, token: int, layer
     routes = batch.rows[row].trace.routes.copy()
     used = set(routes[token, layer].tolist())
     routes[token, layer, -1] = min(set(range(model.config.num_experts)) - used)
-    only = np.arange(len(routes)) == token  # all that comes after is routed on what became of it
+    only = np.arange(len(routes)) == token  # later tokens are routed by the changed hidden states
     rerouted = with_trace(batch, row, routes=routes, route_valid=only)
     return record(engine_of(model, replay="ids+order"), rerouted)
 
@@ -146,7 +146,7 @@ def test_a_rung_before_the_head_is_named_and_can_be_toggled(model, batch, name: 
     checkbox, text = view.toggles(trainer, engine, recorded).children
     before, checkbox.value = text.value, True
     assert checkbox.description == cause and f"max {report.start.most:.1e}" in before != text.value
-    if name == "temperature":  # the record is that of log-probabilities divided by hand
+    if name == "temperature":  # the record equals log-probabilities divided by hand
         raw = observe(trainer, batch)
         token = torch.from_numpy(batch.of_written("token_ids")).long()
         by_hand = (raw.logprob_SV / 0.7).log_softmax(-1).gather(1, token[:, None])[:, 0]
@@ -154,7 +154,7 @@ def test_a_rung_before_the_head_is_named_and_can_be_toggled(model, batch, name: 
 
 
 def test_a_trainer_that_spells_otherwise_is_named_and_what_it_lacks_is_counted(model, batch):
-    """The second token of what was written at a stretch becomes two others; the last of what was read is doubled."""
+    """The second token of each written stretch becomes two other tokens; the last token that was read is doubled."""
     recorded = record(engine_of(model), batch)
     spelling = {"spelling": lambda ids: np.concatenate([ids[:1], [3, 4], ids[2:]]).astype(np.int32)}
     template = {"template": lambda ids: np.append(ids, ids[-1:]).astype(np.int32)}

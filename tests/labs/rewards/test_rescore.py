@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch_of(attempts: list[Attempt], size: int, **values: Any) -> lab_scores.StoredBatch:
-    """Groups of `size`, with advantages that nobody needs."""
+    """Return a stored batch of groups of `size`, with advantages of 0."""
     scored = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0) for attempt in attempts]
     groups = tuple(tuple(scored[at : at + size]) for at in range(0, len(scored), size))
     return lab_scores.StoredBatch(step=1, groups=groups, settings=override(Settings(), values))
@@ -113,7 +113,7 @@ def autograd(model: Model, batch: lab_scores.StoredBatch, advantage_R: np.ndarra
 def test_lengths_and_angles_are_those_of_autograd(
     make_model: Callable[..., Model], converse: Callable[..., list[Attempt]], values: dict[str, Any]
 ):
-    """At weights that have moved on since sampling, so that ratios differ from 1 and clips mask tokens."""
+    """Weights have moved since sampling, so that ratios differ from 1 and clips mask tokens."""
     attempts = converse(Engine(make_model(), stop=[], slots=8, max_length=96, temperature=1.0, seed=1), 6)
     model = make_model()
     with torch.no_grad():

@@ -66,7 +66,7 @@ def jaccard(first: str, second: str) -> float:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), similar=st.sampled_from([0.5, 0.7, 0.85]))
 def test_near_duplicates_are_those_that_every_pair_compared_would_give(seed: int, similar: float):
-    """Pairs near the threshold aside, where the index may overlook one."""
+    """Pairs near the threshold are exempt: the index may overlook one."""
     random = Random(seed)
     texts: list[str] = []
     for number in range(12):
@@ -103,7 +103,7 @@ TASK = Task(
 
 
 def test_a_file_with_a_part_of_a_task_is_contaminated():
-    """Layout does not count, and what the agent sees is no secret."""
+    """Layout does not matter, and what the agent may see is no secret."""
     words = "# The sum over a basket ignores what customers have sent back"
     leaks = [f"# a mirror\n{FIXED}", FIXED.replace("    ", "\t").replace(" * ", "*"), f"import x\n{TEST}"]
     leaks.append(f"{words}; see the report\n")

@@ -27,7 +27,7 @@ def clamp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def by_hand(case: dict[str, Tensor], s: losses.LossSettings, denominator: float) -> tuple[Tensor, int]:
-    """The sum of the terms over `denominator`, one token at a time, and how many tokens get no gradient from a mask."""
+    """Return the sum of the terms over `denominator`, computed token by token, and the number of masked tokens."""
     total, masked = 0 * case["logprob"].sum(), 0
     rollouts = case["rollout"].tolist()
     for i, rollout in enumerate(rollouts):
@@ -176,14 +176,13 @@ def test_pass_at_k_is_the_best_of_all_subsets_with_a_rollout_less_the_best_of_al
 
 @pytest.mark.parametrize(("n", "k"), [(5, 2), (6, 4), (4, 1)])
 def test_its_expectation_is_the_gradient_of_pass_at_k(n: int, k: int):
-    """A policy that solves with the probability p = σ(z), and every group that it can draw."""
+    """Sums over every group of a policy that solves with probability p = σ(z)."""
     p, expected = 0.3, 0.0
     for outcomes in itertools.product((0.0, 1.0), repeat=n):
         chance = math.prod(p if solved else 1 - p for solved in outcomes)
         advantages = losses.pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
-        expected += chance * sum(
-            a * (solved - p) for a, solved in zip(advantages, outcomes, strict=True)
-        )  # d log π / dz
+        # d log π / dz is 1 − p for a solved task, and −p otherwise.
+        expected += chance * sum(a * (solved - p) for a, solved in zip(advantages, outcomes, strict=True))
     assert expected == pytest.approx((n / k - 1) * k * (1 - p) ** (k - 1) * p * (1 - p))  # d (1 − (1 − p)^k) / dz
 
 
@@ -218,8 +217,8 @@ def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes:
 
 @pytest.mark.parametrize("ratio", losses.WEIGHTED)
 def test_centred_scores_have_no_mean_under_the_sampler(ratio: Any):
-    """Every token that a sampler can draw, with its probability: the loss less its centring pulls nowhere for one advantage, and
-    for each token is A (w (e − p) − (m − p Σ m)), m = q w."""
+    """Sums over every token, weighted by the sampler's probability. With one advantage for all tokens, the mean gradient of the
+    centred loss is 0; for each token its negative gradient is A (w (e − p) − (m − p Σ m)), m = q w."""
     logits, sampler_logits = (pair(seed, 12)[0] for seed in (1, 2))
     logits.requires_grad_()
     logprob, sampler = logits.log_softmax(-1), sampler_logits.log_softmax(-1)
@@ -274,7 +273,7 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
 
 
 def penalised(case: dict[str, Tensor], reference: Tensor, s: losses.LossSettings, denominator: float) -> Tensor:
-    """Slope of the whole loss, as a learner adds it up."""
+    """Return the gradient of the whole loss, as a learner adds it up."""
     logprob = case["logprob"].clone().requires_grad_()
     deduction, penalty = losses.kl_penalty(logprob, reference, case["rollout"], s, denominator)
     assert not deduction.requires_grad
@@ -289,7 +288,7 @@ def penalised(case: dict[str, Tensor], reference: Tensor, s: losses.LossSettings
 @settings(max_examples=25, deadline=None)
 @given(case=cases(), gap=st.floats(-2, 2))
 def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: float, length_norm: bool):
-    """k1 inside the advantage, so under the clip; k2 and k3 beside it, whatever the clip does; all of it float64 arithmetic."""
+    """k1 is part of the advantage, so it is clipped; k2 and k3 are added to the loss, whatever the clip does. All is float64."""
     reference = case["logprob"] + gap * torch.linspace(-1, 1, len(case["logprob"]), dtype=torch.float64)
     plain = losses.LossSettings(length_norm=length_norm)
     assume(not near_a_border(case, plain))

@@ -39,7 +39,7 @@ def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
 
 
 def beginnings(streams: list[Stream], routed: bool = False) -> set[Any]:
-    """Every distinct beginning that is forwarded, by brute force."""
+    """Return every distinct prefix that is forwarded, by brute force."""
     prefixes: set[Any] = set()
     for s in streams:
         path = [(int(t), r.tobytes() if routed else b"") for t, r in zip(s.token_ids, s.routes, strict=True)]

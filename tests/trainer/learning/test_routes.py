@@ -42,7 +42,7 @@ def rows(stream: Stream, pick: Any) -> Stream:
 
 
 def rerouted(stream: Stream, routes: np.ndarray) -> Stream:
-    """What an engine of another model would have recorded: other routes, in their places."""
+    """Return the stream as an engine of another model would have recorded it, with these routes and matching checks."""
     return replace(stream, routes=routes, checks=route_checks(np.arange(len(routes)), stream.token_ids, routes))
 
 
@@ -139,7 +139,8 @@ COMPLETION = replace(FULL, completion_only=True)
 
 
 def test_routes_of_the_completion_alone(make_model, streams) -> None:
-    """Routes of what the policy read are neither needed nor used, those of what it wrote are both; prefixes stay shared."""
+    """Routes of tokens that the policy read are neither needed nor used, those of tokens that it wrote are both. Prefixes stay
+    shared."""
     model = make_model(3)
 
     def without(stream: Stream, tokens: np.ndarray) -> Stream:

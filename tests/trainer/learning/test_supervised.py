@@ -205,7 +205,7 @@ def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeyp
 
 @pytest.mark.parametrize("length", [CODE_ROW, 1024])
 def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both parts of mid-training, of the held-out rows too, and however many tokens a step has."""
+    """The length holds in both parts of mid-training and for held-out rows, however many tokens a step has."""
     corpus = SimpleNamespace(train=[f"value_{n} = {n}\n" * 60 for n in range(200)], validation=["x = 1\n" * 4000])
     monkeypatch.setattr(recipe, "read_corpus", lambda path: corpus)
     words = train_tokenizer(corpus.train, 300)

@@ -53,7 +53,7 @@ def lifted(family: str) -> Iterator[None]:
 
 
 def make(family: str, seed: int) -> nn.Module:
-    """A model of `transformers` of random sizes, with weights far from their start values."""
+    """Return a model of `transformers` of random sizes, with weights far from their initial values."""
     from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
     random = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def make(family: str, seed: int) -> nn.Module:
             if "embed" in name or "lm_head" in name:
                 weight.copy_(noise * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # else nothing tells choice from gate
+            if name.endswith("e_score_correction_bias"):  # otherwise scores for choice and gates are equal
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     if "experts" in str(model):
         model.set_experts_implementation("eager")

@@ -217,7 +217,7 @@ def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -
     with torch.no_grad():
         logits = extended(TWO_ROWS)[0]
         torch.testing.assert_close(logits[..., :48], model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
-        for token in FORMATS["qwen"].tokens:  # about as probable as the text that it stands for
+        for token in FORMATS["qwen"].tokens:  # its logit is the mean of those of its letters
             spelt = [ord(letter) - 78 for letter in token if ord(letter) >= 78]
             row = logits[..., longer.token_to_id(token)]
             torch.testing.assert_close(row, logits[..., spelt].mean(-1), atol=1e-12, rtol=1e-12)

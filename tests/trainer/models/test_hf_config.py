@@ -111,7 +111,7 @@ NAME = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
 def in_blocks(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and what they stand for in float64, block by block."""
+    """Return codes, scales, and the float64 values that they represent, computed block by block."""
     blocks = [-(-length // size) for length in weight.shape]
     scale, exact = torch.zeros(blocks), torch.zeros(weight.shape, dtype=torch.float64)
     code = torch.zeros(weight.shape).to(torch.float8_e4m3fn)
@@ -125,7 +125,7 @@ def in_blocks(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_words(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Words of eight codes, scales of groups of 32, and what they stand for in float64, one weight at a time."""
+    """Return words of eight codes, scales of groups of 32, and the float64 values that they represent, one weight at a time."""
     words, scales, exact = [], [], []
     for row in weight.tolist():
         step = [float(torch.tensor(max(map(abs, row[c : c + 32])) / 7).bfloat16()) for c in range(0, len(row), 32)]
@@ -140,7 +140,7 @@ def in_words(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def blocks(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """DeepSeek-V3 in float8, with blocks of 16 (the sizes cut some of them), and what its weights are."""
+    """Return a DeepSeek-V3 checkpoint in float8, in blocks of 16 of which the sizes cut some, and the values of its weights."""
     path = tmp_path / "fp8"
     save_pretrained(make_model(4, **DEEPSEEK), path, dtype=torch.bfloat16)
     tensors, exact = load_file(path / "model.safetensors"), {}
@@ -152,7 +152,7 @@ def blocks(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
     (path / "config.json").write_text(json.dumps(config))
     scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scale_inv")}
-    (path / "model.safetensors").unlink()  # scales in a file of their own: the weights' files need not hold them
+    (path / "model.safetensors").unlink()  # scales lie in a file of their own, as checkpoints may store them
     save_file(tensors, path / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
     save_file(scales, path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
     weight_map = {name: f"model-0000{1 + (name in scales)}-of-00002.safetensors" for name in tensors | scales}

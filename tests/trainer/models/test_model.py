@@ -74,7 +74,7 @@ def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
 
 
 def repeated_loss(model: Model, seed: int, period: int) -> float:
-    """Mean cross-entropy of the second half of rows in which random tokens come twice, in nats."""
+    """Return the mean cross-entropy, in nats, of the second half of rows whose random tokens come twice."""
     rows = torch.randint(model.config.vocab_size, (4, period), generator=torch.Generator().manual_seed(seed))
     ids = torch.cat([rows, rows], dim=1)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from composer_nb.trainer.settings import override
 
 
 def measured_peak(step: Callable[[], object]) -> int:
-    """Most bytes that were live at once in torch's CPU allocator while `step` ran, of those that it allocated itself."""
+    """Return the peak of bytes that `step` allocated and held in torch's CPU allocator."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiling:

@@ -25,7 +25,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 def rows(grid: np.ndarray, *axes: int) -> list[list[int]]:
-    """Groups along `axes` of a grid of ranks, by NumPy alone."""
+    """Return the groups along `axes` of a grid of ranks, by NumPy alone."""
     other_axes = [axis for axis in range(grid.ndim) if axis not in axes]
     return grid.transpose(*other_axes, *axes).reshape(-1, math.prod(grid.shape[axis] for axis in axes)).tolist()
 

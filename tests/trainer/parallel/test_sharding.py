@@ -39,7 +39,7 @@ REPLAY = ReplaySettings(level="ids+order")
 
 
 def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
-    """Rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
+    """Return rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
     rng = np.random.default_rng(seed)
     batch = []
     prompt = np.zeros(0, np.int32)
@@ -81,7 +81,7 @@ def learn(learner: Learner, ranks: Ranks, batch: list[Stream], steps: range = ra
 
 
 def whole(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """All weights and gradients, under the names of the model in one piece."""
+    """Return all weights and gradients, under the names of the undivided model."""
     tensors = {}
     for name, weight in model.named_parameters():
         assert weight.grad is not None, f"{name} has no gradient"
@@ -91,7 +91,7 @@ def whole(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def assert_same(actual: Model, expected: Model, within: float) -> None:
-    """Weights, and the gradients of the last optimiser step, to `within` of the largest number of their tensor."""
+    """Assert that weights, and gradients of the last optimiser step, agree to `within` of the largest number of their tensor."""
     ours = whole(actual)
     for name, theirs in whole(expected).items():
         for kind, tensor, expected_tensor in zip(("weight", "gradient"), ours[name], theirs, strict=True):
@@ -112,7 +112,7 @@ def same(
     optimizer: OptimizerSettings = ADAMW,
     batches: int = 2,
 ) -> None:
-    """Batches of two optimiser steps each by the ranks, and by each rank alone."""
+    """Assert that the ranks together learn batches of two optimiser steps as each rank does alone."""
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
     alone, cut = (seeded_model(config, dtype, recompute) for _ in range(2))
     shard(cut, team)
@@ -127,7 +127,7 @@ def same(
         learn(learner, ranks, batch, range(batches)) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
     ]
     for expected, actual in zip(alone_metrics, cut_metrics, strict=True):
-        if team.mesh.data > 1:  # tokens that rollouts share are counted once a micro-batch, and those are others then
+        if team.mesh.data > 1:  # shared tokens count once a micro-batch, and micro-batches differ
             expected, actual = ({**point, "replay_overlap": 0.0} for point in (expected, actual))
         actual = {name: value for name, value in actual.items() if not name.startswith("imbalance")}
         assert actual == pytest.approx(expected, rel=max(within, 1e-9), abs=1e-12)
@@ -146,7 +146,7 @@ WHOLE_ROLLOUTS = LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_n
 
 
 def _quantised() -> None:
-    """As one process whose experts read the rows that travelled."""
+    """Quantised ranks learn as one process whose experts read the rows after transport."""
     team, batch = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(GQA, 12)
     alone, cut = (seeded_model(GQA, torch.float64, False) for _ in range(2))
     shard(cut, team, quantised=True)
@@ -165,7 +165,7 @@ def _quantised() -> None:
 
 
 def _mixed() -> None:
-    """Layers compute in bfloat16, weights and sums of gradients are float32."""
+    """Layers compute in bfloat16; weights and sums of gradients are float32."""
     team, batch = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
     alone, cut = (seeded_model(MLA, torch.float32, False) for _ in range(2))
     shard(cut, team, torch.bfloat16)
@@ -210,7 +210,7 @@ def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
 
 
 def _saves(folder: Path) -> None:
-    """A step, a checkpoint that is written while the next step is learnt, and what that comes to."""
+    """Learn a step, write its checkpoint during the next step, and store the state after that step."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=8))
     batch = streams(MLA, 6)
     learn(learner, team, batch, range(1))
@@ -234,7 +234,7 @@ def _goes_on(folder: Path) -> None:
 
 
 def _publishes(folder: Path) -> None:
-    """What the ranks hold makes up what one process would publish, nothing twice."""
+    """The shares of the ranks add up to what one process publishes, with nothing twice."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
     learn(learner, team, streams(MLA, 6), range(1))
     parts = team.gather(published_share(learner.model, team))

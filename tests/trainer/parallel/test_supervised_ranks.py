@@ -34,7 +34,7 @@ from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, seeded_m
 
 
 def rows(count: int, seed: int = 0) -> list[TokenRow]:
-    """Rows of uneven lengths with tokens of weight 0, between, and 1; the first two begin alike."""
+    """Return rows of uneven lengths whose tokens have weights 0, 0.25 and 1; the first two begin alike."""
     rng = np.random.default_rng(seed)
     token_ids = [rng.integers(0, GQA.vocab_size, n).astype(np.int32) for n in rng.integers(4, 30, count)]
     if count > 1:
@@ -113,7 +113,7 @@ def _saved(folder: Path) -> None:
         assert torch.equal(tensor, expected_tensor)
     assert again.companions == cut.companions
     team.barrier()
-    save_sharded(cut, team, folder / "cut")  # over the one before
+    save_sharded(cut, team, folder / "cut")  # replaces the first one
     assert not list(folder.glob("cut*.part"))
 
 

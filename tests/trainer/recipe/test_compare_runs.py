@@ -48,7 +48,7 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
         db.execute("DELETE FROM stage WHERE name IN ('eval_final', 'numerics')")
     comparison = compare(tiny_run, run)
     assert comparison["settings"] == {"seed": [0, 7], "rl.lr": [Settings().rl.lr, 0.5]}
-    del settings["mesh"], settings["loss"], settings["engine"]["numerics"]  # of a run from before there were these
+    del settings["mesh"], settings["loss"], settings["engine"]["numerics"]  # as in an older run
     settings["data"]["code"] = "<b>[red]"
     (run.path / "settings.json").write_text(json.dumps(settings))
     again = compare(tiny_run, run)
@@ -65,7 +65,7 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
 
 
 def test_a_paired_difference_is_the_gain_that_a_report_takes_within_one_run(tmp_path: Path):
-    """The same two sets of attempts, once as two policies of one run, once as one policy of two."""
+    """The same two sets of attempts are two policies of one run, and one policy of two runs."""
     random, tasks = np.random.default_rng(3), [f"t{number}" for number in range(16)]
     old, new = ({task: list(random.random(4) < share) for task in tasks} for share in (0.3, 0.6))
     run, old_run = scored(tmp_path / "1", new), scored(tmp_path / "2", old)

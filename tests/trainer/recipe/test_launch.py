@@ -122,7 +122,7 @@ def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ra
 
 
 def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
-    """Otherwise a child that outlives its launcher would keep everybody out."""
+    """Otherwise a child that outlives its launcher would block every other launch."""
     worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$9\n")
     go(run.path)
     for rank in range(2):

@@ -22,7 +22,7 @@ def model(recipe: str = "bf16") -> Model:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_engine_and_trainer_read_the_same_numbers(recipe: str):
-    """What the engine decodes one by one is what a forward pass over all of it gives."""
+    """Tokens decoded one by one have the log-probabilities of a forward pass over all of them."""
     net = model(recipe)
     assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe=recipe)
     assert pack(net) is None and pack(model()) is not None, "the compiled engine has no formats"

@@ -75,8 +75,8 @@ def loop(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, list[str]]]:
-    """`rl(name, settings)`: RL of that run as services, once more; with what it said. `cut`: it is killed after so many commands,
-    and resumed."""
+    """`rl(name, cut, **changes)`: RL of that run again, as services; gives its run, settings and lines. With `cut` it is killed
+    after so many commands, and resumed."""
 
     def go(name: str, cut: int = 0, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
         base = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
@@ -94,7 +94,7 @@ def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, li
 
 
 def results_of(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
-    """Versions, final weights and rollouts of a run."""
+    """Return the versions, final weights and rollouts of a run."""
     columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage", "status"]
     stored = [
         pq.read_table(path, columns=columns).to_pylist() for path in sorted(run.path.glob("rollouts/rl_*.parquet"))
@@ -112,7 +112,7 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let calls of tools take longer."""
+    """Make the n-th call of a tool take `seconds(n)` longer."""
     answer, number = ToolSet.answer, count()
 
     def slowly(tools: ToolSet, *args: Any) -> Any:
@@ -123,8 +123,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> No
 
 
 def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the calls take, also beyond the time after which a silent worker counts as hung, and although it is killed in
-    the middle of the second batch."""
+    """The result depends neither on how long calls take, even beyond the time after which a silent worker counts as hung, nor on
+    a kill in the middle of the second batch."""
     first, _, _ = rl("first")
     with monkeypatch.context() as patch:
         slow(patch, lambda number: (0.0, 0.1, 0.7)[number % 3] if number else 5.0)
@@ -146,7 +146,7 @@ Boxes = Callable[..., Sandbox]
 def killed(
     patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, which: set[int], dead: list[Sandbox]
 ) -> None:
-    """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory; each once."""
+    """Kill the sandboxes of these calls of a function, each once, as a machine does that runs out of memory."""
     original, number = getattr(owner, name), count()
 
     def shot(*args: Any, **kwargs: Any) -> Any:

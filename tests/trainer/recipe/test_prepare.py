@@ -54,7 +54,7 @@ def checkpoint(tmp_path: Path, make_model: Callable[..., Model], tokenizer: Toke
 
 
 def own_task(number: int, **changes: Any) -> Task:
-    """A task that shares nothing with one of another number."""
+    """Return a task that shares nothing with those of other numbers."""
     source = f"def f{number}(x):\n    return x + {number}\n"
     tests = {"hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"}
     values: dict[str, Any] = {"id": f"own-{number}", "instruction": f"add {number}", "tests": tests}
@@ -184,7 +184,7 @@ HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0
 
 
 def planned(number: int, **metadata: str) -> Task:
-    """A task of the grader `pytest`."""
+    """Return a task of the grader `pytest`, with its plan."""
     task = own_task(number, **HIDDEN, metadata=metadata)
     return with_plan(task, GradePlan(digest=digest(task), tests={}))
 

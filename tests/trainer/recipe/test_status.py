@@ -84,7 +84,7 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run that was made and not started."""
+    """A run that was created and not started."""
     run_dir = RunDir(tmp_path / "runs" / "it")
     write_json(run_dir.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 0.0})))
     return run_dir
@@ -128,9 +128,8 @@ def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
     with live(run):
         status = wait_until(run.path, lambda status: status.state == "live", 60.0)
         assert (status.state, status.pid, status.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
-        assert (
-            status.quiet_s is not None and 0 <= status.quiet_s <= time.time() - began + 1
-        )  # whole seconds on some disks
+        # Some disks store times in whole seconds.
+        assert status.quiet_s is not None and 0 <= status.quiet_s <= time.time() - began + 1
         with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'midtrain 20/100: loss 1.0'"):
             wait_until(run.path, lambda status: False, 0.1)
     log_path.write_text("a\nthe run is complete after 3 s: here\n")

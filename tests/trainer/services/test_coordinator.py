@@ -81,7 +81,7 @@ class Gone(Exception):
 
 
 def cut_off(run: RunDir, settings: Settings, after: int, method: str = "_carry_out") -> list[str]:
-    """Goes on with the run until the coordinator has called `method` that often; returns what it said."""
+    """Continue the run until the coordinator has called `method` `after` times, and return its lines."""
     lines: list[str] = []
     actors = Threads()
     coordinator = Coordinator(run, settings, actors, lines.append)
@@ -171,7 +171,7 @@ def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
 
 
 def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(begun):
-    """And the log of batches replays to the same versions."""
+    """The log of batches also replays to the same versions."""
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
     info = go(run, settings)
     batches = trained(run)
@@ -207,7 +207,7 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
 
 
 class Flaky(Threads):
-    """Services of which some die at a call of theirs: `dies[method]` are the numbers of the calls that find them dead."""
+    """Services that die: `dies[method]` holds the numbers of the calls of `method` that find their service dead."""
 
     def __init__(self, **dies: set[int]) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
 def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
     begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
 ):
-    """Cut off when others know a batch that the store's copy does not yet call trained, or before that copy is made."""
+    """The cut comes when others know a batch that the store's copy does not yet count as trained, or before that copy is made."""
     store = f"{tmp_path}/store"
     changes = {"services.store": store, "services.ahead": 1, "services.bound": 2, "rl.steps": 6}
     run, settings = begun("lost", changes)
@@ -263,7 +263,7 @@ def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
 
 
 def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still_replays(begun):
-    """Each request gets an answer of a version that was published, or an error; a new engine takes the place of the dead one."""
+    """Each request gets an answer of a published version, or an error. A new engine replaces the dead one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -355,7 +355,7 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
 
 
 def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same_weights(begun, monkeypatch):
-    """Killed and resumed, it asks for no change twice."""
+    """A run that is killed and resumed requests no change twice."""
     terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
     run, settings = begun("by_hand", IN_STEP | {"rl.steps": 4})
     request_change(run, "model.hidden_size", 8)
@@ -395,7 +395,7 @@ def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
 
 
 def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Path):
-    """With the same settings it ends with the same weights, with others it differs from that step on."""
+    """With the same settings, a fork ends with the same weights; with other settings, it differs from that step on."""
     source, settings = begun("source", IN_STEP | {"rl.steps": 4})
     go(source, settings)
     same = branch(source, 3, {}, tmp_path, "same")  # the checkpoint is of step 4
@@ -452,7 +452,7 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
 
 
 def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypatch: pytest.MonkeyPatch):
-    """One is added by the load and one by hand, one is replaced by hand, and one whose store gives it nothing by itself."""
+    """The load adds one engine and a user adds another; a user replaces one, and one that gets no version drains itself."""
     changes = {"services.engines": 1, "services.standby": 1, "services.ahead": 1, "services.bound": 3, "rl.steps": 12}
     run, settings = begun("elastic", changes | {"rl.max_seconds": 0.0})
     actors, lines, loads = Threads(), list[str](), list[tuple[float, ...]]()
@@ -495,7 +495,7 @@ def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypat
 
 
 def test_damaged_versions_are_never_served(begun):
-    """Every second delta is spoilt on its way: the engine asks the trainer, and runs the right weights all the same."""
+    """Every second delta is damaged on its way. Engines then ask the trainer, and run the right weights."""
     run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
     actors = Threads()
     coordinator = Coordinator(run, settings, actors, lambda line: None)
@@ -511,7 +511,7 @@ def test_damaged_versions_are_never_served(begun):
             for file in folder.glob("*.safetensors"):
                 data = bytearray(file.read_bytes())
                 data[-1] ^= 1
-                part = file.with_suffix(".part")  # whoever has read it already keeps what it read
+                part = file.with_suffix(".part")  # a reader that has opened the old file keeps its content
                 part.write_bytes(data)
                 part.replace(file)
         return learnt(step, metrics)
@@ -527,7 +527,7 @@ def test_damaged_versions_are_never_served(begun):
 
 
 def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_something(begun, monkeypatch):
-    """A batch whose groups are all dead makes versions that change nothing: the last update is an earlier one."""
+    """A batch without a signal makes versions that change nothing, so the last update is an earlier one."""
     run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
     streams, calls, live = rl.streams_of, count(1), 2
 

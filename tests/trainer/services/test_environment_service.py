@@ -22,7 +22,7 @@ SAMPLED = 7
 
 
 class AtOnce:
-    """In place of a driver: every conversation ends at once."""
+    """A driver whose conversations end at once."""
 
     def __init__(self, policy: Any, *_: Any) -> None:
         self.capacity, self.moved, self._alive = policy.capacity, set[int](), list[int]()
@@ -107,7 +107,7 @@ def dispatch(slot: int, *members: int) -> tuple[Dispatch, Any]:
 
 
 def until(worker: EnvironmentService, condition: Callable[[list[Report]], bool]) -> list[Report]:
-    """What a worker reports until it is enough."""
+    """Collect a worker's reports until `condition(reports)` holds."""
     reports, deadline = list[Report](), time.monotonic() + patience(60)
     while not condition(reports):
         assert time.monotonic() < deadline
@@ -127,7 +127,7 @@ def test_a_rollout_that_waits_for_a_grader_is_alive(make_worker, grader: Grader)
 
 
 def test_conversations_and_graders_share_the_sandboxes(make_worker, grader: Grader):
-    """Also with the graders of what was cancelled, which go on."""
+    """Graders of cancelled rollouts go on, and keep their sandboxes."""
     worker = make_worker(EnvSettings(tools="cursor", sandboxes=2), 2)
     worker.work([dispatch(0, 0, 1, 2)], [], 0.05)
     until(worker, lambda _: grader.begun == 2)

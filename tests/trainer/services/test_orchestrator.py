@@ -206,7 +206,7 @@ def schedule(**changes: Any) -> Schedule:
 )
 @settings(max_examples=60, deadline=None)
 def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, capacities: list[int], seed: int):
-    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' members allow, never more or less."""
+    """Groups start while (version + O + 1)·B − (accepted + running) ≥ G and workers have free slots, never more or fewer."""
     d = Driver(schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
     rng, batch = Random(seed), prompts * group
     for _ in range(60):
@@ -366,7 +366,7 @@ schedules = st.builds(
 
 
 class Chaos(Driver):
-    """Work, with whatever can go wrong in between."""
+    """A driver that works, and injects faults in between."""
 
     def __init__(self, schedule: Schedule, rng: Random) -> None:
         super().__init__(schedule)
@@ -402,7 +402,7 @@ class Chaos(Driver):
             self.old = self.save()
 
     def wrong(self, what: str) -> bool:
-        """Lets something go wrong; False if there is nothing that could."""
+        """Inject a fault, and return whether there was anything to inject it into."""
         rng = self.rng
         if what == "kill" and self.capacity:
             self.kill(rng.choice(list(self.capacity)))
@@ -463,7 +463,7 @@ class Chaos(Driver):
 
 
 def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, int]:
-    """A run with these faults, drained by one last worker; and how many of them there was something to do for."""
+    """Return a run with these faults, drained by a last worker, and the number of faults that took effect."""
     rng, effective = Random(seed), 0
     chaos = Chaos(schedule, rng)
     for what in faults:

@@ -63,7 +63,7 @@ def test_ranks_on_gpus_need_one_each():
         require_room_for_rl(run_settings, [machine])
     alone = override(Settings(), {"services.on": False, "ranks": 2, "mesh.device": "cuda"})
     assert not alone.meshed, "where models are is no division of work"
-    require_room_for_rl(alone, [replace(machine, gpus=1)])  # without services they share it
+    require_room_for_rl(alone, [replace(machine, gpus=1)])  # without services, the ranks share the GPU
     require_room(alone, replace(machine, gpus=1))
     for run in (run_settings, alone):
         for check in (

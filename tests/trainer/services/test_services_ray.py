@@ -43,7 +43,7 @@ def loop(runs: Path) -> RunDir:
 
 
 def below(pid: int) -> dict[int, tuple[int, str]]:
-    """pid -> (clock tick of its start, title) of what runs below a process."""
+    """Return a process and its descendants: pid -> (clock tick of its start, title)."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -68,7 +68,7 @@ def wait(condition: Callable[[], Any], seconds: float = 400.0) -> None:
 
 
 def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop: RunDir, runs: Path, head: Head):
-    """Started detached, followed; an engine is killed, then the run is stopped, then it is started again."""
+    """The run is started detached and followed; an engine is killed, the run is stopped, and then started again."""
     asynchronous = {
         "services.on": True, "services.ahead": 1, "services.bound": 2, "rl.steps": 12, "rl.max_seconds": 0.0,
     }  # fmt: skip

@@ -41,7 +41,7 @@ def batch(step: int) -> tuple[Any, ...]:
 
 
 def _learns(folder: Path, results: Any) -> None:
-    """A batch by a group of two, from where its last checkpoint stands, and a checkpoint."""
+    """Learn a batch with a group of two, from its last checkpoint on, and save a checkpoint."""
     rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # the service joins one of its own

@@ -94,7 +94,7 @@ class Case:
         return LAST, manifest.DamagedVersion, folder(b)
 
     def foreign(self):
-        """A version of another run, whole in itself, takes the place of ours."""
+        """A complete version of another run replaces ours."""
         foreign_publisher = Publisher(self.url + "-other", owner="other")
         receiver = Receiver(self.url + "-other")
         version = self.random.randrange(LAST + 1)
@@ -132,8 +132,8 @@ KINDS = [name for name, value in vars(Case).items() if callable(value) and name[
 
 
 def survives(case: Case, kind: str) -> None:
-    """No receiver gets other weights than those published under the number that it asked for, the fault is named, and the next
-    version brings all of them back."""
+    """Assert that a receiver gets only the weights published under the version it requested, that the fault is named, and that
+    the next version repairs every receiver."""
     requested, fault, named = getattr(case, kind)()
     with pytest.raises(manifest.WeightFault) as caught:
         case.joiner.fetch(requested)
