@@ -17,9 +17,9 @@ needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton he
 
 @needs_triton
 def test_what_is_planted_is_caught_and_what_is_good_passes():
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), os.environ["PYTHONPATH"]])
-    script = here.parents[1] / "scripts" / "bench" / "check_kernels.py"
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    script = folder.parents[1] / "scripts" / "bench" / "check_kernels.py"
     command = [sys.executable, script, "--arch", "90", "--module", "planted_triton"]
     result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr

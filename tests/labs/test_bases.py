@@ -73,11 +73,11 @@ def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_th
 @given(seed=st.integers(0, 10**6), lines=st.integers(1, 8), edits=st.integers(0, 6))
 def test_the_diffs_of_a_history_lead_to_its_end(seed: int, lines: int, edits: int):
     for history in make_histories([TEXT, "x"], 3, lines, edits, seed):
-        now = {"f.py": history.start}
+        files = {"f.py": history.start}
         for diff in history.diffs:
             if diff:
-                now |= apply_patch(now, f"--- a/f.py\n+++ b/f.py\n{diff}")
-        assert now["f.py"] == history.end and len(history.diffs) == edits and history.start in TEXT
+                files |= apply_patch(files, f"--- a/f.py\n+++ b/f.py\n{diff}")
+        assert files["f.py"] == history.end and len(history.diffs) == edits and history.start in TEXT
 
 
 def levenshtein(first: str, second: str) -> int:

@@ -96,8 +96,8 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
     """The loss as written in its paper, rollout by rollout; A is R − mean(R) where the row leaves it so."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(int(t.rollout_S.max()) + 1):
-        mine = t.rollout_S == i
-        logprob, ratio, a = t.logprob_S[mine], (t.logprob_S - t.sampled_S)[mine].exp(), t.advantage_S[mine]
+        members = t.rollout_S == i
+        logprob, ratio, a = t.logprob_S[members], (t.logprob_S - t.sampled_S)[members].exp(), t.advantage_S[members]
         z = a * t.std_S[0]  # A over the standard deviation
         if name in ("ours", "k2", "k3", *REMEDIES.keys() - {"flashreinforce", "centred"}):
             loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).sum() / tokens
@@ -123,21 +123,21 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
             inside = (ratio.detach() >= 0.5) & (ratio.detach() <= 5.0)
             loss = -(torch.where(inside, ratio, torch.zeros_like(ratio)) * a).sum() / tokens
         elif name == "flashreinforce":
-            p, q = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (t.sampled_S[mine], logprob))
+            p, q = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (t.sampled_S[members], logprob))
             apart = torch.distributions.kl_divergence(*map(torch.distributions.Bernoulli, (p, q))).mean()
             loss = -(ratio.detach() * a * logprob).mean() / rollouts if apart <= 3e-3 else 0 * logprob.sum()
         elif name == "dppo":
-            now, before = logprob.detach().exp(), t.sampled_S[mine].exp()
-            far = (now - before).abs() > 0.2
-            stopped = far & torch.where(a > 0, now > before, now < before)
+            probability, sampled_probability = logprob.detach().exp(), t.sampled_S[members].exp()
+            far = (probability - sampled_probability).abs() > 0.2
+            stopped = far & torch.where(a > 0, probability > sampled_probability, probability < sampled_probability)
             loss = -(torch.where(stopped, torch.zeros_like(ratio), ratio) * a).sum() / tokens
         else:
             assert name == "k1" and t.reference_S is not None
-            less = a - 0.04 * (logprob.detach() - t.reference_S[mine])
+            less = a - 0.04 * (logprob.detach() - t.reference_S[members])
             loss = -torch.min(ratio * less, ratio.clamp(0.8, 1.28) * less).sum() / tokens
         if name in ("k2", "k3"):
             assert t.reference_S is not None
-            gap = t.reference_S[mine] - logprob
+            gap = t.reference_S[members] - logprob
             loss = loss + 0.04 * (gap**2 / 2 if name == "k2" else gap.exp() - gap - 1).sum() / tokens
         total = total + loss
     return total
@@ -237,11 +237,11 @@ def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
 
 def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
     model, groups = Bigram(1), random_groups(3)
-    table = bench(model, groups, some := {name: LOSSES[name] for name in ("ours", "grpo", "mis")})
+    table = bench(model, groups, chosen := {name: LOSSES[name] for name in ("ours", "grpo", "mis")})
     share = sum(int(s.acted[1:].sum()) for group in groups for s in group)
-    for name in (*some, EXACT):
+    for name in (*chosen, EXACT):
         counts = [4 if name == "grpo" else sum(int(s.acted[1:].sum()) for s in group) for group in groups]
-        parts = [bench(model, [group], some).gradient(name) for group in groups]
+        parts = [bench(model, [group], chosen).gradient(name) for group in groups]
         parts = [part * count / (16 if name == "grpo" else share) for part, count in zip(parts, counts, strict=True)]
         whole = torch.stack(parts).sum(0)
         draws = [torch.stack(draw).sum(0) for draw in itertools.product(parts, repeat=4)]

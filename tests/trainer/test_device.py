@@ -43,8 +43,8 @@ def policy(device: str, dtype: torch.dtype = torch.float32) -> Model:
 def learnt(model: Model, streams: list[Stream]) -> tuple[FlatOptimizer, dict[str, float]]:
     optimizer = FlatOptimizer(model, S.optimizer)
     learner = Learner(model, optimizer, S.loss, None, FULL)
-    how = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "microbatch_tokens": 4096}
-    return optimizer, learner.learn(streams, Ranks(), Random(0), **how)
+    options = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "microbatch_tokens": 4096}
+    return optimizer, learner.learn(streams, Ranks(), Random(0), **options)
 
 
 def test_a_stored_batch_of_rl_is_learnt_alike(device: str, streams: list[Stream]):
@@ -63,12 +63,12 @@ def test_a_stored_batch_of_rl_is_learnt_alike(device: str, streams: list[Stream]
 
 def test_a_checkpoint_goes_on_alike(device: str, streams: list[Stream]):
     optimizer, _ = learnt(policy(device), streams)
-    again = FlatOptimizer(policy(device), S.optimizer)
-    again.load(optimizer.state())
-    for flat_optimizer in (optimizer, again):
+    resumed = FlatOptimizer(policy(device), S.optimizer)
+    resumed.load(optimizer.state())
+    for flat_optimizer in (optimizer, resumed):
         flat_optimizer.gradients.fill_(1e-3)
         flat_optimizer.step(1e-4, 1.0)
-    assert torch.equal(optimizer.weights, again.weights) and again.weights.device.type == device
+    assert torch.equal(optimizer.weights, resumed.weights) and resumed.weights.device.type == device
 
 
 def test_a_step_of_supervised_learning(device: str, streams: list[Stream]):

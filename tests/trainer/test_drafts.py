@@ -171,13 +171,13 @@ def test_a_head_joins_in_the_middle_and_a_resumed_run_has_the_same_head(make_mod
     learnt(part, first, Ranks(), half, end=2)
     assert first.head is None and first.state() == {}
     for end, begin in ((4, 2), (6, 4)):  # once before it has joined, and once after
-        again, second = make_model(3), None
-        rest = FlatOptimizer(again)
-        rest.load(half.state())
-        second = joint_of(again, Ranks())
+        resumed_model, second = make_model(3), None
+        resumed_optimizer = FlatOptimizer(resumed_model)
+        resumed_optimizer.load(half.state())
+        second = joint_of(resumed_model, Ranks())
         second.load({**half.state(), **first.state()})
-        learnt(again, second, Ranks(), rest, begin, end)
-        half, first = rest, second
+        learnt(resumed_model, second, Ranks(), resumed_optimizer, begin, end)
+        half, first = resumed_optimizer, second
     assert torch.equal(half.weights, optimizer.weights)
     assert joint.head is not None and first.head is not None
     assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), joint.head.parameters(), strict=True))

@@ -171,8 +171,8 @@ def test_the_cache_after_a_swap_is_kept_or_computed_again(make_model, reset: str
     engine.swap(new, 1)
     forwarded = engine.forwarded
     [after] = engine.generate([ask(0, [7], 5)])
-    again = 33 if reset == "all" else 0
-    assert engine.forwarded - forwarded == again + 1 + 5
+    recomputed = 33 if reset == "all" else 0
+    assert engine.forwarded - forwarded == recomputed + 1 + 5
     tokens = np.array([*system, *before.token_ids, 7, *after.token_ids])
     (first, old_routes, _), (second, new_routes, _) = full_forward(old, tokens), full_forward(new, tokens)
     np.testing.assert_allclose(before.logprobs, first[29:33], atol=3e-5)
@@ -313,10 +313,10 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
         engine.step()
     engine.release(100)
     actual = rollouts(engine)
-    again: list[SampledToken] = []
-    engine.submit(ask(101, [8], 2, priority=0, on_token=again.append))
+    returned_tokens: list[SampledToken] = []
+    engine.submit(ask(101, [8], 2, priority=0, on_token=returned_tokens.append))
     engine.step()
-    assert len(again) == 1, "a user whose place a rollout took comes back"
+    assert len(returned_tokens) == 1, "a user whose place a rollout took comes back"
     same(played(engine, actual), played(alone, expected))
 
 

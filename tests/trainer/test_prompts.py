@@ -104,7 +104,7 @@ def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
     file = tmp_path / "rollouts" / "prompts_00000.json"
     names = json.loads(file.read_text())
     file.write_text(json.dumps([f"{names[0]}+{names[1]}", *names[1:]]))
-    again = curricula.prompt_order(tmp_path, of)
-    assert again[0].id == f"{names[0]}+{names[1]}" == curricula.tasks_by_id(tmp_path)[again[0].id].id
-    assert [name for _, name in again.places(4)] == [f"{names[0]}+{names[1]}", *names[1:]]
+    reread = curricula.prompt_order(tmp_path, of)
+    assert reread[0].id == f"{names[0]}+{names[1]}" == curricula.tasks_by_id(tmp_path)[reread[0].id].id
+    assert [name for _, name in reread.places(4)] == [f"{names[0]}+{names[1]}", *names[1:]]
     assert not (tmp_path / "rollouts" / "prompts_00001.json").exists()

@@ -188,7 +188,7 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
 # Attempts in groups
 
 
-def here(loses: Callable[[int], bool] = lambda number: False) -> Boxes:
+def local_boxes(loses: Callable[[int], bool] = lambda number: False) -> Boxes:
     """Run code right here, for tests that bring their own code; lose the requests that `loses` picks by their number."""
     number = count(1)
 
@@ -225,7 +225,7 @@ def policy(agent: Agent) -> ScriptedPolicy:
 
 def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, policy, task: Task):
     tasks = [task, task.model_copy(update={"id": "u"})]
-    groups, lost = sample_groups(policy, agent, dict(enumerate(tasks)), 3, here())
+    groups, lost = sample_groups(policy, agent, dict(enumerate(tasks)), 3, local_boxes())
     assert [[attempt.task.id for attempt in group] for group in groups] == [["t"] * 3, ["u"] * 3] and lost == 0
     assert [[attempt.grade.passed for attempt in group] for group in groups] == [
         [False, True, False],
@@ -262,16 +262,16 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
 
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
-    groups, lost = sample_groups(policy, agent, {0: task}, 4, here(lambda number: number in (1, 2)))
+    groups, lost = sample_groups(policy, agent, {0: task}, 4, local_boxes(lambda number: number in (1, 2)))
     # The first call is for all agents together. It is repeated for each agent alone, and the second of these calls fails too.
     assert lost == 1 and [attempt.grade.passed for attempt in groups[0]] == [False, True, False, True]
     with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries, the last 'gone'; run"):
-        sample_groups(policy, agent, {0: task}, 2, here(lambda number: True))
+        sample_groups(policy, agent, {0: task}, 2, local_boxes(lambda number: True))
 
 
 def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(6)]
-    groups, _ = sample_groups(policy, agent, dict(enumerate(tasks)), 4, here())
+    groups, _ = sample_groups(policy, agent, dict(enumerate(tasks)), 4, local_boxes())
     scored = score_groups(groups, RewardSettings(weights={"solved": 1.0}), LossSettings())
     dealt = shuffle_rewards(scored, LossSettings(), Random(3))
     assert dealt == shuffle_rewards(scored, LossSettings(), Random(3)) != scored

@@ -71,9 +71,9 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
         assert figures["replay_overlap"] > 0.99 and figures["grad_norm"] > 0 and figures["k3"] < 1e-6
         return torch.cat([weight.flatten() for weight in model.parameters()])
 
-    now = learnt(sampled)
-    assert torch.equal(now, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
-    assert not torch.equal(now, learnt(sampled[::-1]))
+    weights = learnt(sampled)
+    assert torch.equal(weights, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
+    assert not torch.equal(weights, learnt(sampled[::-1]))
 
 
 def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:

@@ -184,8 +184,8 @@ def test_a_task_card_marks_the_wrong_line_and_calls_are_shown_as_calls(tiny_run:
     heldout_task = load_tasks(tiny_run.path / "data" / "heldout.jsonl")[0]
     text = task.card(heldout_task).text
     assert html.escape(heldout_task.instruction) in text and text.count("←") == 1
-    [(path, right)] = heldout_task.solution.items()
-    [wrong] = set(heldout_task.files[path].split("\n")) - set(right.split("\n"))
+    [(path, solution)] = heldout_task.solution.items()
+    [wrong] = set(heldout_task.files[path].split("\n")) - set(solution.split("\n"))
     assert f'<span style="background:{task.MARK}">{html.escape(wrong)}</span>' in text
     attempts = [stored.attempt for stored in rollout.sampled(tiny_run)]
     bad, fault = next((a, turn) for a in attempts for turn in a.rollout.turns if turn.error == "InvalidArguments")

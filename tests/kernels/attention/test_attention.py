@@ -19,13 +19,13 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, ...]:
     groups, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     slots, longest, width = draw(st.integers(1, 4)), draw(st.integers(1, 24)), draw(st.sampled_from([1, 2, 5, 16]))
     tokens = draw(st.integers(1, 8))
-    where = st.lists(st.integers(0, slots - 1), min_size=tokens, max_size=tokens)
-    at = st.lists(st.integers(0, longest - 1), min_size=tokens, max_size=tokens)
+    slot_ids = st.lists(st.integers(0, slots - 1), min_size=tokens, max_size=tokens)
+    positions = st.lists(st.integers(0, longest - 1), min_size=tokens, max_size=tokens)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
     scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
     q = torch.randn(tokens, groups * heads, width, generator=generator) * scale
     k, v = (torch.randn(slots, heads, longest, width, generator=generator) for _ in "kv")
-    return q, k, v, torch.tensor(draw(where)), torch.tensor(draw(at))
+    return q, k, v, torch.tensor(draw(slot_ids)), torch.tensor(draw(positions))
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, position: Tensor) -> np.ndarray:

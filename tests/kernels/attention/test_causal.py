@@ -42,9 +42,9 @@ def with_gradients(form, case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), pull)]
 
 
-lengths, few = st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(1, 3)
+lengths, counts = st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(1, 3)
 widths = st.sampled_from([1, 4, 7, 32]), st.sampled_from([1, 4, 16])
-shapes = st.tuples(lengths, few, few, *widths, st.integers(0, 1 << 20))
+shapes = st.tuples(lengths, counts, counts, *widths, st.integers(0, 1 << 20))
 
 
 @settings(max_examples=60, deadline=None)

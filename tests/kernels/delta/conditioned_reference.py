@@ -13,7 +13,10 @@ import numpy as np
 from composer_nb.kernels.delta.codec import BLOCK, LAYOUTS, Bits, ElementLayout
 
 NAT, PATIENCE, NORMAL = 2**20, 6 * 2**20, 32 * 2**20
-KNOTS = [2**30 - left for left in accumulate([2**30, *[260218914] * 96], lambda left, c: left - (left * c >> 32))]
+KNOTS = [
+    2**30 - remaining
+    for remaining in accumulate([2**30, *[260218914] * 96], lambda remaining, c: remaining - (remaining * c >> 32))
+]
 
 
 def decode(base: Bits, payload: bytes, dtype: str) -> Bits:
@@ -131,10 +134,10 @@ class Header:
 
 def read_rates(header: Header, classes: int) -> list[int]:
     """The hazard of each class."""
-    first, more = header.byte(), header.byte()
+    first, further = header.byte(), header.byte()
     digits = [int(digit, 16) for digit in header.body[2:].hex()]
     codes, at = [16 * digits[0] + digits[1]], 2
-    for _ in range(more):
+    for _ in range(further):
         itself = digits[at] == 15
         codes.append(16 * digits[at + 1] + digits[at + 2] if itself else codes[-1] + 2 - digits[at])
         at += 3 if itself else 1
@@ -228,10 +231,10 @@ def read_length(c: int, rans: Rans, models: Models, width: int) -> int:
         length += more
     if length == 1:
         return 1
-    m, left = 2 + models[c, "second digit", length].read(rans), length - 2
-    while left:
-        digits = min(left, 16)
-        m, left = m << digits | rans.digits(digits), left - digits
+    m, remaining = 2 + models[c, "second digit", length].read(rans), length - 2
+    while remaining:
+        digits = min(remaining, 16)
+        m, remaining = m << digits | rans.digits(digits), remaining - digits
     return m
 
 

@@ -117,9 +117,9 @@ def entropy(base: Bits, target: Bits, dtype: str) -> float:
     step = np.subtract(*(torch.where(x < half, x, half - 1 - x).numpy() for x in number))
     total = 0.0
     for c in np.unique(exponent := (base >> layout.shift) & layout.mask):
-        here = step[exponent == c]
-        for n in np.unique(here, return_counts=True)[1]:
-            total -= n * np.log2(n / len(here))
+        steps = step[exponent == c]
+        for n in np.unique(steps, return_counts=True)[1]:
+            total -= n * np.log2(n / len(steps))
     return total / 8
 
 

@@ -96,8 +96,8 @@ def nvfp4_by_numpy(x: np.ndarray, share: str) -> tuple[np.ndarray, np.ndarray, n
     scale = e4m3_values()[nearest((a / f(6) / g).astype(np.float64), e4m3_values())]
     step = scale.astype(f) * g
     with np.errstate(divide="ignore", invalid="ignore"):
-        left = np.where(step[..., None] > 0, blocks / step[..., None], f(0)).astype(np.float64)
-    code = nearest(np.abs(left), np.array(microscaling.E2M1_VALUES)) + np.where(np.signbit(blocks), 8, 0)
+        scaled = np.where(step[..., None] > 0, blocks / step[..., None], f(0)).astype(np.float64)
+    code = nearest(np.abs(scaled), np.array(microscaling.E2M1_VALUES)) + np.where(np.signbit(blocks), 8, 0)
     return code.reshape(x.shape), scale, g
 
 
@@ -168,8 +168,8 @@ def test_numbers_are_those_of_ml_dtypes():
     x = ALL_BF16.float()[ALL_BF16.isfinite()].clamp(-6, 6)
     assert (microscaling.e2m1_codes(x).numpy() == x.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)).all()
     q = microscaling.mx_quantize_reference(x[: len(x) // 32 * 32].view(-1, 32))
-    left = x[: q.qdata.numel()].view(-1, 32) / microscaling.e8m0_to_float(q.scale)
-    assert (left.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == q.qdata.view(torch.uint8).numpy()).all()
+    scaled = x[: q.qdata.numel()].view(-1, 32) / microscaling.e8m0_to_float(q.scale)
+    assert (scaled.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == q.qdata.view(torch.uint8).numpy()).all()
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])

@@ -110,8 +110,8 @@ def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
         [[1.0, 2, 2, 0], [0, 0, 0, 0], [-0.0, 0.0, -1, -2], [1, float("nan"), 3, 2], [-5, -3, -3, -4]]
     )
     assert choose_experts(logits, 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]
-    many = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(choose_experts(many, 8), many.topk(8).indices)
+    random_logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(choose_experts(random_logits, 8), random_logits.topk(8).indices)
 
 
 # -- refusals and explanations -------------------------------------------------------------------------------

@@ -106,8 +106,8 @@ def one_row(tensor: Tensor) -> Tensor:
 def test_operands_need_no_alignment(device: str, steps: PlainSteps, dtype: torch.dtype, relayout: Any):
     from composer_nb.kernels import logprob_triton
 
-    limit, none = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype], torch.zeros(1, dtype=torch.int64, device=device)
-    plan = PLAIN.plan(none[:, None], 1)
+    limit, zero = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype], torch.zeros(1, dtype=torch.int64, device=device)
+    plan = PLAIN.plan(zero[:, None], 1)
     a, g, w = (normal(*size, seed=sum(size), device=device, dtype=dtype) for size in ((1, 64), (1, 128), (1, 128, 64)))
     for weight in (w, w.mT.contiguous().mT):
         expected = PLAIN.product(a, weight, plan, gather=False, dtype=dtype)
@@ -115,7 +115,7 @@ def test_operands_need_no_alignment(device: str, steps: PlainSteps, dtype: torch
         close(steps.product(a, shifted(w), plan, gather=False, dtype=dtype), expected, limit)
     expected = PLAIN.outer(g, a, plan, gather_g=False, gather_x=False, like=w)
     close(steps.outer(g, relayout(a), plan, gather_g=False, gather_x=False, like=w), expected, limit)
-    actual, expected = (torch.stack(logprob_triton.logprob_entropy(x, w[0], none, none)) for x in (relayout(a), a))
+    actual, expected = (torch.stack(logprob_triton.logprob_entropy(x, w[0], zero, zero)) for x in (relayout(a), a))
     close(actual, expected, 1e-6)
 
 
@@ -235,8 +235,8 @@ def test_a_rank_without_tokens_has_gradients_to_sum(device: str, recipe: str):
     x, weight = normal(0, 128, device=device), normal(30, 128, device=device)
     ups, downs = normal(2, 256, 128, device=device), normal(2, 128, 128, device=device)
     leaves = [tensor.requires_grad_() for tensor in (x, ups, downs, weight)]
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    out = experts(x, none.view(0, 2), x[:, :2], ups, downs, recipe=recipe, backend="triton")
-    logprob, _ = logprob_triton.logprob_entropy(out, weight, none, none)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    out = experts(x, empty.view(0, 2), x[:, :2], ups, downs, recipe=recipe, backend="triton")
+    logprob, _ = logprob_triton.logprob_entropy(out, weight, empty, empty)
     slopes = torch.autograd.grad(logprob.sum(), leaves)
     assert out.shape == x.shape and all(not slope.any() for slope in slopes)

@@ -39,9 +39,9 @@ def test_the_sigmoid_router_is_deepseek_s(seed: int, groups: tuple[int, int], k:
     routing = route(x, router, rule, bias)
     score = (x.double() @ router.double().T).sigmoid()
     for n in range(len(x)):
-        mine = chosen_by_hand(score[n].tolist(), bias.tolist(), rule)
-        assert routing.experts_NK[n].tolist() == mine
-        gates = score[n, mine] / score[n, mine].sum() * 2.5
+        chosen = chosen_by_hand(score[n].tolist(), bias.tolist(), rule)
+        assert routing.experts_NK[n].tolist() == chosen
+        gates = score[n, chosen] / score[n, chosen].sum() * 2.5
         torch.testing.assert_close(routing.gates_NK[n].double(), gates, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(routing.probs_NE.sum(-1), torch.ones(len(x)))
     assert (routing.margin_N >= 0).all() and (routing.margin_N <= 1).all()

@@ -52,9 +52,9 @@ def fair(question: dict[str, Any]) -> str:
 
 
 def test_levels_their_cost_and_the_cache(tmp_path: Path) -> None:
-    some = [finished_attempt("I fixed f.py."), finished_attempt("I fixed it."), finished_attempt("I fixed f.py.")]
+    attempts = [finished_attempt("I fixed f.py."), finished_attempt("I fixed it."), finished_attempt("I fixed f.py.")]
     judge, model = judging(fair, tmp_path)
-    first, second = judge.verdicts(COMMUNICATION, some), judge.verdicts(COMMUNICATION, some)
+    first, second = judge.verdicts(COMMUNICATION, attempts), judge.verdicts(COMMUNICATION, attempts)
     assert [score.level for score in first] == [score.level for score in second] == [2, 1, 2]
     assert len(model.questions) == 2, "equal questions are asked once"
     assert cost(first) == {"asked": 2, "kept": 1, "failed": 0, "read": 200, "written": 14}
@@ -63,7 +63,7 @@ def test_levels_their_cost_and_the_cache(tmp_path: Path) -> None:
     assert len(model.questions) == 3, "another change is another question"
     for file in tmp_path.iterdir():
         file.write_text('{"answer": "{}"}')
-    again = judge.verdicts(COMMUNICATION, some)
+    again = judge.verdicts(COMMUNICATION, attempts)
     assert [score.level for score in again] == [2, 1, 2] and len(model.questions) == 5, (
         "damaged answers are asked for again"
     )

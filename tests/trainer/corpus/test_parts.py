@@ -41,11 +41,11 @@ def test_metadata_state_a_licence(head: str, licence: str):
 
 def test_texts_of_licences_are_recognised_and_a_second_one_must_be_allowed_too(tmp_path: Path):
     [mit] = [file for file in metadata.distribution("pluggy").files or () if file.name == "LICENSE"]
-    mine, odd = Path(str(mit.locate())), tmp_path / "LICENSE"
-    odd.write_text("You may not.")
-    assert licence_of([mine], "") == licence_of([mine, odd], "MIT") == "MIT"
-    assert licence_of([mine], "GPL-3.0-only OR BSD-2-Clause") == "(GPL-3.0-only OR BSD-2-Clause) AND MIT"
-    assert licence_of([odd], "") == "" and licence_of([], "ISC") == licence_of([odd], "ISC") == "ISC"
+    mit_file, other_file = Path(str(mit.locate())), tmp_path / "LICENSE"
+    other_file.write_text("You may not.")
+    assert licence_of([mit_file], "") == licence_of([mit_file, other_file], "MIT") == "MIT"
+    assert licence_of([mit_file], "GPL-3.0-only OR BSD-2-Clause") == "(GPL-3.0-only OR BSD-2-Clause) AND MIT"
+    assert licence_of([other_file], "") == "" and licence_of([], "ISC") == licence_of([other_file], "ISC") == "ISC"
     (tmp_path / "COPYING").write_bytes(b"\xff\xfe")
     assert licence_of([tmp_path / "COPYING"], "") == ""
 

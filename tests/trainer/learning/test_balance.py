@@ -21,8 +21,8 @@ def costs(lengths: list[int], cost: Cost = QUADRATIC) -> list[float]:
 
 
 def check(packing: Packing, lengths: list[int], ranks: int, limit: int) -> None:
-    everyone = [item for row in packing.items for part in row for item in part]
-    assert sorted(everyone) == list(range(len(lengths))), "nothing lost, nothing twice"
+    dealt = [item for row in packing.items for part in row for item in part]
+    assert sorted(dealt) == list(range(len(lengths))), "nothing lost, nothing twice"
     assert {len(row) for row in packing.items} == {ranks}, "as many micro-batches on each rank"
     for row, load_R in zip(packing.items, packing.load_MR, strict=True):
         assert any(row), "no micro-batch is empty on all ranks"

@@ -57,8 +57,8 @@ def test_rows_of_code_are_the_texts_one_after_another(tokenizer: Tokenizer):
         joined += row.token_ids[1:].tolist()
     assert joined == stream[: len(joined)]
     for limit in (0, 1, 2):
-        few = data.code_rows(texts, tokenizer, 0.5, limit=limit)
-        assert [row.token_ids.tolist() for row in few] == [row.token_ids.tolist() for row in rows[:limit]]
+        limited = data.code_rows(texts, tokenizer, 0.5, limit=limit)
+        assert [row.token_ids.tolist() for row in limited] == [row.token_ids.tolist() for row in rows[:limit]]
 
 
 def test_code_that_spells_out_a_special_token_does_not_become_one(tokenizer: Tokenizer):

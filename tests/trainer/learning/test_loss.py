@@ -90,13 +90,13 @@ def cases(draw: st.DrawFn) -> dict[str, Tensor]:
 
 def near_a_border(case: dict[str, Tensor], s: losses.LossSettings) -> bool:
     ratio = case["logprob"] - case["sampled"]
-    means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
+    means = torch.stack([ratio[case["rollout"] == rollout].mean() for rollout in case["rollout"]])
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
     borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
-    sums = torch.stack([ratio[case["rollout"] == mine].sum() for mine in case["rollout"]])
+    sums = torch.stack([ratio[case["rollout"] == rollout].sum() for rollout in case["rollout"]])
     gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
     gaps.append((sums - math.log(s.mis)).abs().min())
-    gaps += [torch.tensor(abs(mean_kl(case, mine) - s.flash)) for mine in set(case["rollout"].tolist())]
+    gaps += [torch.tensor(abs(mean_kl(case, rollout) - s.flash)) for rollout in set(case["rollout"].tolist())]
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 
 

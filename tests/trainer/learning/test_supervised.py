@@ -229,10 +229,10 @@ def test_a_row_of_32k_tokens_trains_the_same_with_recomputed_layers() -> None:
     """The bulk phase of Composer 2 has rows of this length."""
     row = TokenRow(np.random.default_rng(0).integers(0, 31, 32_768).astype(np.int32), np.ones(32_768, np.float32))
     weights = []
-    for again in (False, True):
+    for recompute in (False, True):
         torch.manual_seed(0)
         net = Model(replace(CONFIG, max_position_embeddings=32_768))
-        net.recompute = again
+        net.recompute = recompute
         train_step(net, [row], FlatOptimizer(net), Ranks(), lr=1e-3, balance=0.0, clip=1.0)
         weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.equal(*weights)

@@ -25,8 +25,12 @@ def test_a_float32_round_trip_is_exact_and_bf16_rounds_once(make_model, tmp_path
     exact, rounded = load_pretrained(tmp_path / "m"), load_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     assert exact.config == model.config
     triples = zip(model.parameters(), exact.parameters(), rounded.parameters(), strict=True)
-    for mine, same, half in triples:
-        assert torch.equal(mine, same) and half.dtype == torch.bfloat16 and torch.equal(mine.bfloat16(), half)
+    for weight, exact_weight, rounded_weight in triples:
+        assert (
+            torch.equal(weight, exact_weight)
+            and rounded_weight.dtype == torch.bfloat16
+            and torch.equal(weight.bfloat16(), rounded_weight)
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
@@ -152,14 +156,14 @@ def test_deepseek_of_ours_is_what_transformers_loads_and_saves(make_model, tmp_p
     save_pretrained(model, tmp_path / "ours", dtype=torch.bfloat16, shard_bytes=shard_bytes or shards.SHARD_BYTES)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes or "1GB")
-    our_tensors, their_tensors = (tensors_of(tmp_path / who) for who in ("ours", "theirs"))
+    our_tensors, their_tensors = (tensors_of(tmp_path / side) for side in ("ours", "theirs"))
     assert our_tensors.keys() == their_tensors.keys()
     for name, tensor in our_tensors.items():
         wide = name.endswith(ROUTER_BIAS)
         assert tensor.dtype == their_tensors[name].dtype == (torch.float32 if wide else torch.bfloat16), name
         assert torch.equal(tensor, their_tensors[name]), name
     if shard_bytes:
-        indexes = [json.loads((tmp_path / who / shards.INDEX).read_text()) for who in ("ours", "theirs")]
+        indexes = [json.loads((tmp_path / side / shards.INDEX).read_text()) for side in ("ours", "theirs")]
         assert indexes[0]["metadata"] == indexes[1]["metadata"]
         assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
         assert all(file.stat().st_size < 35_000 for file in (tmp_path / "ours").glob("*.safetensors"))
@@ -185,12 +189,12 @@ def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
     source = tmp_path / "m"
     save_pretrained(make_model(3, **AHEAD), source, dtype=torch.bfloat16)
     stored = load_file(source / "model.safetensors")
-    again = {
+    repeated = {
         f"model.layers.{layer}.embed_tokens.weight": stored["model.embed_tokens.weight"].clone() for layer in (2, 3)
     }
-    again["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
-    again["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
-    add_tensors(source, again)
+    repeated["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    repeated["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
+    add_tensors(source, repeated)
     assert torch.equal(load_pretrained(source).embed, stored["model.embed_tokens.weight"].float())
     add_tensors(source, {"model.layers.3.shared_head.head.weight": stored["model.embed_tokens.weight"].clone()})
     with pytest.raises(ValueError, match="shared_head.head.weight must repeat lm_head.weight, but differs"):

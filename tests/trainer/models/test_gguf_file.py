@@ -120,18 +120,18 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
         ({"drop": ("blk.1.ffn_up",)}, "one tensor is missing, first model.layers.1.mlp.up_proj.weight"),
         ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )
-def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     file, _ = write(**options)
     with pytest.raises(ValueError, match="llama.gguf: ") as error:
         read_gguf(file)
-    assert what in str(error.value)
+    assert message in str(error.value)
 
 
 def test_load_pretrained_reads_a_file_with_what_it_says_of_turns(write: Callable[..., Any], tmp_path: Path) -> None:
@@ -147,31 +147,31 @@ def test_load_pretrained_reads_a_file_with_what_it_says_of_turns(write: Callable
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
 
 
-def announcing(tensors: int = 0, keys: int = 0, more: bytes = b"") -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + more
+def announcing(tensors: int = 0, keys: int = 0, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + body
 
 
-def key(kind: int, more: bytes) -> bytes:
-    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + more
+def key(kind: int, body: bytes) -> bytes:
+    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + body
 
 
 MANY = 10**9
 BOMBS = {
     "tensors": announcing(tensors=MANY),
-    "a string": announcing(keys=1, more=key(8, struct.pack("<Q", MANY))),
-    "strings": announcing(keys=1, more=key(9, struct.pack("<IQ", 8, MANY))),
-    "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
-    "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
+    "a string": announcing(keys=1, body=key(8, struct.pack("<Q", MANY))),
+    "strings": announcing(keys=1, body=key(9, struct.pack("<IQ", 8, MANY))),
+    "a nested array": announcing(keys=1, body=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
+    "dimensions": announcing(tensors=1, body=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
     "one place": announcing(
-        tensors=40, more=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40))
+        tensors=40, body=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40))
     ),
-    "weights": announcing(tensors=1, more=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
+    "weights": announcing(tensors=1, body=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
 }
 
 
-@pytest.mark.parametrize("what", list(BOMBS))
-def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, what: str) -> None:
-    (tmp_path / "a.gguf").write_bytes(BOMBS[what] + bytes(80))
+@pytest.mark.parametrize("bomb", list(BOMBS))
+def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, bomb: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(BOMBS[bomb] + bytes(80))
     begun = time.monotonic()
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
         read_gguf(tmp_path / "a.gguf")

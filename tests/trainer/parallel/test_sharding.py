@@ -46,8 +46,8 @@ def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
     for number in range(count):
         if number % 2 == 0:
             prompt = rng.integers(0, config.vocab_size, rng.integers(2, 9)).astype(np.int32)
-        rest = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
-        ids = np.concatenate([prompt, rest])
+        completion = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
+        ids = np.concatenate([prompt, completion])
         acted = np.arange(len(ids)) >= len(prompt)
         acted[len(prompt) + 2 :: 5] = False
         routes = rng.random((len(ids), config.moe_layers, config.num_experts)).argsort(-1)

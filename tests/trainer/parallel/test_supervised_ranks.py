@@ -105,13 +105,13 @@ def _saved(folder: Path) -> None:
     assert loaded.config == expected.config
     for name, weight in expected.named_parameters():
         assert torch.equal(loaded.get_parameter(name), weight), name
-    again = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
-    for model in (loaded, expected, again):
+    resharded = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
+    for model in (loaded, expected, resharded):
         assert biases(model) == {"_layers.1": 0.5, "_aheads.0.layer": 0.5}
     expected_cut = shard(expected, team)
-    for tensor, expected_tensor in zip(shards(again), shards(expected_cut), strict=True):
+    for tensor, expected_tensor in zip(shards(resharded), shards(expected_cut), strict=True):
         assert torch.equal(tensor, expected_tensor)
-    assert again.companions == cut.companions
+    assert resharded.companions == cut.companions
     team.barrier()
     save_sharded(cut, team, folder / "cut")  # replaces the first one
     assert not list(folder.glob("cut*.part"))

@@ -45,8 +45,11 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(path.read_text())
     make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
-    none = ("data.mistaken_demonstrations", "data.structure_tasks", "data.told", "sft.steps")
-    values: dict[str, Any] = dict.fromkeys(none, 0) | {"data.code": str(tmp_path / "corpus"), "data.level": "functions"}
+    zeroed = ("data.mistaken_demonstrations", "data.structure_tasks", "data.told", "sft.steps")
+    values: dict[str, Any] = dict.fromkeys(zeroed, 0) | {
+        "data.code": str(tmp_path / "corpus"),
+        "data.level": "functions",
+    }
     values |= {"data.demonstrations": 8, "data.rl_tasks": 12, "data.heldout_tasks": 4, "data.tune_tasks": 4, "ranks": 1}
     values |= {"until": "midtrain", "midtrain.infill.share": 0.5}
     values |= {"midtrain.draft_steps": 3, "midtrain.draft_weight": 0.1}
@@ -103,8 +106,8 @@ def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
     assert extension["before"]["plain"] != extension["before"]["stretched"]
     assert "extend" in json.loads((run.path / "settings.json").read_text())
     assert pictures(run)
-    again = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
-    assert (again.path / "weights" / "extended").is_dir() and again.finished("extend")
+    forked = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
+    assert (forked.path / "weights" / "extended").is_dir() and forked.finished("extend")
 
 
 KINDS = MICRO | {

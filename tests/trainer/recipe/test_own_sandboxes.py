@@ -144,14 +144,14 @@ Boxes = Callable[..., Sandbox]
 
 
 def killed(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, which: set[int], dead: list[Sandbox]
+    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, numbers: set[int], dead: list[Sandbox]
 ) -> None:
     """Kill the sandboxes of these calls of a function, each once, as a machine does that runs out of memory."""
     original, number = getattr(owner, name), count()
 
     def shot(*args: Any, **kwargs: Any) -> Any:
         box = box_of(*args)
-        if next(number) in which and all(box is not dead_box for dead_box in dead):
+        if next(number) in numbers and all(box is not dead_box for dead_box in dead):
             dead.append(box)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
         return original(*args, **kwargs)

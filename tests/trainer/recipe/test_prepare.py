@@ -258,7 +258,7 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
     """The environment of the documents, as a module that can be imported."""
     page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text(encoding="utf-8")
     [code] = [part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "class Mine" in part]
@@ -267,8 +267,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
     return EnvSettings(tasks="mine_of_the_docs:Mine")
 
 
-def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettings, tokenizer: Tokenizer) -> None:
-    tasks = own_tasks(mine)
+def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(documented: EnvSettings, tokenizer: Tokenizer) -> None:
+    tasks = own_tasks(documented)
     assert len(tasks) == 40 and all(deal_tasks(tasks, DataSettings()).values())
     read, count, end = (
         turn([ToolCall(name=name, arguments=arguments)])
@@ -276,11 +276,11 @@ def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettin
     )
     mend = turn([ToolCall(name="edit_line", arguments={"path": "f.py", "line": 2, "text": "return x + 7"})])
     with Sandboxes() as sandboxes:
-        agent = make_agent(mine, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
+        agent = make_agent(documented, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: (message for message in (read, count, mend, end)))
         [(_, attempt)] = drive([agent.attempt(tasks[6], 0)], policy, sandboxes)
     assert attempt.grade.passed and attempt.rollout.turns[1].observation == "2" and not attempt.rollout.invalid_calls
-    own_environment: Any = mine.own
+    own_environment: Any = documented.own
     [[scored]] = score_groups([[attempt]], RewardSettings(), LossSettings(), own_environment.reward)
     assert scored.reward.total == pytest.approx(0.96) and scored.reward.terms == {"own": pytest.approx(0.96)}
 

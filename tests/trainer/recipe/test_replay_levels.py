@@ -152,14 +152,14 @@ def test_tokens_without_routes_are_allowed_up_to_a_share(make_model, streams):
         holes.append(replace(stream, route_valid=valid))
     with pytest.raises(ValueError, match="token 1 of .* was forwarded and has no routes$"):
         require_routes(holes, model.config, FULL)
-    some = replace(FULL, missing=0.5)
-    require_routes(holes, model.config, some)
+    tolerant = replace(FULL, missing=0.5)
+    require_routes(holes, model.config, tolerant)
     with pytest.raises(ValueError, match="replay.missing is 1.0%"):
         require_routes(holes, model.config, replace(FULL, missing=0.01))
-    batch = flatten(holes, some)
+    batch = flatten(holes, tolerant)
     assert batch.recorded is not None and batch.recorded.valid_N is not None
     assert int((~batch.recorded.valid_N).sum()) > 0
-    _, metrics = learnt(model, holes, some)
+    _, metrics = learnt(model, holes, tolerant)
     assert np.isfinite(metrics["grad_norm"])
 
 

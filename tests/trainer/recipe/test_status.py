@@ -53,13 +53,13 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
     orchestrator = Orchestrator(Schedule(prompts=2, group=2, ahead=1, bound=2))
     journal = Journal(run)
     waiting: list[Event] = [Joined(at=0.0, worker="engine-1", capacity=5)]
-    left = after
+    remaining = after
     while waiting:
         event = waiting.pop(0)
         if orchestrator.version == steps and isinstance(event, Finished):
-            if not left:
+            if not remaining:
                 continue
-            left -= 1
+            remaining -= 1
         with journal.transaction():
             if isinstance(event, Trained):
                 tokens = SAMPLED * 4
@@ -226,8 +226,10 @@ def test_prompts_of_a_log_of_batches(run: RunDir) -> None:
     assert fates.trained == tuple(range(10)) and fates.in_flight
     with run.connect() as db:
         [(text,)] = db.execute("SELECT train FROM batch WHERE step = 2").fetchall()
-        lost, again = json.loads(text)["slots"]
-        db.execute("UPDATE batch SET train = ? WHERE step = 2", (json.dumps(json.loads(text) | {"slots": [again, 0]}),))
+        lost, repeated = json.loads(text)["slots"]
+        db.execute(
+            "UPDATE batch SET train = ? WHERE step = 2", (json.dumps(json.loads(text) | {"slots": [repeated, 0]}),)
+        )
     fates = prompts(run.path)
     assert fates is not None and (fates.skipped, fates.twice) == ((lost,), (0,))
 

@@ -79,12 +79,12 @@ def test_a_run_that_is_killed_at_any_moment_has_a_checkpoint_that_fits_its_books
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    again = RunDir(run.path)
-    again.clean()
-    step, tensors, _ = again.checkpoint("rl")
+    reopened = RunDir(run.path)
+    reopened.clean()
+    step, tensors, _ = reopened.checkpoint("rl")
     assert step >= 5 and bool((tensors["master"] == step).all())
-    assert [row["step"] for row in again.steps("rl")] == list(range(1, step + 1))
-    assert again.ledger() == {"t": step} and len(files(again)) == 1
+    assert [row["step"] for row in reopened.steps("rl")] == list(range(1, step + 1))
+    assert reopened.ledger() == {"t": step} and len(files(reopened)) == 1
     assert len((run.path / "metrics.jsonl").read_text().splitlines()) == step
 
 

@@ -375,20 +375,20 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     assert list(live) == ["2", "4"] and any("model.hidden_size cannot be changed" in line for line in lines)
     assert run.query("SELECT step FROM change ORDER BY number") == [(REFUSED,), (1,), (3,)]
 
-    again, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
-    cut_off(again, planned, 2, "_on_train_step")
-    go(again, planned)
-    assert again.changed_live() == live and weights(again) == weights(run)
-    assert again.query("SELECT COUNT(*) FROM change") == [(2,)]
-    assert settings_at(again, 3).reward.weights == live["2"]["reward.weights"]
+    planned_run, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
+    cut_off(planned_run, planned, 2, "_on_train_step")
+    go(planned_run, planned)
+    assert planned_run.changed_live() == live and weights(planned_run) == weights(run)
+    assert planned_run.query("SELECT COUNT(*) FROM change") == [(2,)]
+    assert settings_at(planned_run, 3).reward.weights == live["2"]["reward.weights"]
     plain, unchanged = begun("unchanged", IN_STEP | {"rl.steps": 4})
     go(plain, unchanged)
     assert weights(plain) != weights(run)
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
-    few = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
-    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | few)
+    sparse = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
+    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | sparse)
     cut_off(run, settings, 4, "_on_train_step")
     go(run, settings)
     assert len(run.steps("rl")) == 5
@@ -531,10 +531,10 @@ def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_some
     run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
     streams, calls, live = rl.streams_of, count(1), 2
 
-    def some(*args: Any) -> Any:
+    def live_streams(*args: Any) -> Any:
         return streams(*args) if next(calls) <= live else []
 
-    monkeypatch.setattr(rl, "streams_of", some)
+    monkeypatch.setattr(rl, "streams_of", live_streams)
     go(run, settings)
     before = state_hash(published(load_pretrained(run.path / "weights" / "before_final")))
     hashes, per_step = versions(run), settings.rl.minibatches

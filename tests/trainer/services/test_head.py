@@ -53,12 +53,12 @@ head.main(sys.argv[1:4])
 """
 
 
-def stand_in(where: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
+def stand_in(folder: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
     """Start heads that carry a process and a folder `where`."""
 
     def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
-            command = [sys.executable, "-c", STAND_IN, *words[1:], where]
+            command = [sys.executable, "-c", STAND_IN, *words[1:], folder]
             process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         threading.Thread(target=process.wait, daemon=True).start()
         return process
@@ -69,10 +69,10 @@ def stand_in(where: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[b
 @pytest.fixture
 def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where heads keep what they carry. Their process is as light as can be."""
-    where = tmp_path / "carried"
-    where.mkdir()
-    monkeypatch.setattr(head, "detach", stand_in(str(where)))
-    yield where
+    carried_folder = tmp_path / "carried"
+    carried_folder.mkdir()
+    monkeypatch.setattr(head, "detach", stand_in(str(carried_folder)))
+    yield carried_folder
     for folder in tmp_path.glob("*/head.json"):
         down(folder.parent)
 
@@ -100,9 +100,9 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
     assert first.address == "127.0.0.1:4711" and first.until == first.started + 100.0 and find(folder) == first
     assert os.getsid(first.pid) == first.pid, "it is in no session of ours"
     pid, tick = below(carried)
-    again = up(folder, 500.0)
-    assert again.pid == first.pid and again.until > first.until + 390
-    assert up(folder, 1.0).until == again.until, "a lease is never shortened"
+    renewed = up(folder, 500.0)
+    assert renewed.pid == first.pid and renewed.until > first.until + 390
+    assert up(folder, 1.0).until == renewed.until, "a lease is never shortened"
     for address, expected in ((str(folder), first.address), ("10.0.0.1:6379", "10.0.0.1:6379"), ("", "")):
         with held(address) as resolved:
             assert resolved == expected

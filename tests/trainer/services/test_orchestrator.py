@@ -401,33 +401,33 @@ class Chaos(Driver):
         if self.rng.random() < 0.1:
             self.old = self.save()
 
-    def wrong(self, what: str) -> bool:
+    def inject(self, kind: str) -> bool:
         """Inject a fault, and return whether there was anything to inject it into."""
         rng = self.rng
-        if what == "kill" and self.capacity:
+        if kind == "kill" and self.capacity:
             self.kill(rng.choice(list(self.capacity)))
-        elif what == "drain" and self.capacity:
+        elif kind == "drain" and self.capacity:
             self.draining.add(worker := rng.choice(list(self.capacity)))
             self.send(fsm.Draining(at=self.now, worker=worker))
-        elif what == "hang":
+        elif kind == "hang":
             self.now += self.schedule.hang_s * rng.random() * 2
             self.send(fsm.Tick(at=self.now))
-        elif what == "fault" and self.running:
+        elif kind == "fault" and self.running:
             self.fault(rng.choice(list(self.running)), sampled=rng.randrange(50))
-        elif what == "lag" and self.running:
+        elif kind == "lag" and self.running:
             self.finish(rng.choice(list(self.running)), lag=rng.randint(1, 5))
-        elif what == "repeat" and (events := [event for event, _ in self.history if self.repeatable(event)]):
+        elif kind == "repeat" and (events := [event for event, _ in self.history if self.repeatable(event)]):
             self.send(replace(rng.choice(events), at=self.now))
-        elif what == "zombie" and self.zombies:
+        elif kind == "zombie" and self.zombies:
             self.finish(self.zombies.pop(rng.randrange(len(self.zombies))))
-        elif what in ("crash", "rewind"):
+        elif kind in ("crash", "rewind"):
             self.life += 1
-            self.crash(self.save() if what == "crash" else self.old, self.life, back=rng.randint(0, 3))
+            self.crash(self.save() if kind == "crash" else self.old, self.life, back=rng.randint(0, 3))
             self.old = self.save()
             self.hire()
-        elif what == "trainer":
+        elif kind == "trainer":
             self.lose_trainer(rng.randint(0, min(3, len(self.log))))
-        elif what == "rubbish":
+        elif kind == "rubbish":
             self.send(self.rubbish())
         else:
             return False
@@ -466,10 +466,10 @@ def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, in
     """Return a run with these faults, drained by a last worker, and the number of faults that took effect."""
     rng, effective = Random(seed), 0
     chaos = Chaos(schedule, rng)
-    for what in faults:
+    for kind in faults:
         for _ in range(rng.randint(0, 4)):
             chaos.work()
-        effective += chaos.wrong(what)
+        effective += chaos.inject(kind)
     chaos.drain()
     if not chaos.end:
         chaos.join("last", 2)
