@@ -93,7 +93,7 @@ def bounded(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor:
-    """The loss as written in its paper, rollout by rollout; A is R − mean(R) where the row leaves it so."""
+    """Return the loss as its paper writes it, rollout by rollout; A is R − mean(R) unless the row changes it."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(int(t.rollout_S.max()) + 1):
         members = t.rollout_S == i

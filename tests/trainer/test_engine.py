@@ -160,8 +160,8 @@ def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike
 @pytest.mark.parametrize("reset", ["all", "none", "new_session"])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_cache_after_a_swap_is_kept_or_computed_again(make_model, reset: str, slots: int):
-    """Beside full passes of both models. In one slot, the rollout makes room for another in between. Records stay those of the
-    version that a token was first forwarded with."""
+    """Full passes of both models are the reference. With one slot, the rollout yields it to another in between. Records stay
+    those of the version with which a token was first forwarded."""
     old, new, system = make_model(3), make_model(4), [*range(20, 50)]
     engine = Engine(old, stop=NEVER, slots=slots, max_length=60, seed=5, reset_cache=reset, step_tokens=8)
     [before] = engine.generate([ask(0, system, 4)])

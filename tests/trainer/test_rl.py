@@ -189,7 +189,7 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
 
 
 def local_boxes(loses: Callable[[int], bool] = lambda number: False) -> Boxes:
-    """Run code right here, for tests that bring their own code; lose the requests that `loses` picks by their number."""
+    """Return boxes that run code in this process, and lose the requests that `loses` picks by their number."""
     number = count(1)
 
     def answer(request: CallRequest) -> tuple[CallOutcome, ...]:

@@ -44,7 +44,7 @@ SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two versions of a few tensors: any bits, special values, a few changes or many, empty tensors and scalars."""
+    """Draw two versions of a few tensors: any bits, special values, few changes or many, empty tensors and scalars."""
     base, target = {}, {}
     for index in range(draw(st.integers(0, 3))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -68,7 +68,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def through(
     store: VersionStore, folder: str, target: WeightState, base: WeightState | None, shard_bytes: int
 ) -> dict[str, Tensor]:
-    """Written, sealed, read again."""
+    """Write a version, seal it, and return the tensors that are read from it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(payload, "SHARD_BYTES", shard_bytes)
         part = write_part(store, folder, target, base)

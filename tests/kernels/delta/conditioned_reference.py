@@ -133,7 +133,7 @@ class Header:
 
 
 def read_rates(header: Header, classes: int) -> list[int]:
-    """The hazard of each class."""
+    """Return the hazard of each class."""
     first, further = header.byte(), header.byte()
     digits = [int(digit, 16) for digit in header.body[2:].hex()]
     codes, at = [16 * digits[0] + digits[1]], 2

@@ -110,7 +110,7 @@ def test_after_a_long_time_without_a_change_the_next_one_is_still_found():
 
 
 def entropy(base: Bits, target: Bits, dtype: str) -> float:
-    """Bytes that positions and steps take, given exponents: Σ N·H(changed) + c·H(step), counted one by one."""
+    """Return the bytes that positions and steps need, given exponents: Σ N·H(changed) + c·H(step)."""
     layout = LAYOUTS[dtype]
     number = torch.from_numpy(base).to(torch.int32), torch.from_numpy(target).to(torch.int32)
     half = 1 << (layout.width - 1)

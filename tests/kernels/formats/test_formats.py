@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_seen_in_its_block_and_nowhere_else(bad: float):
 
 
 def nvfp4_by_numpy(x: np.ndarray, share: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales (float64) and float32 scales, a step at a time in NumPy's float32, which is IEEE 754's."""
+    """Return codes, scales (float64) and float32 scales, step by step in NumPy's float32, which is IEEE 754's."""
     f = np.float32
     blocks = x.astype(f).reshape(len(x), -1, 16)
     a = np.abs(blocks).max(-1)

@@ -87,7 +87,7 @@ def test_a_version_takes_its_requests_slow_start_and_bytes(size: float):
 
 
 def test_a_fleet_in_closed_form():
-    """Limited by its trainer, or with fewer sandboxes by these."""
+    """The trainer limits the fleet or, if there are fewer, the sandboxes do."""
     assert FLEET.rate == 2.0 and FLEET.needed == 200.0 and FLEET.bytes_s == 1e9 / 50
     assert FLEET.dollars(36.0, 0.0, 0.0) == pytest.approx(10 * 36 / 3600 * 500)  # 1,000 rollouts take 500 s
     assert FLEET.dollars(0.0, 3.6, 0.0) == pytest.approx(400 * 3.6 / 3600 * 500)

@@ -49,8 +49,8 @@ BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
 
 
 def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None:
-    """Each batch's metrics and held-out loss, and the weights afterwards, as in one process (float64). A balance loss is a mean
-    over ranks; in one process, over the rows that each of them has."""
+    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64). A
+    balance loss is a mean over ranks; in one process, over the rows of each rank."""
     team = Team(Mesh.of(mesh, dist.get_world_size()))
     alone, cut = (seeded_model(config, torch.float64, False) for _ in range(2))
     shard(cut, team)

@@ -48,8 +48,8 @@ def step(reward: float = 0.0, wall: float = 1.0) -> dict[str, Any]:
 
 
 def train(run: RunDir, steps: int, after: int = 0) -> None:
-    """RL whose rollouts and steps take no time, until `steps` are done and `after` more rollouts: a real orchestrator, a real
-    journal, and what belongs together in one transaction."""
+    """Run RL whose rollouts and steps take no time, until `steps` steps and `after` more rollouts are done. Orchestrator, journal
+    and transactions are real."""
     orchestrator = Orchestrator(Schedule(prompts=2, group=2, ahead=1, bound=2))
     journal = Journal(run)
     waiting: list[Event] = [Joined(at=0.0, worker="engine-1", capacity=5)]

@@ -54,7 +54,7 @@ head.main(sys.argv[1:4])
 
 
 def stand_in(folder: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
-    """Start heads that carry a process and a folder `where`."""
+    """Return a launcher of heads that carry a process and keep its files in `folder`."""
 
     def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
@@ -68,7 +68,7 @@ def stand_in(folder: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[
 
 @pytest.fixture
 def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where heads keep what they carry. Their process is as light as can be."""
+    """Yield the folder of what heads carry: a process that is as light as can be."""
     carried_folder = tmp_path / "carried"
     carried_folder.mkdir()
     monkeypatch.setattr(head, "detach", stand_in(str(carried_folder)))

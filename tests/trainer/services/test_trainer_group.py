@@ -30,7 +30,7 @@ CUT = override(SETTINGS, {"mesh.cp": 2, "mesh.ep": 2})
 
 
 def run_at(path: Path) -> RunDir:
-    """A run whose policy is there, and nothing else."""
+    """Return a run with a policy and nothing else."""
     run = RunDir(path)
     save_pretrained(seeded_model(GQA, torch.float32, False), run.path / "weights" / "start", dtype=torch.bfloat16)
     return run
