@@ -17,7 +17,7 @@ Key = tuple[int, int, int]
 
 
 class Driver:
-    """A caller that does as it is told, and keeps its own books to compare with."""
+    """A caller that carries out all commands, and keeps its own books for comparison."""
 
     def __init__(self, schedule: Schedule, *workers: int) -> None:
         self.schedule = schedule
@@ -28,7 +28,7 @@ class Driver:
         self.born: dict[Key, int] = {}
         self.capacity: dict[str, int] = {}
         self.draining: set[str] = set()
-        self.told: dict[Key, fsm.Finished] = {}
+        self.finishes: dict[Key, fsm.Finished] = {}
         self.zombies: list[Key] = []
         self.training: fsm.Train | None = None
         self.log: list[fsm.Train] = []
@@ -64,13 +64,13 @@ class Driver:
                 self.training = command
                 assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
-                oldest = min(self.told[key].oldest_version for key in command.rollouts)
+                oldest = min(self.finishes[key].oldest_version for key in command.rollouts)
                 assert command.step - oldest <= self.schedule.bound
             case fsm.Drained() | fsm.Stop():
                 self.end = command
 
     def check(self) -> None:
-        """What holds after every event, by this caller's own counts."""
+        """Assert what holds after every event, by this caller's own counts."""
         o, s = self.orchestrator, self.schedule
         trained = {slot for train in self.log for slot in train.slots}
         assert len(trained) == sum(len(train.slots) for train in self.log), "a prompt was trained twice"
@@ -83,7 +83,7 @@ class Driver:
             assert sum(w == worker for key, w in self.running.items() if key not in self.graded) <= capacity
         ledger = o.books.ledger
         assert sum(ledger.values()) + o.held() == o.books.counts["received_tokens"]
-        assert ledger["trained"] == sum(self.told[key].sampled for train in self.log for key in train.rollouts)
+        assert ledger["trained"] == sum(self.finishes[key].sampled for train in self.log for key in train.rollouts)
 
     def join(self, worker: str, capacity: int) -> list[fsm.Command]:
         self.capacity[worker] = capacity
@@ -109,7 +109,7 @@ class Driver:
             reward=reward,
         )
         self.running.pop(key, None)
-        self.told[key] = event
+        self.finishes[key] = event
         return self.send(event)
 
     @property
