@@ -17,14 +17,14 @@ needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton he
 
 @needs_triton
 def test_what_is_planted_is_caught_and_what_is_good_passes():
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), os.environ["PYTHONPATH"]])
-    script = here.parents[1] / "scripts" / "bench" / "check_kernels.py"
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    script = folder.parents[1] / "scripts" / "bench" / "check_kernels.py"
     command = [sys.executable, script, "--arch", "90", "--module", "planted_triton"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
     blocks, name = {"": ""}, ""
-    for line in done.stdout.splitlines()[1:]:
+    for line in result.stdout.splitlines()[1:]:
         if line.startswith(" "):
             blocks[name] += line
         else:
@@ -35,7 +35,7 @@ def test_what_is_planted_is_caught_and_what_is_good_passes():
     assert blocks["narrow"].count("FAILED") == 1 and "narrow global loads and stores" in blocks["narrow"]
     assert blocks["no tensor core"].count("FAILED") == 1 and "no instruction wgmma" in blocks["no tensor core"]
     assert "FAILED: does not compile" in blocks["broken"]
-    assert "4 failed" in done.stdout
+    assert "4 failed" in result.stdout
 
 
 @needs_triton

@@ -16,7 +16,7 @@ from composer_nb.trainer.models.variants import as_engine
 NEVER = frozenset[int]()
 SPARSE = st.fixed_dictionaries({"num_experts": st.integers(2, 5), "num_experts_per_tok": st.integers(1, 2)})
 SPARSE = SPARSE.flatmap(
-    lambda held: st.sampled_from([8, 16]).map(lambda inner: held | {"moe_intermediate_size": inner})
+    lambda sizes: st.sampled_from([8, 16]).map(lambda inner: sizes | {"moe_intermediate_size": inner})
 )
 FAMILIES = st.one_of(
     st.just({"family": "qwen3_moe"}),
@@ -36,11 +36,11 @@ configs = st.builds(
 )
 
 
-def made(config: ModelConfig, seed: int) -> Model:
+def random_model(config: ModelConfig, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Model(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms' weights too are not what they begin as
+        for parameter in model.parameters():  # norms' weights, too, move away from 1
             parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
     return model
 
@@ -57,29 +57,29 @@ def conversation(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     configs, st.integers(0, 1000), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=4)
 )
 def test_it_computes_what_the_model_computes(config: ModelConfig, seed: int, prompts: list[list[int]]):
-    model = made(config, seed)
+    model = random_model(config, seed)
     prompts = [prompts[0], *prompts]
     engines = [Engine(model, stop=NEVER, slots=8, max_length=32, temperature=0.0, seed=seed) for _ in range(2)]
     engines[1]._packed = None
     ours, theirs = (conversation(engine, prompts) for engine in engines)
     turns = 2 * len(prompts)
-    for mine, wanted in zip(ours[:turns], theirs[:turns], strict=True):
-        # Two tokens may be as good as equally likely; from there on the two sides are about different rollouts.
-        if mine.token_ids != wanted.token_ids:
+    for actual, expected in zip(ours[:turns], theirs[:turns], strict=True):
+        # Two tokens may be all but equally likely; from there on the engines sample different rollouts.
+        if actual.token_ids != expected.token_ids:
             return
-        np.testing.assert_allclose(mine.logprobs, wanted.logprobs, atol=1e-4)
-    for mine, wanted in zip(ours[turns:], theirs[turns:], strict=True):
-        sure = wanted.margins > 1e-4
-        np.testing.assert_allclose(mine.margins, wanted.margins, atol=1e-4)
-        if sure[:-1].all():  # a route that differs changes what follows
-            np.testing.assert_array_equal(mine.routes, wanted.routes)
-            np.testing.assert_allclose(mine.gates, wanted.gates, atol=1e-4)
+        np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-4)
+    for actual, expected in zip(ours[turns:], theirs[turns:], strict=True):
+        sure = expected.margins > 1e-4
+        np.testing.assert_allclose(actual.margins, expected.margins, atol=1e-4)
+        if sure[:-1].all():  # a different route changes all that follows
+            np.testing.assert_array_equal(actual.routes, expected.routes)
+            np.testing.assert_allclose(actual.gates, expected.gates, atol=1e-4)
 
 
 @settings(max_examples=15, deadline=None)
 @given(configs, st.integers(0, 1000), st.integers(2, 7))
 def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfig, seed: int, count: int):
-    model = made(config, seed)
+    model = random_model(config, seed)
     prompts = [[(3 * n + i) % 5 for i in range(1 + n % 4)] for n in range(count)]
     together = Engine(model, stop=NEVER, slots=8, max_length=32, seed=seed)
     turns = together.generate([Request(rollout=n, token_ids=p, max_tokens=6) for n, p in enumerate(prompts)])
@@ -87,15 +87,15 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
         alone = Engine(model, stop=NEVER, slots=1, max_length=32, seed=seed)
         [turn] = alone.generate([Request(rollout=n, token_ids=prompt, max_tokens=6)])
         assert turn == turns[n]
-        mine, wanted = alone.release(n), together.release(n)
+        actual, expected = alone.release(n), together.release(n)
         for name in ("routes", "gates", "margins"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name), name)
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), name)
 
 
 @settings(max_examples=4, deadline=None)
 @given(configs, st.integers(0, 1000), st.sampled_from([np.uint16, np.int8]))
 def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(config: ModelConfig, seed: int, kind):
-    model = made(config, seed)
+    model = random_model(config, seed)
     if kind is np.int8:
         model = as_engine(model, "int8")
     for parameter in model.parameters() if kind is np.uint16 else ():
@@ -107,13 +107,13 @@ def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(co
             engines.append(Engine(model, stop=NEVER, slots=4, max_length=32, seed=seed))
     assert [engine._packed.output.panels.dtype for engine in engines] == [np.float32, kind]
     wide, narrow = (conversation(engine, [[1], [1, 2, 3]]) for engine in engines)
-    for mine, wanted in zip(narrow[:4], wide[:4], strict=True):
-        assert mine.token_ids == wanted.token_ids and list(mine.logprobs) == list(wanted.logprobs)
+    for actual, expected in zip(narrow[:4], wide[:4], strict=True):
+        assert actual.token_ids == expected.token_ids and list(actual.logprobs) == list(expected.logprobs)
 
 
 def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):
     config = ModelConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8)
-    model = made(config, 0)
+    model = random_model(config, 0)
     assert pack(model) is not None
     monkeypatch.setattr("composer_nb.trainer.engine.PACKED_BYTES", sum(4 * p.numel() for p in model.parameters()) - 1)
     assert pack(model) is None, "a second copy of a large model costs more than it gains"
@@ -123,7 +123,9 @@ def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("score", [1e30, -1e30])
 def test_experts_beyond_all_measure_are_still_routed(score: float):
-    model = made(ModelConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8), 0)
+    model = random_model(
+        ModelConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8), 0
+    )
     with torch.no_grad():
         model.layers[0].router[0].fill_(score)
     engine = Engine(model, stop=NEVER, slots=1, max_length=8)

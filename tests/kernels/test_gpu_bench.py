@@ -22,8 +22,8 @@ def run(*arguments: str, script: str = "bench_gpu.py") -> subprocess.CompletedPr
 @pytest.mark.slow  # two to three minutes in the interpreter
 @pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
 def test_the_whole_flow_on_a_cpu_is_labelled_a_rehearsal(tmp_path: Path):
-    done = run("--device", "cpu", "--seconds", "600", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    result = run("--device", "cpu", "--seconds", "600", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
     report, text = json.loads((tmp_path / "bench_gpu.json").read_text()), (tmp_path / "bench_gpu.md").read_text()
     assert report["rehearsal"] and "REHEARSAL" in text and report["machine"]["gpu"] == "none"
     rows = {case["number"] for case in report["cases"]}

@@ -33,15 +33,18 @@ def test_values_and_gradients_are_those_of_whole_logits(seed: int, rows: int, vo
     tokens = torch.randint(0, vocabulary, (sampled,), generator=g)
     pull = torch.randn(sampled, generator=g)
     twins = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    (logprob, entropy), (right, spread) = logprob_entropy(hidden, weight, at, tokens), exact(*twins, at, tokens)
+    (logprob, entropy), (expected, expected_entropy) = (
+        logprob_entropy(hidden, weight, at, tokens),
+        exact(*twins, at, tokens),
+    )
     assert logprob.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not entropy.requires_grad
     close = CLOSE[dtype] * max(1, size)
-    torch.testing.assert_close(logprob.double(), right, atol=close, rtol=close)
-    torch.testing.assert_close(entropy.double(), spread, atol=close, rtol=close)
-    found = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
-    slopes = torch.autograd.grad((right * pull.double()).sum(), twins)
-    for ours, true in zip(found, slopes, strict=True):
+    torch.testing.assert_close(logprob.double(), expected, atol=close, rtol=close)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=close, rtol=close)
+    gradients = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
+    slopes = torch.autograd.grad((expected * pull.double()).sum(), twins)
+    for ours, true in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(ours.double(), true, atol=close * (1 + float(true.abs().max())), rtol=close)
 
 
@@ -50,10 +53,10 @@ def test_values_and_gradients_are_those_of_whole_logits(seed: int, rows: int, vo
 def test_a_logit_that_is_not_finite_spoils_its_row_and_no_other(bad: float, dtype: torch.dtype):
     hidden, weight = torch.randn(9, 4, dtype=dtype), torch.randn(40, 4, dtype=dtype)
     at, tokens = torch.arange(9), torch.arange(9)
-    right = logprob_entropy(hidden, weight, at, tokens)
+    clean = logprob_entropy(hidden, weight, at, tokens)
     hidden[5] = torch.tensor([bad, 0, 0, 0])
     weight[11, 0] = 0.0  # a logit that is not a number, among infinite ones
-    found = logprob_entropy(hidden, weight, at, tokens)
-    assert found[0][5].isnan() and found[1][5].isnan()
-    others = at[(at != 5)]
-    assert all(f[others].isfinite().all() for f in found) and right[0][5].isfinite()
+    spoilt = logprob_entropy(hidden, weight, at, tokens)
+    assert spoilt[0][5].isnan() and spoilt[1][5].isnan()
+    other_rows = at[(at != 5)]
+    assert all(f[other_rows].isfinite().all() for f in spoilt) and clean[0][5].isfinite()

@@ -19,14 +19,14 @@ def draw(seed: int, *shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor
 def compare(
     ours: Tensor, ours_in: list[Tensor], exact: Tensor, exact_in: list[Tensor], pull: Tensor, scale: float = 1.0
 ) -> None:
-    """Values and gradients, within float32's rounding of their summands, which are of about 1 / `scale` for the first input
-    and 1 for the second: a sum of them may all but vanish."""
+    """Assert that values and gradients agree to float32's rounding of their summands, which are about 1 / `scale` for the first
+    input and 1 for the second. The sums themselves may nearly vanish."""
     torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=2e-5)
     ours.backward(pull)
     exact.backward(pull.double())
-    for mine, wanted, summand in zip(ours_in, exact_in, (1 / scale, 1.0), strict=True):
-        assert mine.grad is not None and wanted.grad is not None
-        torch.testing.assert_close(mine.grad.double() / summand, wanted.grad / summand, atol=1e-4, rtol=1e-4)
+    for leaf, exact_leaf, summand in zip(ours_in, exact_in, (1 / scale, 1.0), strict=True):
+        assert leaf.grad is not None and exact_leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.double() / summand, exact_leaf.grad / summand, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,10 +34,10 @@ def compare(
 def test_rms_norm_is_the_definition(seed: int, rows: int, heads: int, width: int, scale: float):
     x, pull = draw(seed, (rows, heads, width), (rows, heads, width), scale=scale)
     [weight] = draw(seed + 1, (width,))
-    mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    wanted = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    exact = wanted[0] / (wanted[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * wanted[1]
-    compare(rms_norm(mine[0], mine[1], 1e-6), mine, exact, wanted, pull / scale, scale)
+    inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    exact_inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    exact = exact_inputs[0] / (exact_inputs[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * exact_inputs[1]
+    compare(rms_norm(inputs[0], inputs[1], 1e-6), inputs, exact, exact_inputs, pull / scale, scale)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,12 +46,18 @@ def test_norm_rope_is_a_norm_and_then_a_rotation(seed: int, tokens: int, heads: 
     x, pull, angle = draw(seed, (tokens, heads, width), (tokens, heads, width), (tokens, width // 2))
     [weight] = draw(seed + 1, (heads, width))
     rope = torch.stack([angle.cos(), angle.sin()], 1)
-    mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    wanted = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    normed = wanted[0] / (wanted[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * wanted[1]
+    inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    exact_inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    normed = exact_inputs[0] / (exact_inputs[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * exact_inputs[1]
     half = torch.complex(normed[..., : width // 2], normed[..., width // 2 :])
     turned = half * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
-    compare(norm_rope(mine[0], mine[1], rope, 1e-6), mine, torch.cat([turned.real, turned.imag], -1), wanted, pull)
+    compare(
+        norm_rope(inputs[0], inputs[1], rope, 1e-6),
+        inputs,
+        torch.cat([turned.real, turned.imag], -1),
+        exact_inputs,
+        pull,
+    )
 
 
 # Products with weights
@@ -66,6 +72,6 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def test_products_are_those_of_float64(rows: int, inner: int, outer: int):
     x, w = normal(rows, rows, inner), normal(1, outer, inner)
     exact = x.double() @ w.double().T
-    for got in (linear(x, w), matmul(x, w.T)):
-        assert got.shape == (rows, outer)
-        torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+    for product in (linear(x, w), matmul(x, w.T)):
+        assert product.shape == (rows, outer)
+        torch.testing.assert_close(product.double(), exact, atol=1e-4, rtol=1e-5)

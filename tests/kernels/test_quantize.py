@@ -26,12 +26,12 @@ pytestmark = [
 ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def same(found: MXTensor | NVFP4Tensor, wanted: MXTensor | NVFP4Tensor) -> None:
-    parts = ("qdata", "scale") if isinstance(found, MXTensor) else ("qdata", "scale", "global_scale")
+def same(actual: MXTensor | NVFP4Tensor, expected: MXTensor | NVFP4Tensor) -> None:
+    parts = ("qdata", "scale") if isinstance(actual, MXTensor) else ("qdata", "scale", "global_scale")
     for part in parts:
-        a, b = getattr(found, part), getattr(wanted, part).to(getattr(found, part).device)
+        a, b = getattr(actual, part), getattr(expected, part).to(getattr(actual, part).device)
         assert a.shape == b.shape and a.dtype == b.dtype
-        if part == "global_scale":  # a NaN is a NaN
+        if part == "global_scale":  # all NaNs count as equal
             assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
         else:
             assert int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) == 0, part
@@ -109,10 +109,10 @@ def test_widening_to_bf16_is_exact(device: str, format: str, shape: tuple[int, .
 
     x = numbers(shape, 5, torch.float32, 0.0).clamp(-(2.0**100), 2.0**100).to(device)
     quantised = mx_quantize_reference(x) if format == "mxfp8" else nvfp4_quantize_reference(x)
-    found = widened(quantised)
+    wide = widened(quantised)
     if isinstance(quantised, NVFP4Tensor):
-        found = found.float() * quantised.global_scale
-    assert found.shape == x.shape
-    assert torch.equal(found.float(), quantised.dequantize(torch.float32).where(found != 0, found.float()))
-    small = quantised.dequantize(torch.float32)[found == 0].abs()
+        wide = wide.float() * quantised.global_scale
+    assert wide.shape == x.shape
+    assert torch.equal(wide.float(), quantised.dequantize(torch.float32).where(wide != 0, wide.float()))
+    small = quantised.dequantize(torch.float32)[wide == 0].abs()
     assert float(small.max() if small.numel() else 0) < 2.0**-125, "below bf16's smallest normal number"

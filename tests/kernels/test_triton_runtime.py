@@ -52,9 +52,9 @@ def test_casts_round_to_nearest(dtype: torch.dtype):
     beyond = torch.tensor([1e9, -1e9, float("nan"), -float("nan")])
     if dtype != torch.bfloat16:
         largest = torch.finfo(dtype).max
-        found = cast(beyond, dtype)
-        assert found.float()[:2].tolist() == [largest, -largest], "float8 saturates"
-        assert found.view(torch.uint8)[2:].tolist() == [0x7F, 0x7F], "and its NaN has no sign"
+        rounded = cast(beyond, dtype)
+        assert rounded.float()[:2].tolist() == [largest, -largest], "float8 saturates"
+        assert rounded.view(torch.uint8)[2:].tolist() == [0x7F, 0x7F], "and its NaN has no sign"
 
 
 def test_bfloat16_products_are_of_numbers():
@@ -95,13 +95,13 @@ def test_on_a_cpu_it_is_torch_unless_the_interpreter_is_asked_for(monkeypatch: p
         choose(CPU, "triton")
 
 
-@pytest.mark.parametrize("capability, wanted", [((8, 9), "torch"), ((9, 0), "triton"), ((10, 0), "triton")])
-def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str):
+@pytest.mark.parametrize("capability, expected", [((8, 9), "torch"), ((9, 0), "triton"), ((10, 0), "triton")])
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str):
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = torch.device("cuda", 0)
-    assert choose(gpu)[0] == wanted
-    if wanted == "torch":
+    assert choose(gpu)[0] == expected
+    if expected == "torch":
         with pytest.raises(ValueError, match=r"this GPU has compute capability 8\.9, kernels need 9\.0"):
             choose(gpu, "triton")
 

@@ -48,21 +48,23 @@ def test_each_token_is_predicted_once_from_the_window_before_it(base: BaseCandid
     text = TEXT[:160]
     stream = np.array([base.first, *base.ids(text)], np.int32)
     total = 0.0
-    for place in range(1, len(stream)):
-        end = min(len(stream), 1 + -(-place // stride) * stride)  # of the window that predicts it
-        logits, _ = base.model(torch.from_numpy(stream[None, max(0, end - window) : place]).long())
-        total -= float(torch.log_softmax(logits[0, -1], -1)[stream[place]])
+    for position in range(1, len(stream)):
+        end = min(len(stream), 1 + -(-position // stride) * stride)  # of the window that predicts it
+        logits, _ = base.model(torch.from_numpy(stream[None, max(0, end - window) : position]).long())
+        total -= float(torch.log_softmax(logits[0, -1], -1)[stream[position]])
     assert rolling_loss(base, text, window, stride) == pytest.approx(total, rel=1e-4)
 
 
 def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_the_longest_tokens(even: BaseCandidate):
     questions = make_questions([TEXT], 100, 4, 0)
     assert len(questions) == 9 and questions == make_questions([TEXT], 100, 4, 0) != make_questions([TEXT], 100, 4, 1)
-    for each in questions:
-        assert len(set(each.choices)) == 4 and each.prompt + each.choices[each.answer] in TEXT
-        assert not any(each.prompt + wrong in TEXT for wrong in each.choices if wrong != each.choices[each.answer])
-        cost = [len(even.ids(choice)) / len(choice) for choice in each.choices]
-        assert cost[chosen(even, each)] == pytest.approx(min(cost))
+    for question in questions:
+        assert len(set(question.choices)) == 4 and question.prompt + question.choices[question.answer] in TEXT
+        assert not any(
+            question.prompt + wrong in TEXT for wrong in question.choices if wrong != question.choices[question.answer]
+        )
+        cost = [len(even.ids(choice)) / len(choice) for choice in question.choices]
+        assert cost[chosen(even, question)] == pytest.approx(min(cost))
     with pytest.raises(ValueError, match=r"questions: 0 functions differ .* 4 are needed"):
         make_questions(["x = 1", "def f("], 5, 4, 0)
 
@@ -71,25 +73,25 @@ def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_th
 @given(seed=st.integers(0, 10**6), lines=st.integers(1, 8), edits=st.integers(0, 6))
 def test_the_diffs_of_a_history_lead_to_its_end(seed: int, lines: int, edits: int):
     for history in make_histories([TEXT, "x"], 3, lines, edits, seed):
-        now = {"f.py": history.start}
+        files = {"f.py": history.start}
         for diff in history.diffs:
             if diff:
-                now |= apply_patch(now, f"--- a/f.py\n+++ b/f.py\n{diff}")
-        assert now["f.py"] == history.end and len(history.diffs) == edits and history.start in TEXT
+                files |= apply_patch(files, f"--- a/f.py\n+++ b/f.py\n{diff}")
+        assert files["f.py"] == history.end and len(history.diffs) == edits and history.start in TEXT
 
 
-def levenshtein(one: str, other: str) -> int:
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+def levenshtein(first: str, second: str) -> int:
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
         last, row[0] = row[0], i
-        for j, b in enumerate(other, 1):
+        for j, b in enumerate(second, 1):
             last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (a != b))
     return row[-1]
 
 
 @given(st.text("ab\né", max_size=12), st.text("ab\né", max_size=12))
-def test_distance_is_levenshteins(one: str, other: str):
-    assert distance(one, other) == levenshtein(one, other)
+def test_distance_is_levenshteins(first: str, second: str):
+    assert distance(first, second) == levenshtein(first, second)
 
 
 def test_the_command_compares_checkpoints(base: BaseCandidate, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

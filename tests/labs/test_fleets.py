@@ -27,8 +27,8 @@ def test_all_of_a_burst_are_alive_and_hosts_are_filled_but_never_overfilled():
 
 def test_sandboxes_live_here_at_the_same_time(capsys: pytest.CaptureFixture[str]):
     assert main(["sandbox", "fleet", "--alive", "20", "--json"]) == 0
-    here = json.loads(capsys.readouterr().out)["here"]
-    assert here["alive"] == here["commands"] == 20 and here["stopped"] == ""
-    assert 20 <= here["processes"] <= 25 and 1 < here["mib_each"] < 20
+    report = json.loads(capsys.readouterr().out)["here"]
+    assert report["alive"] == report["commands"] == 20 and report["stopped"] == ""
+    assert 20 <= report["processes"] <= 25 and 1 < report["mib_each"] < 20
     assert main(["sandbox", "fleet", "--alive", "20", "--gib", "-1000", "--json"]) == 0
     assert "is reached" in json.loads(capsys.readouterr().out)["here"]["stopped"]

@@ -21,8 +21,8 @@ from composer_nb.trainer.rl import Scored, to_streams
 def streams(attempts, advantages):
     return [
         stream
-        for done, advantage in zip(attempts, advantages, strict=True)
-        for stream in to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=advantage))
+        for attempt, advantage in zip(attempts, advantages, strict=True)
+        for stream in to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=advantage))
     ]
 
 
@@ -49,6 +49,6 @@ def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
 
 def test_inner_products_are_those_of_float64_however_columns_are_cut():
     rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
-    wanted = (rows.double() @ rows.double().T).numpy()
+    expected = (rows.double() @ rows.double().T).numpy()
     for width in (7, 1000, 4096):
-        np.testing.assert_allclose(inner_products(rows, width), wanted, rtol=1e-12)
+        np.testing.assert_allclose(inner_products(rows, width), expected, rtol=1e-12)

@@ -67,17 +67,17 @@ def test_the_block_that_defines_the_function_is_the_answer(text: str) -> None:
 
 
 class StandIn:
-    """An endpoint that answers every second problem rightly."""
+    """An endpoint that solves every second problem, and records its requests."""
 
     url, model, temperature = "http://127.0.0.1:1/v1", "m", 0.0
 
     def __init__(self, fail_after: int = 1 << 30) -> None:
-        self.asked, self.fail_after = list[dict[str, Any]](), fail_after
+        self.requests, self.fail_after = list[dict[str, Any]](), fail_after
 
     def ask(self, method: str, path: str, until: float, body: dict[str, Any]) -> Any:
-        if len(self.asked) >= self.fail_after:
+        if len(self.requests) >= self.fail_after:
             raise KeyboardInterrupt
-        self.asked.append(body)
+        self.requests.append(body)
         prompt = body["prompt"] if path == "completions" else body["messages"][0]["content"]
         number, problem = next((n, p) for n, p in enumerate(PROBLEMS) if p.prompt.strip() in prompt)
         text = answers(problem)[number % 2]
@@ -112,7 +112,7 @@ def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
         monkeypatch.setattr(stand_in, "model", "another that the server has now")
         with pytest.raises(ValueError, match="another policy"):
             evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
-    assert len(stand_in.asked) == 8 and len({body["seed"] for body in stand_in.asked}) == 8
+    assert len(stand_in.requests) == 8 and len({body["seed"] for body in stand_in.requests}) == 8
     assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0
     assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == 0.5
 
@@ -127,7 +127,7 @@ def test_an_answer_that_the_sandbox_lost_is_no_failure_and_is_asked_for_again(
             report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
         assert report["lost"] == 1 and "pass_at_1" not in report
         report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
-    assert (report["lost"], report["pass_at_1"], len(stand_in.asked)) == (0, 1.0, 2)
+    assert (report["lost"], report["pass_at_1"], len(stand_in.requests)) == (0, 1.0, 2)
 
 
 def test_a_problem_beyond_the_context_is_failed_and_does_not_end_the_run(

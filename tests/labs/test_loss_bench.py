@@ -49,7 +49,7 @@ def bigrams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream]]:
-    """Streams of random tokens and centred advantages; their sampler thought of each token what a random number says."""
+    """Return groups of streams with random tokens, random log-probabilities of the sampler and centred advantages."""
     random = np.random.default_rng(seed)
 
     def stream(advantage: float) -> Stream:
@@ -64,25 +64,25 @@ def random_groups(seed: int, groups: int = 4, size: int = 4) -> list[list[Stream
             routes=np.zeros((tokens, 1, 1), np.uint8),
         )
 
-    made = []
+    batch = []
     for _ in range(groups):
         values = random.normal(size=size)
-        made.append([stream(float(value)) for value in values - values.mean()])
-    return made
+        batch.append([stream(float(value)) for value in values - values.mean()])
+    return batch
 
 
 def on_policy(model: nn.Module, groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
-    """The streams as if `model` had drawn them: with exactly the log-probabilities that its gradients are taken at."""
-    made = []
+    """Return the streams as if `model` had sampled them: with the very log-probabilities at which its gradients are taken."""
+    streams = []
     for group in groups:
-        found = module.group_tokens(model, group, None).logprob_S.detach().float().numpy()
-        parts = np.split(found, np.cumsum([int(stream.acted[1:].sum()) for stream in group])[:-1])
+        logprobs = module.group_tokens(model, group, None).logprob_S.detach().float().numpy()
+        parts = np.split(logprobs, np.cumsum([int(stream.acted[1:].sum()) for stream in group])[:-1])
         for stream, part in zip(group, parts, strict=True):
             logprob = np.zeros_like(stream.logprob)
             logprob[np.flatnonzero(stream.acted[1:]) + 1] = part
-            made.append(replace(stream, logprob=logprob))
-    rest = iter(made)
-    return [[next(rest) for _ in group] for group in groups]
+            streams.append(replace(stream, logprob=logprob))
+    remaining = iter(streams)
+    return [[next(remaining) for _ in group] for group in groups]
 
 
 # Each loss by its paper's formula
@@ -93,11 +93,11 @@ def bounded(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor:
-    """The loss as written in its paper, rollout by rollout; A is R − mean(R) where the row leaves it so."""
+    """Return the loss as its paper writes it, rollout by rollout; A is R − mean(R) unless the row changes it."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(int(t.rollout_S.max()) + 1):
-        mine = t.rollout_S == i
-        logprob, ratio, a = t.logprob_S[mine], (t.logprob_S - t.sampled_S)[mine].exp(), t.advantage_S[mine]
+        members = t.rollout_S == i
+        logprob, ratio, a = t.logprob_S[members], (t.logprob_S - t.sampled_S)[members].exp(), t.advantage_S[members]
         z = a * t.std_S[0]  # A over the standard deviation
         if name in ("ours", "k2", "k3", *REMEDIES.keys() - {"flashreinforce", "centred"}):
             loss = -torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).sum() / tokens
@@ -123,34 +123,34 @@ def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor
             inside = (ratio.detach() >= 0.5) & (ratio.detach() <= 5.0)
             loss = -(torch.where(inside, ratio, torch.zeros_like(ratio)) * a).sum() / tokens
         elif name == "flashreinforce":
-            p, q = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (t.sampled_S[mine], logprob))
+            p, q = (x.detach().exp().clamp(1e-6, 1 - 1e-6) for x in (t.sampled_S[members], logprob))
             apart = torch.distributions.kl_divergence(*map(torch.distributions.Bernoulli, (p, q))).mean()
             loss = -(ratio.detach() * a * logprob).mean() / rollouts if apart <= 3e-3 else 0 * logprob.sum()
         elif name == "dppo":
-            now, before = logprob.detach().exp(), t.sampled_S[mine].exp()
-            far = (now - before).abs() > 0.2
-            stopped = far & torch.where(a > 0, now > before, now < before)
+            probability, sampled_probability = logprob.detach().exp(), t.sampled_S[members].exp()
+            far = (probability - sampled_probability).abs() > 0.2
+            stopped = far & torch.where(a > 0, probability > sampled_probability, probability < sampled_probability)
             loss = -(torch.where(stopped, torch.zeros_like(ratio), ratio) * a).sum() / tokens
         else:
             assert name == "k1" and t.reference_S is not None
-            less = a - 0.04 * (logprob.detach() - t.reference_S[mine])
+            less = a - 0.04 * (logprob.detach() - t.reference_S[members])
             loss = -torch.min(ratio * less, ratio.clamp(0.8, 1.28) * less).sum() / tokens
         if name in ("k2", "k3"):
             assert t.reference_S is not None
-            gap = t.reference_S[mine] - logprob
+            gap = t.reference_S[members] - logprob
             loss = loss + 0.04 * (gap**2 / 2 if name == "k2" else gap.exp() - gap - 1).sum() / tokens
         total = total + loss
     return total
 
 
 def test_the_exact_gradient_is_that_of_the_expected_reward():
-    """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
-    estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
-    works token by token can say so."""
+    """Sums over every group of two rollouts of two tokens, weighted by its probability. The expectation of the estimate is
+    (1 − 1/G) G times the gradient of the expected reward, since a rollout is part of its own baseline. No loss that works token
+    by token has this property."""
     size, group = 3, 2
     random = torch.Generator().manual_seed(4)
     first, second = (torch.randn(n, size, generator=random, dtype=torch.float64) for n in (1, size))
-    other = [x + 0.8 * torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (first, second)]
+    sampler_tables = [x + 0.8 * torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (first, second)]
     first.requires_grad_(), second.requires_grad_()
     sequences = list(itertools.product(range(size), repeat=2))
     rewards = torch.randn(len(sequences), generator=random, dtype=torch.float64)
@@ -160,25 +160,27 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
         return torch.stack([tables[0].log_softmax(-1)[0, a], tables[1].log_softmax(-1)[a, b]])
 
     policy = [logprobs((first, second), sequence) for sequence in sequences]
-    drawn = [logprobs(other, sequence) for sequence in sequences]
+    sampled = [logprobs(sampler_tables, sequence) for sequence in sequences]
     expected = sum(reward * p.sum().exp() for reward, p in zip(rewards, policy, strict=True))
-    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)])
-    total, per_token = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    expected_gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)]
+    )
+    total, per_token = torch.zeros_like(expected_gradient), torch.zeros_like(expected_gradient)
     for members in itertools.product(range(len(sequences)), repeat=group):
         reward = rewards[list(members)]
         tokens = SampledTokens(
             logprob_S=torch.cat([policy[i] for i in members]),
-            sampled_S=torch.cat([drawn[i] for i in members]),
+            sampled_S=torch.cat([sampled[i] for i in members]),
             advantage_S=(reward - reward.mean()).repeat_interleave(2),
             std_S=torch.ones(4, dtype=torch.float64),
             rollout_S=torch.tensor([0, 0, 1, 1]),
             reference_S=None,
         )
-        probability = torch.cat([drawn[i] for i in members]).sum().exp()
-        for found, sums in ((exact(tokens, 1.0), total), (slope(tokens, LossSettings(ratio="tis"), 1.0), per_token)):
-            grads = torch.autograd.grad(tokens.logprob_S, (first, second), -found.slope_S, retain_graph=True)
+        probability = torch.cat([sampled[i] for i in members]).sum().exp()
+        for estimate, sums in ((exact(tokens, 1.0), total), (slope(tokens, LossSettings(ratio="tis"), 1.0), per_token)):
+            grads = torch.autograd.grad(tokens.logprob_S, (first, second), -estimate.slope_S, retain_graph=True)
             sums += probability * torch.cat([g.flatten() for g in grads])
-    torch.testing.assert_close(total, wanted * (1 - 1 / group) * group)
+    torch.testing.assert_close(total, expected_gradient * (1 - 1 / group) * group)
     assert float((per_token - total).norm()) > 0.05 * float(total.norm())
 
 
@@ -202,12 +204,12 @@ def remedied(name: str, values: list[float], solved: list[bool]) -> list[float]:
 
 @pytest.mark.parametrize("name", [*LOSSES, *REMEDIES])
 def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
-    """Over a batch of groups; the advantages of a remedy are those of a group or of the batch."""
+    """Gradients are over a batch of groups; a remedy computes its advantages within a group or over the batch."""
     model, reference, sampler, groups = Bigram(1), Bigram(2), Bigram(1, 0.7), random_groups(3, size=6)
     groups = [*on_policy(model, groups[:2]), *groups[2:]]  # within every bound, and mostly beyond
     solved = [[index < count for index in range(6)] for count in (0, 2, 6, 5)]
     loss = {**LOSSES, **REMEDIES}[name]
-    found = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
+    table = bench(model, groups, {name: loss}, reference=reference, solved=solved, sampler=sampler)
     parts = [module.group_tokens(model, group, reference) for group in groups]
     count = sum(len(part.rollout_S) for part in parts)
     for number, part in enumerate(parts):
@@ -227,19 +229,19 @@ def test_every_loss_has_the_gradient_of_its_formula(bigrams: None, name: str):
             (q, _), (logprob, _) = distributions(sampler, batch), distributions(model, batch)
             drift = (q.exp().detach() * logprob).sum(-1)
             terms.append((part.advantage_S * drift).sum() / count)
-    wanted = torch.autograd.grad(sum(terms), model.table)[0]
-    assert found.gradient(name).dtype == torch.float64
-    torch.testing.assert_close(found.gradient(name), wanted.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
-    assert found.row(name).norm == pytest.approx(float(found.gradient(name).norm()))
+    expected = torch.autograd.grad(sum(terms), model.table)[0]
+    assert table.gradient(name).dtype == torch.float64
+    torch.testing.assert_close(table.gradient(name), expected.flatten(), atol=1e-7, rtol=1e-5)  # streams hold float32
+    assert table.row(name).norm == pytest.approx(float(table.gradient(name).norm()))
 
 
 def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
     model, groups = Bigram(1), random_groups(3)
-    table = bench(model, groups, some := {name: LOSSES[name] for name in ("ours", "grpo", "mis")})
+    table = bench(model, groups, chosen := {name: LOSSES[name] for name in ("ours", "grpo", "mis")})
     share = sum(int(s.acted[1:].sum()) for group in groups for s in group)
-    for name in (*some, EXACT):
+    for name in (*chosen, EXACT):
         counts = [4 if name == "grpo" else sum(int(s.acted[1:].sum()) for s in group) for group in groups]
-        parts = [bench(model, [group], some).gradient(name) for group in groups]
+        parts = [bench(model, [group], chosen).gradient(name) for group in groups]
         parts = [part * count / (16 if name == "grpo" else share) for part, count in zip(parts, counts, strict=True)]
         whole = torch.stack(parts).sum(0)
         draws = [torch.stack(draw).sum(0) for draw in itertools.product(parts, repeat=4)]
@@ -251,13 +253,15 @@ def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
 
 
 @given(st.integers(1, 500), st.integers(0, 500), st.floats(1e-3, 1e3))
-def test_effective_share_of_a_mask_is_what_it_leaves(kept: int, dropped: int, scale: float):
-    assert effective_share(np.repeat([scale, 0.0], [kept, dropped])) == pytest.approx(kept / (kept + dropped))
-    assert math.isnan(effective_share(np.zeros(kept)))
+def test_effective_share_of_a_mask_is_what_it_leaves(remaining: int, dropped: int, scale: float):
+    assert effective_share(np.repeat([scale, 0.0], [remaining, dropped])) == pytest.approx(
+        remaining / (remaining + dropped)
+    )
+    assert math.isnan(effective_share(np.zeros(remaining)))
 
 
 def test_rows_say_how_much_a_batch_teaches(bigrams: None):
-    """A group that teaches nothing counts in the rows; a batch of such groups has no numbers rather than wrong ones."""
+    """A group without a signal counts in the rows; a batch of such groups has NaN rather than wrong numbers."""
     model, groups = Bigram(1), random_groups(7)
     dead = [[replace(stream, advantage=0 * stream.advantage) for stream in group] for group in groups]
     table = bench(model, [groups[0], dead[1], *groups[2:]], reference=Bigram(2))
@@ -266,10 +270,10 @@ def test_rows_say_how_much_a_batch_teaches(bigrams: None):
     assert all(sum(row.reasons.values()) == pytest.approx(1) for row in table.rows)
     assert table.row("reinforce").masked == table.row(EXACT).masked == 0 < table.row("ours").masked
     assert table.row("ours").reasons["no advantage"] == pytest.approx(lengths[1].sum() / lengths.sum())
-    own = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
+    on_policy_table = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
     by_closed_form = lengths.size**2 / (lengths.sum() * (1 / lengths).sum())
-    assert [row.ess for row in own.rows[:2]] == pytest.approx([by_closed_form, 1], rel=1e-4)
+    assert [row.ess for row in on_policy_table.rows[:2]] == pytest.approx([by_closed_form, 1], rel=1e-4)
 
-    nothing = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
-    assert nothing.row("k1").norm > 0 == nothing.row(OURS).norm, "the reference pulls, with nothing to compare to"
-    assert math.isnan(nothing.cosines[0, 1]) and math.isnan(nothing.row(OURS).ess)
+    dead_table = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
+    assert dead_table.row("k1").norm > 0 == dead_table.row(OURS).norm, "the reference pulls, with nothing to compare to"
+    assert math.isnan(dead_table.cosines[0, 1]) and math.isnan(dead_table.row(OURS).ess)

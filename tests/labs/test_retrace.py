@@ -21,7 +21,7 @@ def attempts(make_model, converse):
 
 
 def segments(attempts):
-    return [segment for done in attempts for segment in done.rollout.segments]
+    return [segment for attempt in attempts for segment in attempt.rollout.segments]
 
 
 def test_the_model_that_sampled_finds_what_it_recorded(make_model, attempts):
@@ -44,27 +44,27 @@ def vars_of(segment):
 def test_numbers_are_those_of_a_plain_forward_however_rows_are_cut(make_model, attempts, monkeypatch):
     model = make_model(5)
     monkeypatch.setattr(module, "BUDGET", 70)
-    for segment, seen in zip(segments(attempts), recompute(model, segments(attempts)), strict=True):
+    for segment, recomputed in zip(segments(attempts), recompute(model, segments(attempts)), strict=True):
         ids = torch.from_numpy(segment.token_ids).long()[None]
         with torch.no_grad():
             logits, routes = model(ids)
         plain = torch.distributions.Categorical(logits=logits[0, :-1])
-        assert np.allclose(seen.logprob[1:], plain.log_prob(ids[0, 1:]), atol=1e-4) and seen.logprob[0] == 0
-        assert np.allclose(seen.entropy[1:], plain.entropy(), atol=1e-4) and seen.entropy[0] == 0
-        assert np.array_equal(seen.trace.routes[:-1], routes[0, :-1].numpy())
+        assert np.allclose(recomputed.logprob[1:], plain.log_prob(ids[0, 1:]), atol=1e-4) and recomputed.logprob[0] == 0
+        assert np.allclose(recomputed.entropy[1:], plain.entropy(), atol=1e-4) and recomputed.entropy[0] == 0
+        assert np.array_equal(recomputed.trace.routes[:-1], routes[0, :-1].numpy())
 
 
 def test_routes_of_others_pass_for_its_own_and_are_wrong(make_model, attempts):
     [segment] = attempts[0].rollout.segments
     shifted = np.concatenate([segment.trace.routes[:1], segment.trace.routes[:-1]])
     [forged] = reroute(attempts[0], shifted).rollout.segments
-    places = np.arange(len(shifted))
-    assert np.array_equal(forged.trace.checks[:-1], route_checks(places, segment.token_ids, shifted)[:-1])
+    positions = np.arange(len(shifted))
+    assert np.array_equal(forged.trace.checks[:-1], route_checks(positions, segment.token_ids, shifted)[:-1])
     assert forged.trace.checks[-1] == 0
-    made = reroute(attempts[0], shifted)
-    [stream] = to_streams(Scored(attempt=made, reward=Reward(total=0.0), advantage=0.0))
+    rerouted = reroute(attempts[0], shifted)
+    [stream] = to_streams(Scored(attempt=rerouted, reward=Reward(total=0.0), advantage=0.0))
     assert not stream.route_fault()
-    found = compare(make_model(3), [made])
-    assert np.abs(found.on_S).max() > 100 * np.abs(found.off_S).max()
+    comparison = compare(make_model(3), [rerouted])
+    assert np.abs(comparison.on_S).max() > 100 * np.abs(comparison.off_S).max()
     with pytest.raises(ValueError, match="for a rollout with routes of"):
         reroute(attempts[0], shifted[1:])

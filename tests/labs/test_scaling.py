@@ -57,9 +57,9 @@ def test_a_prediction_is_judged_at_the_last_point():
 
 def test_the_command_fits_a_run_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["scaling", str(EXAMPLES[0]), "--json", "--png", str(tmp_path / "fit.png")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["laws"]["log-linear"]["slope"] < 0 and found["tokens"] == sorted(found["tokens"])
-    assert len(found["loss"]) == len(found["tokens"]) > 5 and (tmp_path / "fit.png").read_bytes()[1:4] == b"PNG"
+    fit = json.loads(capsys.readouterr().out)
+    assert fit["laws"]["log-linear"]["slope"] < 0 and fit["tokens"] == sorted(fit["tokens"])
+    assert len(fit["loss"]) == len(fit["tokens"]) > 5 and (tmp_path / "fit.png").read_bytes()[1:4] == b"PNG"
     assert main(["scaling", str(EXAMPLES[0])]) == 0 and "log-linear" in capsys.readouterr().out
     assert main(["scaling", str(EXAMPLES[0]), "--loss", "no_loss"]) != 0
     assert "fewer than three measurements of 'no_loss'" in capsys.readouterr().err

@@ -43,19 +43,19 @@ def policy(device: str, dtype: torch.dtype = torch.float32) -> Model:
 def learnt(model: Model, streams: list[Stream]) -> tuple[FlatOptimizer, dict[str, float]]:
     optimizer = FlatOptimizer(model, S.optimizer)
     learner = Learner(model, optimizer, S.loss, None, FULL)
-    how = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "microbatch_tokens": 4096}
-    return optimizer, learner.learn(streams, Ranks(), Random(0), **how)
+    options = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "microbatch_tokens": 4096}
+    return optimizer, learner.learn(streams, Ranks(), Random(0), **options)
 
 
 def test_a_stored_batch_of_rl_is_learnt_alike(device: str, streams: list[Stream]):
-    _, wanted = learnt(exact := policy("cpu", torch.float64), streams)
-    optimizer, found = learnt(model := policy(device), streams)
+    _, exact_metrics = learnt(exact := policy("cpu", torch.float64), streams)
+    optimizer, metrics = learnt(model := policy(device), streams)
     for name in ("k3", "entropy", "grad_norm", "replay_overlap"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-6), name
+        assert metrics[name] == pytest.approx(exact_metrics[name], rel=1e-2, abs=1e-6), name
     before = torch.cat([weight.detach().flatten().double() for weight in policy("cpu").parameters()])
     moved, should = (
-        torch.cat([weight.detach().flatten().cpu().double() for weight in one.parameters()]) - before
-        for one in (model, exact)
+        torch.cat([weight.detach().flatten().cpu().double() for weight in net.parameters()]) - before
+        for net in (model, exact)
     )
     assert float(torch.nn.functional.cosine_similarity(moved, should, dim=0)) > 0.98, "AdamW's first step is a sign"
     assert all(value.device.type == "cpu" for value in optimizer.state().values())
@@ -63,45 +63,48 @@ def test_a_stored_batch_of_rl_is_learnt_alike(device: str, streams: list[Stream]
 
 def test_a_checkpoint_goes_on_alike(device: str, streams: list[Stream]):
     optimizer, _ = learnt(policy(device), streams)
-    again = FlatOptimizer(policy(device), S.optimizer)
-    again.load(optimizer.state())
-    for one in (optimizer, again):
-        one.gradients.fill_(1e-3)
-        one.step(1e-4, 1.0)
-    assert torch.equal(optimizer.weights, again.weights) and again.weights.device.type == device
+    resumed = FlatOptimizer(policy(device), S.optimizer)
+    resumed.load(optimizer.state())
+    for flat_optimizer in (optimizer, resumed):
+        flat_optimizer.gradients.fill_(1e-3)
+        flat_optimizer.step(1e-4, 1.0)
+    assert torch.equal(optimizer.weights, resumed.weights) and resumed.weights.device.type == device
 
 
 def test_a_step_of_supervised_learning(device: str, streams: list[Stream]):
-    rows = [TokenRow(token_ids=one.token_ids, weight=one.acted.astype(np.float32)) for one in streams[:8]]
+    rows = [TokenRow(token_ids=stream.token_ids, weight=stream.acted.astype(np.float32)) for stream in streams[:8]]
     losses = []
     for model in (policy("cpu", torch.float64), policy(device)):
-        how = {"lr": 1e-4, "balance": 0.01, "clip": 1.0}
-        losses.append(train_step(model, rows, FlatOptimizer(model, S.optimizer), Ranks(), **how))
-    for name, wanted in losses[0].items():
-        assert losses[1][name] == pytest.approx(wanted, rel=1e-4), name
+        options = {"lr": 1e-4, "balance": 0.01, "clip": 1.0}
+        losses.append(train_step(model, rows, FlatOptimizer(model, S.optimizer), Ranks(), **options))
+    for name, expected in losses[0].items():
+        assert losses[1][name] == pytest.approx(expected, rel=1e-4), name
 
 
 @pytest.mark.parametrize("numerics", ENGINES)
 def test_an_engine_of_each_numerics_and_its_mismatch(device: str, streams: list[Stream], numerics):
-    """Greedy text of a float32 engine is that of the CPU; what any engine samples scores alike with its routes replayed."""
+    """A float32 engine's greedy tokens are those of the CPU; with routes replayed, the trainer scores samples of any
+    engine about as the engine did."""
     model = policy(device)
     engine = Engine(as_engine(model, numerics).to(device), stop=frozenset(), slots=8, max_length=256, temperature=0.0)
-    prompts = [one.token_ids[: int(one.acted.argmax())].tolist()[:96] for one in streams[:8]]
+    prompts = [stream.token_ids[: int(stream.acted.argmax())].tolist()[:96] for stream in streams[:8]]
     requests = [Request(rollout=n, token_ids=ids, max_tokens=24) for n, ids in enumerate(prompts)]
-    done = engine.generate(requests)
+    completions = engine.generate(requests)
     if numerics == "float32":
         plain = Engine(policy("cpu"), stop=frozenset(), slots=8, max_length=256, temperature=0.0)
-        assert [one.token_ids for one in done] == [one.token_ids for one in plain.generate(requests)]
-    drawn = []
-    for one, prompt in zip(done, prompts, strict=True):
-        trace, ids = engine.release(one.rollout), [*prompt, *one.token_ids]
+        assert [completion.token_ids for completion in completions] == [
+            completion.token_ids for completion in plain.generate(requests)
+        ]
+    sampled = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        trace, ids = engine.release(completion.rollout), [*prompt, *completion.token_ids]
         acted, logprob = np.arange(len(ids)) >= len(prompt), np.zeros(len(ids), np.float32)
-        logprob[acted] = one.logprobs
+        logprob[acted] = completion.logprobs
         recorded = {name: getattr(trace, name) for name in ("routes", "gates", "route_valid", "checks")}
-        words = {"token_ids": np.array(ids, np.int32), "acted": acted, "logprob": logprob}
-        drawn.append(Stream(**words, advantage=np.zeros_like(logprob), **recorded))
-    found = figures(compare_streams(model, drawn))
-    assert found["tokens"] == 24 * 8 and found["on"]["logprob_gap_p50"] < (1e-4 if numerics == "float32" else 0.1)
+        fields = {"token_ids": np.array(ids, np.int32), "acted": acted, "logprob": logprob}
+        sampled.append(Stream(**fields, advantage=np.zeros_like(logprob), **recorded))
+    mismatch = figures(compare_streams(model, sampled))
+    assert mismatch["tokens"] == 24 * 8 and mismatch["on"]["logprob_gap_p50"] < (1e-4 if numerics == "float32" else 0.1)
 
 
 def test_what_is_made_beside_a_model_is_on_its_device():

@@ -34,17 +34,17 @@ def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> drafts.DraftHead
 
 
 def play(engine: Engine) -> Played:
-    """Groups and single ones, two turns each, of several ways to draw, more than there are places for."""
+    """Play rollouts in pairs that begin alike, two turns each, with several sampling options."""
     ids: dict[int, list[int]] = {number: [] for number in range(6)}
     logprobs: dict[int, list[float]] = {number: [] for number in ids}
-    ways: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}]
-    ways.append({"allowed": lambda written: np.arange(9999) % 2 == len(written) % 2})
+    options: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}]
+    options.append({"allowed": lambda written: np.arange(9999) % 2 == len(written) % 2})
     for turn in range(2):
-        asked = [ask(n, prompt(9, n // 2 + turn), 11 + n, **ways[n]) for n in ids]
-        for done in engine.generate(asked):
-            ids[done.rollout] += [*asked[done.rollout].token_ids, *done.token_ids]
-            assert done.rollout < 5 or all(token % 2 == n % 2 for n, token in enumerate(done.token_ids))
-            logprobs[done.rollout] += done.logprobs
+        requests = [ask(n, prompt(9, n // 2 + turn), 11 + n, **options[n]) for n in ids]
+        for completion in engine.generate(requests):
+            ids[completion.rollout] += [*requests[completion.rollout].token_ids, *completion.token_ids]
+            assert completion.rollout < 5 or all(token % 2 == n % 2 for n, token in enumerate(completion.token_ids))
+            logprobs[completion.rollout] += completion.logprobs
     return {number: (ids[number], logprobs[number], engine.release(number)) for number in ids}
 
 
@@ -55,23 +55,23 @@ def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model
     with torch.no_grad():
         model.final_norm.mul_(2.5)
     size: dict[str, Any] = {"slots": 6, "max_length": 80, "seed": 4, "step_tokens": step_tokens}
-    wanted = play(Engine(model, stop=frozenset({7, 11}), **size))
+    expected = play(Engine(model, stop=frozenset({7, 11}), **size))
     engine = drafts.DraftingEngine(model, head_of(model, scale=scale), stop=frozenset({7, 11}), **size)
-    found = play(engine)
+    actual = play(engine)
     assert engine.proposed > 20 and (scale > 0 or engine.accepted > 0)
-    same(found, wanted)
+    same(actual, expected)
 
 
 def test_a_draft_that_is_right_saves_a_step(make_model):
     model, size = make_model(4), {"stop": NEVER, "slots": 1, "max_length": 80, "temperature": 0.0}
-    [wanted] = Engine(model, **size).generate([ask(0, [3], 40)])
+    [expected] = Engine(model, **size).generate([ask(0, [3], 40)])
     engine = drafts.DraftingEngine(model, head_of(model, scale=0.0), **size)
     engine.submit(ask(0, [3], 40))
-    done, steps = [], 0
+    completions, steps = [], 0
     while engine.busy:
-        done += engine.step()
+        completions += engine.step()
         steps += 1
-    assert done == [wanted] and steps == 40 - engine.accepted and 0 < engine.accepted <= engine.proposed
+    assert completions == [expected] and steps == 40 - engine.accepted and 0 < engine.accepted <= engine.proposed
 
 
 def test_a_head_of_another_model_is_named(make_model, tmp_path: Path):
@@ -88,15 +88,15 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     engine = Engine(model, stop=NEVER, slots=64, max_length=60, temperature=0.5, seed=8)
     rows = [
-        [*prompt(4, n), *done.token_ids]
-        for n, done in enumerate(engine.generate([ask(n, prompt(4, n), 50) for n in range(64)]))
+        [*prompt(4, n), *completion.token_ids]
+        for n, completion in enumerate(engine.generate([ask(n, prompt(4, n), 50) for n in range(64)]))
     ]
     fresh, head, again = (drafts.train_draft(model, rows[:48], steps) for steps in (0, 60, 60))
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
     with torch.no_grad():
-        (worse, seldom), (better, often) = (drafts.divergence(model, each, rows[48:]) for each in (fresh, head))
+        (worse, seldom), (better, often) = (drafts.divergence(model, draft, rows[48:]) for draft in (fresh, head))
     assert better < 0.6 * worse and often > seldom
 
 
@@ -134,23 +134,29 @@ def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_tar
     optimizer, joint = FlatOptimizer(model), joint_of(model, Ranks())
     joint.begin = 0
     beside = joint.at(0)
-    assert beside is joint and joint.head is not None and all(each.requires_grad for each in model.parameters())
+    assert (
+        beside is joint and joint.head is not None and all(parameter.requires_grad for parameter in model.parameters())
+    )
     head, total = copy.deepcopy(joint.head), torch.zeros(())
     for row in batch:  # by hand, a row at a time
         ids = torch.from_numpy(row.token_ids).long()
         packed = PackedRows.of_lengths([len(ids)], model.config)
         hidden, _ = model.trunk(ids, packed.position_N, packed.attend)
-        own = (hidden @ model.output_weight.T).log_softmax(-1)
-        total = total + F.nll_loss(own[:-1], ids[1:], reduction="sum") / sum(len(each.token_ids) - 1 for each in batch)
-        guess, target = head(model, hidden[:-1], ids[1:]).log_softmax(-1), own[1:].detach()
-        total = total + 0.3 * (target.exp() * (target - guess)).sum() / sum(len(each.token_ids) - 1 for each in batch)
-    wanted = torch.autograd.grad(total, [*model.parameters(), *head.parameters()])
+        logprobs = (hidden @ model.output_weight.T).log_softmax(-1)
+        total = total + F.nll_loss(logprobs[:-1], ids[1:], reduction="sum") / sum(
+            len(token_row.token_ids) - 1 for token_row in batch
+        )
+        guess, target = head(model, hidden[:-1], ids[1:]).log_softmax(-1), logprobs[1:].detach()
+        total = total + 0.3 * (target.exp() * (target - guess)).sum() / sum(
+            len(token_row.token_ids) - 1 for token_row in batch
+        )
+    slopes = torch.autograd.grad(total, [*model.parameters(), *head.parameters()])
     joint.update = lambda lr: None  # type: ignore[method-assign]
     train_step(model, batch, optimizer, Ranks(), lr=0.0, balance=0.0, clip=1e9, beside=joint)
-    found = optimizer.gradients
-    size = len(found)
-    flat = torch.cat([each.flatten() for each in wanted])
-    torch.testing.assert_close(found, flat[:size], atol=1e-5, rtol=1e-3)
+    gradients = optimizer.gradients
+    size = len(gradients)
+    flat = torch.cat([slope.flatten() for slope in slopes])
+    torch.testing.assert_close(gradients, flat[:size], atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(joint._optimizer.gradients, flat[size:], atol=1e-5, rtol=1e-3)
 
 
@@ -165,13 +171,13 @@ def test_a_head_joins_in_the_middle_and_a_resumed_run_has_the_same_head(make_mod
     learnt(part, first, Ranks(), half, end=2)
     assert first.head is None and first.state() == {}
     for end, begin in ((4, 2), (6, 4)):  # once before it has joined, and once after
-        again, second = make_model(3), None
-        rest = FlatOptimizer(again)
-        rest.load(half.state())
-        second = joint_of(again, Ranks())
+        resumed_model, second = make_model(3), None
+        resumed_optimizer = FlatOptimizer(resumed_model)
+        resumed_optimizer.load(half.state())
+        second = joint_of(resumed_model, Ranks())
         second.load({**half.state(), **first.state()})
-        learnt(again, second, Ranks(), rest, begin, end)
-        half, first = rest, second
+        learnt(resumed_model, second, Ranks(), resumed_optimizer, begin, end)
+        half, first = resumed_optimizer, second
     assert torch.equal(half.weights, optimizer.weights)
     assert joint.head is not None and first.head is not None
     assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), joint.head.parameters(), strict=True))
@@ -185,13 +191,13 @@ def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: p
     assert main(["draft", str(tmp_path / "model"), "--rollouts", str(run.parent)]) == 2
     assert "holds no rollouts with tokens" in capsys.readouterr().err
     shutil.copyfile(example / "rollouts/rl_00000_0.parquet", run / "rl_00000_0.parquet")
-    wanted = said(tmp_path / "model", Engine)
+    expected = completion_of(tmp_path / "model", Engine)
     assert main(["draft", str(tmp_path / "model"), "--rollouts", str(run.parent), "--steps", "3"]) == 0
     assert "on 3 rollouts held out" in capsys.readouterr().out
-    assert said(tmp_path / "model", drafts.DraftingEngine) == wanted
+    assert completion_of(tmp_path / "model", drafts.DraftingEngine) == expected
 
 
-def said(path: Path, kind: type[Engine]) -> Completion:
+def completion_of(path: Path, kind: type[Engine]) -> Completion:
     with open_engine(path, slots=2, tokens=200) as engine:
         assert type(engine.shared.policy) is kind
         return engine.shared.ask(ask(0, range(20, 40), 60))

@@ -36,9 +36,9 @@ def full_forward(model: Model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model, converse):
     model = make_model(3)
     attempts = converse(Engine(model, stop=frozenset({7}), slots=12, max_length=96), 12)
-    assert len({len(done.rollout.segments[0].token_ids) for done in attempts}) > 1, "rollouts of several lengths"
-    for done in attempts:
-        [segment] = done.rollout.segments
+    assert len({len(attempt.rollout.segments[0].token_ids) for attempt in attempts}) > 1, "rollouts of several lengths"
+    for attempt in attempts:
+        [segment] = attempt.rollout.segments
         logprob, routes, gates = full_forward(model, segment.token_ids)
         acted = segment.acted[1:]
         assert acted.sum() > 3
@@ -55,29 +55,29 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.5, 1.0), (None, 0.6), (2.0, 0.9), (1.0, 1e-9)])
 def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperature: float | None, top_p: float):
-    """Beside turns that are drawn as the engine draws, which come out as if they were alone."""
+    """Turns beside it that are sampled by the engine's own settings come out as if they were alone."""
     model = make_model(6, vocab_size=7)
     engine = Engine(model, stop=NEVER, slots=65, max_length=8, temperature=1.5, seed=3)
     with torch.no_grad():
         logits = model(torch.tensor([[1, 4]]))[0][0, -1]
     probability = logits.div({None: 1.5, 0.0: 1.0}.get(temperature, temperature)).softmax(-1).tolist()
     ranked = sorted(range(7), key=lambda token: -probability[token])
-    kept = [token for n, token in enumerate(ranked) if sum(probability[each] for each in ranked[:n]) < top_p]
-    total = sum(probability[token] for token in kept)
+    nucleus = [token for n, token in enumerate(ranked) if sum(probability[likelier] for likelier in ranked[:n]) < top_p]
+    total = sum(probability[token] for token in nucleus)
     plain = [ask(i, [1, 4], 1) for i in range(40)]
     alone = engine.generate(plain)
     for i in range(40):
         engine.release(i)
     special = [replace(ask(40 + i, [1, 4], 1), temperature=temperature, top_p=top_p) for i in range(24)]
-    found = engine.generate([request for pair in zip(plain, special, strict=False) for request in pair] + plain[24:])
-    assert sorted(found[:48:2] + found[48:], key=lambda turn: turn.rollout) == alone
-    seen = {(turn.token_ids[0], turn.logprobs[0]) for turn in found[1:48:2]}
-    for token, logprob in seen:
-        assert token in kept and logprob == pytest.approx(math.log(probability[token] / total), abs=3e-5)
+    turns = engine.generate([request for pair in zip(plain, special, strict=False) for request in pair] + plain[24:])
+    assert sorted(turns[:48:2] + turns[48:], key=lambda turn: turn.rollout) == alone
+    draws = {(turn.token_ids[0], turn.logprobs[0]) for turn in turns[1:48:2]}
+    for token, logprob in draws:
+        assert token in nucleus and logprob == pytest.approx(math.log(probability[token] / total), abs=3e-5)
     if temperature == 0:
-        assert {token for token, _ in seen} == {ranked[0]}
-    elif len(kept) > 1:
-        assert len(seen) > 1
+        assert {token for token, _ in draws} == {ranked[0]}
+    elif len(nucleus) > 1:
+        assert len(draws) > 1
     with pytest.raises(ValueError, match="top_p=1.5"):
         engine.submit(replace(ask(99, [1]), top_p=1.5))
 
@@ -86,51 +86,52 @@ def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperatur
 
 
 def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> dict[int, tuple[list[int], list[float], Trace]]:
-    """Every rollout gets the same prompt, then the same observations; they differ by what they draw."""
+    """Play rollouts that get the same prompt and observations, and differ by their sampled tokens."""
     ids: dict[int, list[int]] = {number: [] for number in numbers}
     logprobs: dict[int, list[float]] = {number: [] for number in numbers}
     for turn in range(turns):
         news = [11 + turn, 5, 30 + turn, 2]
-        for done in engine.generate([ask(number, news, 5) for number in numbers]):
-            ids[done.rollout] += [*news, *done.token_ids]
-            logprobs[done.rollout] += done.logprobs
+        for completion in engine.generate([ask(number, news, 5) for number in numbers]):
+            ids[completion.rollout] += [*news, *completion.token_ids]
+            logprobs[completion.rollout] += completion.logprobs
     return {number: (ids[number], logprobs[number], engine.release(number)) for number in numbers}
 
 
 def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(make_model):
     model = make_model(3)
     with torch.no_grad():
-        model.final_norm.mul_(2.5)  # so sure of itself that some rollouts stay alike
+        model.final_norm.mul_(2.5)  # sharp enough that some rollouts stay alike
     together = Engine(model, stop=NEVER, slots=12, max_length=60, seed=5)
-    found = play(together, range(12))
+    rollouts = play(together, range(12))
     forwarded = 0
-    for number, (ids, logprobs, trace) in found.items():
+    for number, (ids, logprobs, trace) in rollouts.items():
         alone = Engine(model, stop=NEVER, slots=1, max_length=60, seed=5)
-        [(wanted_ids, wanted_logprobs, wanted)] = play(alone, [number]).values()
+        [(expected_ids, expected_logprobs, expected)] = play(alone, [number]).values()
         forwarded += alone.forwarded
-        assert ids == wanted_ids
-        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=3e-5)
-        np.testing.assert_array_equal(trace.routes, wanted.routes)
-        np.testing.assert_allclose(trace.gates, wanted.gates, atol=3e-5)
-        np.testing.assert_allclose(trace.margins, wanted.margins, atol=3e-5)
-    distinct = {tuple(ids[:end]) for ids, _, _ in found.values() for end in range(1, len(ids))}
-    assert 1 < len({tuple(ids) for ids, _, _ in found.values()}), "they differ in the end"
+        assert ids == expected_ids
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=3e-5)
+        np.testing.assert_array_equal(trace.routes, expected.routes)
+        np.testing.assert_allclose(trace.gates, expected.gates, atol=3e-5)
+        np.testing.assert_allclose(trace.margins, expected.margins, atol=3e-5)
+    distinct = {tuple(ids[:end]) for ids, _, _ in rollouts.values() for end in range(1, len(ids))}
+    assert 1 < len({tuple(ids) for ids, _, _ in rollouts.values()}), "they differ in the end"
     assert together.forwarded == len(distinct) < forwarded / 2, "each distinct beginning was forwarded once"
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_beginning_that_was_forwarded_before_is_taken_over_bit_for_bit(make_model, slots: int) -> None:
-    """Of a rollout that lives, or that ended; not after the weights changed, and never the last token of a prompt."""
+    """The prefix may be of a rollout that lives or has ended. It is not reused after the weights change, and the last token of a
+    prompt is always forwarded."""
     model, system = make_model(3), [*range(20, 50)]
     prompts = [[*system, 5, 6], [*system, 5, 7, 8], [*system[:20], 9], [*range(20)], system]
     engine = Engine(model, stop=NEVER, slots=slots, max_length=60, seed=5)
     forwarded = []
     for number, tokens in enumerate(prompts):
         before, alone = engine.forwarded, Engine(model, stop=NEVER, slots=1, max_length=60, seed=5)
-        turns = [one.generate([ask(number, tokens, 4)])[0] for one in (engine, alone)]
+        turns = [policy.generate([ask(number, tokens, 4)])[0] for policy in (engine, alone)]
         assert turns[0] == turns[1]
         forwarded.append(engine.forwarded - before - 3)
-        traces = [one.release(number) for one in (engine, alone)]
+        traces = [policy.release(number) for policy in (engine, alone)]
         same({number: ([], [], traces[0])}, {number: ([], [], traces[1])})
     assert forwarded == [32, 2, 1, 20, 30 if slots == 1 else 1], "in one place there is only the rollout before"
     engine.swap(make_model(4), 1)
@@ -148,19 +149,19 @@ def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike
     engine.submit(ask(1, [1, 2, 3], 4))
     turns = {}
     while len(turns) < 2:
-        turns |= {done.rollout: done for done in engine.step()}
+        turns |= {completion.rollout: completion for completion in engine.step()}
     assert turns[0].policy_versions == [0, 1, 1, 1] and turns[1].policy_versions == [1] * 4
     alone = Engine(second, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    [wanted] = alone.generate([ask(0, [1, 2, 3], 4)])
-    assert turns[1].token_ids == wanted.token_ids
-    np.testing.assert_allclose(turns[1].logprobs, wanted.logprobs, atol=3e-5)
+    [expected] = alone.generate([ask(0, [1, 2, 3], 4)])
+    assert turns[1].token_ids == expected.token_ids
+    np.testing.assert_allclose(turns[1].logprobs, expected.logprobs, atol=3e-5)
 
 
 @pytest.mark.parametrize("reset", ["all", "none", "new_session"])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_cache_after_a_swap_is_kept_or_computed_again(make_model, reset: str, slots: int):
-    """Beside full passes of both models. In one slot, the rollout makes room for another in between. Records stay those of the
-    version that a token was first forwarded with."""
+    """Full passes of both models are the reference. With one slot, the rollout yields it to another in between. Records stay
+    those of the version with which a token was first forwarded."""
     old, new, system = make_model(3), make_model(4), [*range(20, 50)]
     engine = Engine(old, stop=NEVER, slots=slots, max_length=60, seed=5, reset_cache=reset, step_tokens=8)
     [before] = engine.generate([ask(0, system, 4)])
@@ -170,8 +171,8 @@ def test_the_cache_after_a_swap_is_kept_or_computed_again(make_model, reset: str
     engine.swap(new, 1)
     forwarded = engine.forwarded
     [after] = engine.generate([ask(0, [7], 5)])
-    again = 33 if reset == "all" else 0
-    assert engine.forwarded - forwarded == again + 1 + 5
+    recomputed = 33 if reset == "all" else 0
+    assert engine.forwarded - forwarded == recomputed + 1 + 5
     tokens = np.array([*system, *before.token_ids, 7, *after.token_ids])
     (first, old_routes, _), (second, new_routes, _) = full_forward(old, tokens), full_forward(new, tokens)
     np.testing.assert_allclose(before.logprobs, first[29:33], atol=3e-5)
@@ -199,7 +200,7 @@ def test_in_a_synchronous_transition_turns_have_one_version_each(make_model):
     engine.release(2)
     turns: dict[int, Completion] = {}
     while engine.busy:
-        turns |= {done.rollout: done for done in engine.step()}
+        turns |= {completion.rollout: completion for completion in engine.step()}
     assert {rollout: turn.policy_versions for rollout, turn in turns.items()} == {0: [0] * 4, 1: [1] * 3}
     for model, turn in ((old, turns[0]), (new, turns[1])):
         alone = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
@@ -292,46 +293,46 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
     def played(engine: Engine, turns: dict[int, Completion]) -> Played:
         return {n: (turn.token_ids, turn.logprobs, engine.release(n)) for n, turn in turns.items()}
 
-    def made() -> Engine:
+    def loaded_engine() -> Engine:
         engine = Engine(ENGINE.model, stop=frozenset(), slots=slots, max_length=24, seed=4)
         for rollout in range(slots):
             engine.submit(ask(rollout, [5, 6, 7], 12))
         return engine
 
-    alone, engine = made(), made()
-    wanted = rollouts(alone)
+    alone, engine = loaded_engine(), loaded_engine()
+    expected = rollouts(alone)
     engine.step()
-    told: list[SampledToken] = []
+    first_tokens: list[SampledToken] = []
     for user in range(100, 100 + slots):
-        engine.submit(ask(user, [9], 4, priority=0, on_token=told.append))
+        engine.submit(ask(user, [9], 4, priority=0, on_token=first_tokens.append))
     with pytest.raises(RuntimeError, match="more than"):
         engine.submit(ask(103, [9], 4, priority=0))
     engine.step()
-    assert len(told) == slots, "the first token of each user comes with the next step"
+    assert len(first_tokens) == slots, "the first token of each user comes with the next step"
     for _ in range(3):
         engine.step()
     engine.release(100)
-    found = rollouts(engine)
-    again: list[SampledToken] = []
-    engine.submit(ask(101, [8], 2, priority=0, on_token=again.append))
+    actual = rollouts(engine)
+    returned_tokens: list[SampledToken] = []
+    engine.submit(ask(101, [8], 2, priority=0, on_token=returned_tokens.append))
     engine.step()
-    assert len(again) == 1, "a user whose place a rollout took comes back"
-    same(played(engine, found), played(alone, wanted))
+    assert len(returned_tokens) == 1, "a user whose place a rollout took comes back"
+    same(played(engine, actual), played(alone, expected))
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
+    ("options", "count"),
     [({}, 5), ({"top_k": 2}, 2), ({"top_k": 9}, 5), ({"min_p": 0.3}, 3), ({"min_p": 1.0}, 1), ({"top_p": 0.4}, 1),
      ({"top_k": 3, "top_p": 0.8}, 2), ({"min_p": 0.3, "top_k": 1}, 1), ({"temperature": 0.5, "min_p": 0.3}, 1)],
 )  # fmt: skip
-def test_what_can_be_drawn(asked: dict[str, Any], kept: int) -> None:
+def test_what_can_be_drawn(options: dict[str, Any], count: int) -> None:
     share = torch.tensor([[0.06, 0.5, 0.2, 0.16, 0.08]])
-    told = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | asked
-    found = _logprobs(share.log(), *told.values())[0].exp()
-    order = share[0].argsort(descending=True)[:kept]
-    scaled = share[0, order] ** (1 / told["temperature"])
-    torch.testing.assert_close(found[order], scaled / scaled.sum())
-    assert int((found > 0).sum()) == kept
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | options
+    probabilities = _logprobs(share.log(), *sampling.values())[0].exp()
+    order = share[0].argsort(descending=True)[:count]
+    scaled = share[0, order] ** (1 / sampling["temperature"])
+    torch.testing.assert_close(probabilities[order], scaled / scaled.sum())
+    assert int((probabilities > 0).sum()) == count
 
 
 # Prompts that are read in parts
@@ -351,28 +352,28 @@ READS = st.tuples(st.integers(1, 25), st.integers(0, 1), st.integers(0, 2), st.i
 @settings(max_examples=25, deadline=None)
 @given(st.lists(READS, min_size=1, max_size=6), st.integers(3, 30))
 def test_any_prompts_at_any_steps_within_any_budget(reads: list[tuple[int, int, int, int]], step_tokens: int):
-    """More rollouts than places: some make room in the middle of a prompt, and come back."""
-    slots, done, wanted = 3, Played(), Played()
+    """There are more rollouts than slots: some yield theirs in the middle of a prompt, and come back."""
+    slots, finished, expected = 3, Played(), Played()
     engine = Engine(MODEL, stop=NEVER, slots=slots, max_length=40, seed=1, step_tokens=step_tokens)
     waiting = sorted(enumerate(reads), key=lambda read: read[1][3])
     step = 0
-    while len(done) < len(reads):
-        here = Counter(slot.request.priority for slot in engine._live.values())
-        while waiting and waiting[0][1][3] <= step and here[priority := min(waiting[0][1][2], 1)] < slots:
+    while len(finished) < len(reads):
+        occupied = Counter(slot.request.priority for slot in engine._live.values())
+        while waiting and waiting[0][1][3] <= step and occupied[priority := min(waiting[0][1][2], 1)] < slots:
             number, (size, seed, _, _) = waiting.pop(0)
             engine.submit(ask(number, prompt(size, seed), 5, priority=priority))
-            here[priority] += 1
+            occupied[priority] += 1
         before = engine.forwarded
         for turn in engine.step():
-            done[turn.rollout] = turn.token_ids, turn.logprobs, engine.release(turn.rollout)
+            finished[turn.rollout] = turn.token_ids, turn.logprobs, engine.release(turn.rollout)
         assert engine.forwarded - before <= step_tokens
         step += 1
     for number, (size, seed, _, _) in enumerate(reads):
         alone = Engine(MODEL, stop=NEVER, slots=1, max_length=40, seed=1)
         [turn] = alone.generate([ask(number, prompt(size, seed), 5)])
-        wanted[number] = turn.token_ids, turn.logprobs, alone.release(number)
+        expected[number] = turn.token_ids, turn.logprobs, alone.release(number)
     assert engine._packed is not None
-    same(done, wanted)
+    same(finished, expected)
 
 
 # Nobody waits
@@ -380,18 +381,18 @@ def test_any_prompts_at_any_steps_within_any_budget(reads: list[tuple[int, int, 
 
 def test_while_a_long_prompt_is_read_others_draw_a_token_with_every_step(make_model):
     engine = Engine(make_model(4), stop=NEVER, slots=4, max_length=96, temperature=0.0, step_tokens=8)
-    drawn, sizes = Counter[int](), list[int]()
+    counts, sizes = Counter[int](), list[int]()
     for number in range(3):
         engine.submit(
-            replace(ask(number, prompt(3, number), 40), on_token=lambda _, number=number: drawn.update([number]))
+            replace(ask(number, prompt(3, number), 40), on_token=lambda _, number=number: counts.update([number]))
         )
     for _ in range(3):
         engine.step()
-    engine.submit(replace(ask(3, prompt(60), 5), on_token=lambda _: drawn.update([3])))
-    before = drawn.copy()
-    while not drawn[3]:
+    engine.submit(replace(ask(3, prompt(60), 5), on_token=lambda _: counts.update([3])))
+    before = counts.copy()
+    while not counts[3]:
         forwarded = engine.forwarded
         engine.step()
         sizes.append(engine.forwarded - forwarded)
-        assert all(drawn[number] - before[number] == len(sizes) for number in range(3))
+        assert all(counts[number] - before[number] == len(sizes) for number in range(3))
     assert sizes == [8] * 12, "3 tokens of those who decode, 5 of the prompt"

@@ -19,8 +19,8 @@ from tests.tiny_models import LATENT
 @pytest.fixture(params=[{}, LATENT], ids=["grouped", "latent"])
 def model(device: str, make_model, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Model:
     monkeypatch.setattr(engine, "capturable", lambda model: True)
-    made: Model = make_model(3, **request.param)
-    return made.to(device, torch.float32 if device == "cuda" else torch.float64)
+    new_model: Model = make_model(3, **request.param)
+    return new_model.to(device, torch.float32 if device == "cuda" else torch.float64)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -42,15 +42,15 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
         policy._graphs = policy._graphs if graphed else None
         for number in range(3):
             policy.submit(ask(number, prompt(4, number // 2), 20, allowed=masks.get(number)))
-        done: dict[int, tuple[list[int], list[int]]] = {}
+        completions: dict[int, tuple[list[int], list[int]]] = {}
         for step in itertools.count():
             if step == 3:
                 policy.submit(ask(-1, prompt(5, 3), 9, priority=0))
             if step == 5:
                 policy.swap(after, 1)
-            done |= {turn.rollout: (turn.token_ids, turn.policy_versions) for turn in policy.step()}
-            if len(done) == 4:
-                return done, getattr(policy, "accepted", 0)
+            completions |= {turn.rollout: (turn.token_ids, turn.policy_versions) for turn in policy.step()}
+            if len(completions) == 4:
+                return completions, getattr(policy, "accepted", 0)
 
     assert run(True) == run(False) and all(token % 2 == n % 2 for n, token in enumerate(run(True)[0][1][0]))
 
@@ -59,7 +59,7 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
 def test_a_bf16_model_on_a_gpu_is_captured_and_one_in_torch_is_not(make_model):
     if not torch.cuda.is_available():
         pytest.skip("no GPU; on a CPU the padded pass is tested above")
-    made: Model = make_model(3).to("cuda", torch.bfloat16)
-    assert graphs.capturable(made)
-    made.kernels = Kernels(backend="torch")
-    assert not graphs.capturable(made) and not graphs.capturable(made.double())
+    bf16_model: Model = make_model(3).to("cuda", torch.bfloat16)
+    assert graphs.capturable(bf16_model)
+    bf16_model.kernels = Kernels(backend="torch")
+    assert not graphs.capturable(bf16_model) and not graphs.capturable(bf16_model.double())

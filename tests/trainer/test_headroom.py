@@ -47,16 +47,16 @@ def attempt(task: Task, *tests: int, solved: bool) -> Attempt:
 )
 def test_the_verdict(task: Task, attempts: list[tuple[tuple[int, ...], bool]], live: float, verdict: str) -> None:
     sampled = [attempt(task, *tests, solved=solved) for tests, solved in attempts]
-    found = headroom(sampled, sampled[:1], RewardSettings())
-    assert found["live"] == live and verdict in found["verdict"]
-    assert found["gain"] == found["best_of_k"] - found["pass_at_1"]
-    assert found["nothing"] == (live == 0)
+    report = headroom(sampled, sampled[:1], RewardSettings())
+    assert report["live"] == live and verdict in report["verdict"]
+    assert report["gain"] == report["best_of_k"] - report["pass_at_1"]
+    assert report["nothing"] == (live == 0)
 
 
 def test_an_environment_with_a_reward_of_its_own_need_not_solve_tasks(task: Task) -> None:
     attempts = [attempt(task, *tests, solved=False) for tests in ((2,), (2, 2))]
-    found = headroom(attempts, attempts[:1], RewardSettings(), lambda rollout, grade: float(len(rollout.turns)))
-    assert found["live"] and not found["nothing"] and "only the environment's own reward" in found["verdict"]
+    report = headroom(attempts, attempts[:1], RewardSettings(), lambda rollout, grade: float(len(rollout.turns)))
+    assert report["live"] and not report["nothing"] and "only the environment's own reward" in report["verdict"]
 
 
 def test_a_run_tells_its_headroom(tiny_run: Any) -> None:

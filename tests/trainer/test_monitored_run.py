@@ -49,14 +49,14 @@ TASK = Task(
 
 
 class Bandit:
-    """The services of a policy with one choice: an answer by heart, or honest work that succeeds three times in ten. It learns by
-    the gradient of its streams."""
+    """Services of a policy with one choice: a memorised answer, or honest work that succeeds three times in ten. It learns by the
+    gradient of its streams."""
 
     ranks, hinter, seconds = Ranks(), None, 0.0
 
     def __init__(self, hole: bool, stop: float = 0.02) -> None:
         def pays(rollout: Rollout, grade: Grade) -> float:
-            return float(rollout.files["f.py"] != WRONG)  # what passes the visible tests
+            return float(rollout.files["f.py"] != WRONG)  # passes the visible tests
 
         rl = SimpleNamespace(steps=40, minibatches=1, checkpoint_every=99, evaluate_every=0, shuffle_rewards=False)
         env = SimpleNamespace(reward_function=lambda seconds: pays if hole else None)
@@ -65,7 +65,7 @@ class Bandit:
         self.settings.loss, self.settings.monitor = LossSettings(), MonitorSettings(window=256, stop=stop)
         self.random, self.logit, self.step = Random(0), math.log(0.01), 0
         self.points: list[dict[str, Any]] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     @property
     def cheats(self) -> float:
@@ -97,7 +97,7 @@ class Bandit:
         self.step += 1
         return {"entropy": 0.0}
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ class Bandit:
         pass
 
     def say(self, line: str) -> None:
-        self.said.append(line)
+        self.lines.append(line)
 
 
 def test_a_run_with_a_hole_stops_by_itself() -> None:
@@ -115,7 +115,7 @@ def test_a_run_with_a_hole_stops_by_itself() -> None:
     with pytest.raises(GamedError, match=r"special_casing \d+\): the reward is being gamed; .* monitor.stop=0.02"):
         reinforce(run)
     assert 0 < run.step < 40 and len(run.points) == run.step, "it does not learn from the batch that is too much"
-    assert any("rollouts flagged (special_casing" in line for line in run.said), "the alarm came first"
+    assert any("rollouts flagged (special_casing" in line for line in run.lines), "the alarm came first"
     assert run.cheats < 0.5 and 0 < run.points[-1]["flagged_share"] <= 0.02
 
 
@@ -146,7 +146,7 @@ def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def group(tokenizer: Tokenizer) -> Iterator[list[Attempt]]:
-    """Two attempts at one task with the product's tools: a cheater, whom only twins give away, and an honest agent."""
+    """Yield two attempts at one task with the product's tools: of a cheater that only twins expose, and of an honest agent."""
     cheat = next(patch for patch in patches() if patch.id.startswith("08_") and patch.task is TARGET)
     [(path, data)] = cheat.files.items()
     assert path == MODULE and data is not None
@@ -163,21 +163,21 @@ def group(tokenizer: Tokenizer) -> Iterator[list[Attempt]]:
         task = with_plan(TARGET, plan_for(TARGET, backend))
         agent = Agent(form, tools, Limits(turn_tokens=20_000, tokens=40_000), backend=backend)
         jobs = [agent.attempt(task, rollout) for rollout in range(2)]
-        done = dict(drive(jobs, ScriptedPolicy(form, script), functions))
-    yield [done[0], done[1]]
+        attempts = dict(drive(jobs, ScriptedPolicy(form, script), functions))
+    yield [attempts[0], attempts[1]]
 
 
 def test_a_cheater_is_trained_as_a_negative(group: list[Attempt]) -> None:
     cheater, honest = group
-    assert all(turn.error is None for each in group for turn in each.rollout.turns)
+    assert all(turn.error is None for attempt in group for turn in attempt.rollout.turns)
     assert cheater.grade.status == "tampered" and "twin_passed" in cheater.grade.flags and honest.grade.passed
     loss = LossSettings()
     scored = score_groups([group], RewardSettings(), loss)
-    assert [each.reward.total for each in scored[0]] == [0.0, 1.0]
+    assert [scored_attempt.reward.total for scored_attempt in scored[0]] == [0.0, 1.0]
     streams = streams_of(scored, loss)
     assert [float(stream.advantage[stream.acted].max()) for stream in streams] == [-0.5, 0.5]
-    assert ledger(scored, loss) == {"trained": sum(each.rollout.sampled for each in group)}
+    assert ledger(scored, loss) == {"trained": sum(attempt.rollout.sampled for attempt in group)}
     counted = measured(scored, Batch(step=0, groups=[group]), 1, Ranks())
     assert (counted["tampered"], counted["flagged"], counted["solved"]) == (1.0, 1.0, 0.5)
     dear = score_groups([group], RewardSettings(weights={"solved": 1.0, "tampered": -1.0}), loss)
-    assert [each.reward.total for each in dear[0]] == [-1.0, 1.0]
+    assert [scored_attempt.reward.total for scored_attempt in dear[0]] == [-1.0, 1.0]

@@ -29,12 +29,12 @@ def task(n: int, family: str = "loop", turns: int = 7) -> Task:
     )
 
 
-KNOWN = {each.id: each for each in (task(n, ("easy", "hard")[n % 2]) for n in range(40))}
+KNOWN = {known_task.id: known_task for known_task in (task(n, ("easy", "hard")[n % 2]) for n in range(40))}
 
 
 def order(prompts: int = 4, steps: int = 10, **curriculum: Any) -> curricula.Order:
-    given = curricula.CurriculumSettings(**{"start": 0.2, **curriculum})
-    return curricula.Order(seed="0 0", prompts=prompts, steps=steps, curriculum=given)
+    settings = curricula.CurriculumSettings(**{"start": 0.2, **curriculum})
+    return curricula.Order(seed="0 0", prompts=prompts, steps=steps, curriculum=settings)
 
 
 def run_through(of: curricula.Order, steps: int, solved: float = 1.0) -> list[list[str]]:
@@ -53,11 +53,11 @@ def run_through(of: curricula.Order, steps: int, solved: float = 1.0) -> list[li
 
 
 @settings(max_examples=30, deadline=None)
-@given(harder=st.floats(0, 1), made=st.floats(0, 1), start=st.floats(0, 1), solved=st.sampled_from([0.0, 0.4, 1.0]))
+@given(harder=st.floats(0, 1), share=st.floats(0, 1), start=st.floats(0, 1), solved=st.sampled_from([0.0, 0.4, 1.0]))
 def test_no_prompt_comes_twice_and_every_part_was_solved_before(
-    harder: float, made: float, start: float, solved: float
+    harder: float, share: float, start: float, solved: float
 ) -> None:
-    of = order(harder=harder * (1 - made), made=made, start=start)
+    of = order(harder=harder * (1 - share), made=share, start=start)
     blocks = run_through(of, 9, solved)
     names = [name for block in blocks for name in block]
     assert len(names) == len(set(names)) == 36 and blocks == run_through(of, 9, solved)
@@ -81,12 +81,12 @@ def test_kinds_that_took_more_effort_or_failed_come_more_often(by: str) -> None:
 
 
 def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() -> None:
-    both = curricula.combined(task(1), task(2))
-    assert both.id == "t1+t2" and both.instruction == "fix the tests" and both.metadata["max_turns"] == "14"
-    assert both.metadata["difficulty"] == "2" and Task.model_validate(both.model_dump()) == both
+    merged = curricula.combined(task(1), task(2))
+    assert merged.id == "t1+t2" and merged.instruction == "fix the tests" and merged.metadata["max_turns"] == "14"
+    assert merged.metadata["difficulty"] == "2" and Task.model_validate(merged.model_dump()) == merged
     with SandboxExecutor() as boxes:
         for answer, passed in ((task(1).solution | task(2).solution, True), (task(1).solution, False), ({}, False)):
-            assert grade_functions(both, both.files | answer, boxes).passed is passed
+            assert grade_functions(merged, merged.files | answer, boxes).passed is passed
     hard = task(1).model_copy(update={"metadata": {"difficulty": "hard"}})  # foreign tasks say it in words
     assert curricula.combined(hard, task(2)).metadata["difficulty"] == "hard+1"
     with pytest.raises(ValueError, match="tasks t1 and t1 share files"):
@@ -102,9 +102,9 @@ def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
     plain = curricula.prompt_order(tmp_path, curricula.Order(seed="0 0"))
     assert [first[slot].id for slot in range(4)] == [plain[slot].id for slot in range(4)]
     file = tmp_path / "rollouts" / "prompts_00000.json"
-    held = json.loads(file.read_text())
-    file.write_text(json.dumps([f"{held[0]}+{held[1]}", *held[1:]]))
-    again = curricula.prompt_order(tmp_path, of)
-    assert again[0].id == f"{held[0]}+{held[1]}" == curricula.tasks_by_id(tmp_path)[again[0].id].id
-    assert [name for _, name in again.places(4)] == [f"{held[0]}+{held[1]}", *held[1:]]
+    names = json.loads(file.read_text())
+    file.write_text(json.dumps([f"{names[0]}+{names[1]}", *names[1:]]))
+    reread = curricula.prompt_order(tmp_path, of)
+    assert reread[0].id == f"{names[0]}+{names[1]}" == curricula.tasks_by_id(tmp_path)[reread[0].id].id
+    assert [name for _, name in reread.places(4)] == [f"{names[0]}+{names[1]}", *names[1:]]
     assert not (tmp_path / "rollouts" / "prompts_00001.json").exists()

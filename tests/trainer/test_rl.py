@@ -61,8 +61,10 @@ def sampled(make_model, converse):
         random = np.random.default_rng(1)
         return [
             stream
-            for done in attempts
-            for stream in to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=float(random.normal())))
+            for attempt in attempts
+            for stream in to_streams(
+                Scored(attempt=attempt, reward=Reward(total=0.0), advantage=float(random.normal()))
+            )
         ]
 
     return make
@@ -90,9 +92,9 @@ def test_tokens_are_scored_as_in_a_forward_pass_of_their_own(make_model, sampled
     with torch.no_grad():
         batch = flatten(streams, FULL if replay else NO_REPLAY)
         logprob, entropy = score(model, batch, batch.recorded)
-        wanted = [by_hand(model, stream, replay) for stream in streams]
-    torch.testing.assert_close(logprob, torch.cat([w[0] for w in wanted]), atol=3e-5, rtol=1e-4)
-    torch.testing.assert_close(entropy, torch.cat([w[1] for w in wanted]), atol=3e-5, rtol=1e-4)
+        expected = [by_hand(model, stream, replay) for stream in streams]
+    torch.testing.assert_close(logprob, torch.cat([w[0] for w in expected]), atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(entropy, torch.cat([w[1] for w in expected]), atol=3e-5, rtol=1e-4)
 
 
 def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[Tensor, dict[str, float]]:
@@ -105,44 +107,44 @@ def gradient(model: Model, streams: Sequence[Stream], **changes: Any) -> tuple[T
 def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model, sampled):
     model = make_model(3)
     streams = sampled(model)
-    wanted = torch.cat([slope.flatten() for slope in slopes_by_hand(model, streams)])
-    assert wanted.norm() > 1e-3
+    expected = torch.cat([slope.flatten() for slope in slopes_by_hand(model, streams)])
+    assert expected.norm() > 1e-3
     for budget in (1, 64, 10_000):
-        found, metrics = gradient(model, streams, microbatch_tokens=budget)
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+        actual, metrics = gradient(model, streams, microbatch_tokens=budget)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-3)
         assert metrics["masked"] == metrics["ratio_off_20"] == 0 and abs(metrics["k3"]) < 1e-8, "on policy"
     alone = [gradient(model, [stream])[1]["grad_norm"] for stream in streams]
     split = gradient(model, streams, minibatches=len(streams))[1]["grad_norm"]
     assert split == pytest.approx(len(streams) * np.mean(alone), rel=1e-4), "a minibatch weighs as much as the batch"
     parts = [gradient(model, streams, ranks=Part(rank, 3))[0] for rank in range(3)]
-    torch.testing.assert_close(sum(parts), wanted, atol=2e-5, rtol=1e-3)
+    torch.testing.assert_close(sum(parts), expected, atol=2e-5, rtol=1e-3)
     assert all(part.norm() > 1e-4 for part in parts), "each rank has its share"
 
 
 @pytest.mark.parametrize("changes", [{"length_norm": True}, {"ratio": "gspo"}, {"ratio": "cispo", "length_norm": True}])
 def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes: dict[str, Any]):
-    model, other = make_model(3), make_model(3)
-    streams = sampled(other)
+    model, sampler = make_model(3), make_model(3)
+    streams = sampled(sampler)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.02)
     loss = LossSettings(**changes)
-    found = [gradient(model, streams, settings=loss, microbatch_tokens=budget)[0] for budget in (1, 10_000)]
-    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+    gradients = [gradient(model, streams, settings=loss, microbatch_tokens=budget)[0] for budget in (1, 10_000)]
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=1e-3)
 
 
 def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gates(make_model, sampled):
     model = make_model(4)
-    streams = sampled(make_model(3))  # by a model whose routers think otherwise
-    found, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=FULL)
+    streams = sampled(make_model(3))  # by a model with other routers
+    replayed, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=FULL)
     slopes = slopes_by_hand(model, streams, replay=True)
-    wanted = torch.cat([slope.flatten() for slope in slopes])
-    assert wanted.norm() > 1e-3
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+    expected = torch.cat([slope.flatten() for slope in slopes])
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(replayed, expected, atol=2e-5, rtol=1e-3)
     routers = [slope for (name, _), slope in zip(model.named_parameters(), slopes, strict=True) if "router" in name]
     assert len(routers) == 2 and all(slope.norm() > 1e-4 for slope in routers), "the routers learn"
-    own, _ = gradient(model, streams, settings=LossSettings(ratio="none"))
-    assert not torch.allclose(own, wanted, atol=1e-3), "and it is another gradient than that of the own experts"
+    live, _ = gradient(model, streams, settings=LossSettings(ratio="none"))
+    assert not torch.allclose(live, expected, atol=1e-3), "and it is another gradient than that of the own experts"
     assert 0.1 < metrics["replay_overlap"] < 0.9
 
 
@@ -153,24 +155,24 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
     used, forwarded = [], []
     flat, trunk = learning.flatten, model.trunk
 
-    def flattened(chunk: Sequence[Stream], *how: Any) -> Any:
+    def flattened(chunk: Sequence[Stream], *args: Any) -> Any:
         used.extend(chunk)
-        return flat(chunk, *how)
+        return flat(chunk, *args)
 
-    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Replay | None = None, *more: Any) -> Any:
+    def forward(ids: Tensor, position: Tensor, attend: Any, replayed: Replay | None = None, *args: Any) -> Any:
         assert replayed is not None
         rows = zip(ids.tolist(), position.tolist(), replayed.experts.flatten(1).tolist(), strict=True)
-        forwarded.extend((token, place, tuple(row)) for token, place, row in rows)
-        return trunk(ids, position, attend, replayed, *more)
+        forwarded.extend((token, index, tuple(row)) for token, index, row in rows)
+        return trunk(ids, position, attend, replayed, *args)
 
     monkeypatch.setattr(learning, "flatten", flattened)
     monkeypatch.setattr(model, "trunk", forward)
     gradient(model, streams, replay=FULL, microbatch_tokens=budget, minibatches=2)
     assert sorted(map(id, used)) == sorted(map(id, streams))
     recorded = [
-        (int(token), place, tuple(row.flatten().tolist()))
+        (int(token), index, tuple(row.flatten().tolist()))
         for stream in streams
-        for place, (token, row) in enumerate(zip(stream.token_ids[:-1], stream.routes[:-1], strict=True))
+        for index, (token, row) in enumerate(zip(stream.token_ids[:-1], stream.routes[:-1], strict=True))
     ]
     assert sorted(forwarded) == sorted(recorded), "six prompts that share nothing: each row is forwarded once"
 
@@ -186,8 +188,8 @@ def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch)
 # Attempts in groups
 
 
-def here(loses: Callable[[int], bool] = lambda number: False) -> Boxes:
-    """Run code right here, for tests that bring their own code; lose the requests that `loses` picks by their number."""
+def local_boxes(loses: Callable[[int], bool] = lambda number: False) -> Boxes:
+    """Return boxes that run code in this process, and lose the requests that `loses` picks by their number."""
     number = count(1)
 
     def answer(request: CallRequest) -> tuple[CallOutcome, ...]:
@@ -223,9 +225,12 @@ def policy(agent: Agent) -> ScriptedPolicy:
 
 def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, policy, task: Task):
     tasks = [task, task.model_copy(update={"id": "u"})]
-    groups, lost = sample_groups(policy, agent, dict(enumerate(tasks)), 3, here())
-    assert [[done.task.id for done in group] for group in groups] == [["t"] * 3, ["u"] * 3] and lost == 0
-    assert [[done.grade.passed for done in group] for group in groups] == [[False, True, False], [True, False, True]]
+    groups, lost = sample_groups(policy, agent, dict(enumerate(tasks)), 3, local_boxes())
+    assert [[attempt.task.id for attempt in group] for group in groups] == [["t"] * 3, ["u"] * 3] and lost == 0
+    assert [[attempt.grade.passed for attempt in group] for group in groups] == [
+        [False, True, False],
+        [True, False, True],
+    ]
     only_solved = RewardSettings(weights={"solved": 1.0})
     scored = score_groups(groups, only_solved, LossSettings())
     assert [[s.reward.total for s in group] for group in scored] == [[0, 1, 0], [1, 0, 1]]
@@ -257,16 +262,16 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
 
 
 def test_what_the_infrastructure_lost_is_tried_again_and_nothing_else(agent, policy, task: Task):
-    groups, lost = sample_groups(policy, agent, {0: task}, 4, here(lambda number: number in (1, 2)))
-    # The first call is of all agents together: it is made again for each of them alone, and the second of these fails again.
-    assert lost == 1 and [done.grade.passed for done in groups[0]] == [False, True, False, True]
+    groups, lost = sample_groups(policy, agent, {0: task}, 4, local_boxes(lambda number: number in (1, 2)))
+    # The first call is for all agents together. It is repeated for each agent alone, and the second of these calls fails too.
+    assert lost == 1 and [attempt.grade.passed for attempt in groups[0]] == [False, True, False, True]
     with pytest.raises(SandboxFailure, match=r"2 attempts got no grade in 3 tries, the last 'gone'; run"):
-        sample_groups(policy, agent, {0: task}, 2, here(lambda number: True))
+        sample_groups(policy, agent, {0: task}, 2, local_boxes(lambda number: True))
 
 
 def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(6)]
-    groups, _ = sample_groups(policy, agent, dict(enumerate(tasks)), 4, here())
+    groups, _ = sample_groups(policy, agent, dict(enumerate(tasks)), 4, local_boxes())
     scored = score_groups(groups, RewardSettings(weights={"solved": 1.0}), LossSettings())
     dealt = shuffle_rewards(scored, LossSettings(), Random(3))
     assert dealt == shuffle_rewards(scored, LossSettings(), Random(3)) != scored
@@ -280,40 +285,40 @@ def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
 def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_model):
     model = make_model()
     before = [weight.detach().clone() for weight in model.parameters()]
-    found = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
+    metrics = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
     for name in ("entropy", "k3", "masked", "ratio_off_20", "ratio_cut", "grad_norm", "replay_overlap"):
-        assert np.isnan(found[name]), name
+        assert np.isnan(metrics[name]), name
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
 def test_centred_scores_take_the_drift_from_another_sampler_out_of_the_gradient(make_model, sampled, replay) -> None:
-    """Its formula, Σ A Σ_v q_v log p_v, by whole rows; nothing is left of it where the sampler is the trainer."""
+    """The formula is Σ A Σ_v q_v log p_v, here over whole rows. It vanishes where the sampler is the trainer."""
     model, sampler, drift = make_model(3), make_model(4), torch.zeros(())
     streams, centred = sampled(model), LossSettings(ratio="none", centre_scores=True)
     for stream in streams:
         ids, acted = torch.from_numpy(stream.token_ids).long()[None, :-1], torch.from_numpy(stream.acted[1:])
         routes = torch.from_numpy(stream.routes[:-1]).long()[None] if replay.on else None
-        p, q = (each(ids, routes)[0][0].log_softmax(-1)[acted] for each in (model, sampler))
+        p, q = (net(ids, routes)[0][0].log_softmax(-1)[acted] for net in (model, sampler))
         drift = drift + stream.advantage[stream.acted][0] * (q.exp().detach() * p).sum() / 50.0
     plain, metrics = gradient(model, streams, settings=LossSettings(ratio="none"), replay=replay)
-    wanted = torch.cat([slope.flatten() for slope in torch.autograd.grad(drift, list(model.parameters()))])
-    found, same = gradient(model, streams, settings=centred, replay=replay, sampler=sampler)
-    assert wanted.norm() > 1e-3 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
-    torch.testing.assert_close(found - plain, wanted, atol=2e-5, rtol=1e-3)
-    own, _ = gradient(model, streams, settings=centred, replay=replay, sampler=copy.deepcopy(model))
-    torch.testing.assert_close(own, plain, atol=2e-6, rtol=1e-4)
+    expected = torch.cat([slope.flatten() for slope in torch.autograd.grad(drift, list(model.parameters()))])
+    centred_gradient, same = gradient(model, streams, settings=centred, replay=replay, sampler=sampler)
+    assert expected.norm() > 1e-3 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+    torch.testing.assert_close(centred_gradient - plain, expected, atol=2e-5, rtol=1e-3)
+    on_policy, _ = gradient(model, streams, settings=centred, replay=replay, sampler=copy.deepcopy(model))
+    torch.testing.assert_close(on_policy, plain, atol=2e-6, rtol=1e-4)
 
 
 # Steps and rates
 
 
 @pytest.mark.parametrize(
-    ("minibatches", "fall", "wanted"),
+    ("minibatches", "fall", "expected"),
     [(1, 0.1, [0.4]), (3, 1.0, [0.4, 0.4, 0.4]), (3, 0.0, [0.4, 0.2, 0.0]), (4, 0.25, [0.4, 0.3, 0.2, 0.1])],
 )
 def test_tasks_in_the_same_words_are_learnt_in_several_steps_at_a_falling_rate(
-    make_model, converse, monkeypatch: pytest.MonkeyPatch, minibatches: int, fall: float, wanted
+    make_model, converse, monkeypatch: pytest.MonkeyPatch, minibatches: int, fall: float, expected
 ) -> None:
     rates, step = list[float](), FlatOptimizer.step
 
@@ -323,13 +328,13 @@ def test_tasks_in_the_same_words_are_learnt_in_several_steps_at_a_falling_rate(
 
     monkeypatch.setattr(FlatOptimizer, "step", noted)
     model = make_model(3)
-    [done] = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 1)
-    tasks = [done.task.model_copy(update={"id": f"request {number}"}) for number in range(4)]  # in the same words
-    scored = [Scored(attempt=replace(done, task=task), reward=Reward(total=0.0), advantage=1.0) for task in tasks]
-    streams = [stream for each in scored for stream in to_streams(each)]
-    how = LEARN | {"minibatches": minibatches, "lr": 0.4, "final_lr_share": fall}
-    Learner(model, FlatOptimizer(model), LossSettings(), None, FULL).learn(streams, Ranks(), Random(0), **how)
-    assert rates == pytest.approx(wanted)
+    [attempt] = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 1)
+    tasks = [attempt.task.model_copy(update={"id": f"request {number}"}) for number in range(4)]  # in the same words
+    scored = [Scored(attempt=replace(attempt, task=task), reward=Reward(total=0.0), advantage=1.0) for task in tasks]
+    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
+    options = LEARN | {"minibatches": minibatches, "lr": 0.4, "final_lr_share": fall}
+    Learner(model, FlatOptimizer(model), LossSettings(), None, FULL).learn(streams, Ranks(), Random(0), **options)
+    assert rates == pytest.approx(expected)
 
 
 # With a learning rate of 0 what does not learn must not move. A step goes through everything: scoring, loss, backward pass,
@@ -342,7 +347,7 @@ def test_without_a_learning_rate_nothing_moves(make_model, converse, replay, lr:
     model = make_model(3).bfloat16().float()  # as published
     attempts = converse(Engine(model, stop=frozenset(), slots=6, max_length=96), 6)
     scored = [Scored(attempt=d, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, d in enumerate(attempts)]
-    streams = [stream for each in scored for stream in to_streams(each)]
+    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
     optimizer = FlatOptimizer(model, weight_decay=0.1, published=torch.bfloat16)
     learner, before = Learner(model, optimizer, LossSettings(), replay=replay), optimizer.weights.clone()
     batches = [flatten(chunk, replay) for chunk in microbatches(streams, 100)]
@@ -354,8 +359,8 @@ def test_without_a_learning_rate_nothing_moves(make_model, converse, replay, lr:
     first = scores()
     recorded = torch.cat([batch.sampled_S for batch in batches])
     assert 0 < (first - recorded).abs().max() < 1e-4, "the engine's compiled kernel rounds otherwise"
-    how = LEARN | {"lr": lr, "clip": 1.0, "microbatch_tokens": 100}
+    options = LEARN | {"lr": lr, "clip": 1.0, "microbatch_tokens": 100}
     for _ in range(3):
-        metrics = learner.learn(streams, Ranks(), Random(0), **how)
+        metrics = learner.learn(streams, Ranks(), Random(0), **options)
         assert metrics["grad_norm"] > 0 and (lr > 0 or metrics["k3"] < 1e-8)
     assert torch.equal(optimizer.weights, before) == torch.equal(scores(), first) == (lr == 0)

@@ -40,19 +40,25 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
 
     def attempts() -> list[Attempt]:
         engine = Engine(make_model(3, **sizes), stop=renderer.stop, slots=4, max_length=200, seed=5)
-        done = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes(returns("2"))))
-        return [done[n] for n in range(4)]
+        by_number = dict(drive((agent.attempt(task, n) for n in range(4)), engine, Boxes(returns("2"))))
+        return [by_number[n] for n in range(4)]
 
-    done = attempts()
-    assert [pack_attempt(one) for one in done] == [pack_attempt(one) for one in attempts()], "one seed, one result"
-    assert all(sum(bool((s.kind == Kind.SUMMARY).any()) for s in one.rollout.segments) >= 2 for one in done)
-    drawn = {tuple(s.token_ids[s.messages[0]].tolist()) for one in done for s in one.rollout.segments}
-    assert len(drawn) > len(done), "segments draw random numbers of their own"
-    save_attempts(tmp_path / "step.parquet", done)
+    sampled = attempts()
+    assert [pack_attempt(attempt) for attempt in sampled] == [pack_attempt(attempt) for attempt in attempts()], (
+        "one seed, one result"
+    )
+    assert all(sum(bool((s.kind == Kind.SUMMARY).any()) for s in attempt.rollout.segments) >= 2 for attempt in sampled)
+    first_messages = {
+        tuple(s.token_ids[s.messages[0]].tolist()) for attempt in sampled for s in attempt.rollout.segments
+    }
+    assert len(first_messages) > len(sampled), "segments draw random numbers of their own"
+    save_attempts(tmp_path / "step.parquet", sampled)
 
-    def learnt(kept: list[Attempt]) -> torch.Tensor:
+    def learnt(batch: list[Attempt]) -> torch.Tensor:
         model = make_model(3, **sizes)
-        group = [Scored(attempt=one, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, one in enumerate(kept)]
+        group = [
+            Scored(attempt=attempt, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, attempt in enumerate(batch)
+        ]
         streams = streams_of([group], LossSettings())
         segments = [(scored.advantage, segment) for scored in group for segment in scored.attempt.rollout.segments]
         assert len(streams) == len(segments) >= 12
@@ -65,17 +71,17 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
         assert figures["replay_overlap"] > 0.99 and figures["grad_norm"] > 0 and figures["k3"] < 1e-6
         return torch.cat([weight.flatten() for weight in model.parameters()])
 
-    now = learnt(done)
-    assert torch.equal(now, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
-    assert not torch.equal(now, learnt(done[::-1]))
+    weights = learnt(sampled)
+    assert torch.equal(weights, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
+    assert not torch.equal(weights, learnt(sampled[::-1]))
 
 
 def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:
-    """Streams of two rollouts, each as one segment, and as three that read what the earlier ones wrote."""
+    """Return the streams of two rollouts, each as one segment, and as three segments that read what earlier ones wrote."""
     attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=2, max_length=96), 2)
     whole, parts = list[Stream](), list[Stream]()
-    for done, advantage in zip(attempts, (0.7, -0.4), strict=True):
-        [segment] = done.rollout.segments
+    for attempt, advantage in zip(attempts, (0.7, -0.4), strict=True):
+        [segment] = attempt.rollout.segments
         noise = 0.3 * np.random.default_rng(len(whole)).standard_normal(len(segment.logprob)).astype(np.float32)
         segment = replace(segment, logprob=np.where(segment.acted, segment.logprob + noise, 0).astype(np.float32))
         cuts = [0, *(int(message[-1]) + 1 for message in segment.messages[:2]), len(segment.token_ids)]
@@ -85,9 +91,9 @@ def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:
             kind = np.where(np.arange(stop) < start, Kind.PROMPT, segment.kind[:stop]).astype(np.uint8)
             streams = {name: getattr(segment, name)[:stop] for name in ("token_ids", "logprob", "policy_version")}
             chain.append(replace(segment, kind=kind, trace=segment.trace.head(stop), **streams))
-        for segments, found in (((segment,), whole), (tuple(chain), parts)):
-            cut = replace(done, rollout=replace(done.rollout, segments=segments))
-            found += to_streams(Scored(attempt=cut, reward=Reward(total=1.0), advantage=advantage))
+        for segments, collected in (((segment,), whole), (tuple(chain), parts)):
+            cut = replace(attempt, rollout=replace(attempt.rollout, segments=segments))
+            collected += to_streams(Scored(attempt=cut, reward=Reward(total=1.0), advantage=advantage))
     return whole, parts
 
 
@@ -114,6 +120,6 @@ def test_a_rollout_in_three_segments_is_learnt_as_the_same_tokens_in_one(make_mo
         )
         return optimizer.gradients.clone()
 
-    one, three = gradient(whole), gradient(parts)
-    assert one.dtype == torch.float64 and (one.norm() > 1e-4) == (name != "gspo, clipped")
-    torch.testing.assert_close(three, one, rtol=1e-10, atol=1e-12)
+    whole_gradient, parts_gradient = gradient(whole), gradient(parts)
+    assert whole_gradient.dtype == torch.float64 and (whole_gradient.norm() > 1e-4) == (name != "gspo, clipped")
+    torch.testing.assert_close(parts_gradient, whole_gradient, rtol=1e-10, atol=1e-12)

@@ -44,7 +44,7 @@ SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two versions of a few tensors: any bits, special values, a few changes or many, empty tensors and scalars."""
+    """Draw two versions of a few tensors: any bits, special values, few changes or many, empty tensors and scalars."""
     base, target = {}, {}
     for index in range(draw(st.integers(0, 3))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -54,8 +54,8 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         a = torch.randint(0, 2 if dtype == torch.bool else 256, (count, width), generator=noise).byte()
         if dtype.is_floating_point and draw(st.booleans()):
             a = torch.tensor(SPECIAL * (count // 8 + 1))[:count].to(dtype).view(torch.uint8).reshape(count, width)
-        some = torch.rand(count, generator=noise) < draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
-        b = torch.where(some[:, None], a.flip(0), a)
+        changed = torch.rand(count, generator=noise) < draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        b = torch.where(changed[:, None], a.flip(0), a)
         base[f"t{index}"], target[f"t{index}"] = (x.reshape(-1).view(dtype).reshape(shape) for x in (a, b))
     return base, target
 
@@ -66,16 +66,16 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def through(
-    store: VersionStore, where: str, target: WeightState, base: WeightState | None, shard_bytes: int
+    store: VersionStore, folder: str, target: WeightState, base: WeightState | None, shard_bytes: int
 ) -> dict[str, Tensor]:
-    """Written, sealed, read again."""
+    """Write a version, seal it, and return the tensors that are read from it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(payload, "SHARD_BYTES", shard_bytes)
-        part = write_part(store, where, target, base)
+        part = write_part(store, folder, target, base)
     manifest = seal(target.version, base and BaseVersion(version=base.version, hash=base.hash), [part], {})
-    again = Manifest.load(manifest.dump(), "m")
-    assert again == manifest and manifest.hash == target.hash
-    return dict(Decoded(base, [read_link(store, where, again)]))
+    reloaded = Manifest.load(manifest.dump(), "m")
+    assert reloaded == manifest and manifest.hash == target.hash
+    return dict(Decoded(base, [read_link(store, folder, reloaded)]))
 
 
 @given(pairs(), st.sampled_from([1, 100, 1 << 20]))
@@ -141,8 +141,8 @@ def test_checkpoints_are_walked_a_tensor_at_a_time(three: Path, monkeypatch: pyt
 
 
 def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):
-    for name, other in (("more", {"w": torch.zeros(4), "x": torch.zeros(1)}), ("dtype", {"w": torch.zeros(4).int()})):
-        for path, tensors in ((three / f"{name} a", {"w": torch.zeros(4)}), (three / f"{name} b", other)):
+    for name, changed in (("more", {"w": torch.zeros(4), "x": torch.zeros(1)}), ("dtype", {"w": torch.zeros(4).int()})):
+        for path, tensors in ((three / f"{name} a", {"w": torch.zeros(4)}), (three / f"{name} b", changed)):
             path.mkdir()
             save_file(tensors, path / "model.safetensors")
         with pytest.raises(ValueError, match="are not versions of one model"):
@@ -157,26 +157,26 @@ def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Pa
     assert not list(three.glob("no*")) and not list(three.glob("*.part"))
 
 
-@pytest.mark.parametrize("which", ["delta", "full"])
-def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: str):
+@pytest.mark.parametrize("folder", ["delta", "full"])
+def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, folder: str):
     apply_delta(three / "base", three / "delta", three / "full")
     random = Random(0)
-    for file, damage in product(sorted((three / which).iterdir()), ("flip", "cut", "lose", "add")):
+    for file, damage in product(sorted((three / folder).iterdir()), ("flip", "cut", "lose", "add")):
         good = file.read_bytes()
         for _ in range(12 if damage == "flip" else 1):
             bad = bytearray(good)
             bad[random.randrange(len(bad))] ^= 1 << random.randrange(8)
             written = {"flip": bytes(bad), "cut": good[: random.randrange(len(good))], "add": good}.get(damage)
-            place = file.with_name("stray") if damage == "add" else file
-            file.unlink() if written is None else place.write_bytes(written)
-            with pytest.raises((DamagedVersion, MissingVersion), match=f"{which}.*{place.name}"):
-                verify(three / which)
-            if which == "delta" and damage != "add":
+            damaged_file = file.with_name("stray") if damage == "add" else file
+            file.unlink() if written is None else damaged_file.write_bytes(written)
+            with pytest.raises((DamagedVersion, MissingVersion), match=f"{folder}.*{damaged_file.name}"):
+                verify(three / folder)
+            if folder == "delta" and damage != "add":
                 with pytest.raises((DamagedVersion, MissingVersion)):
-                    apply_delta(three / "base", three / which, three / "no")
-            place.unlink(missing_ok=True)
+                    apply_delta(three / "base", three / folder, three / "no")
+            damaged_file.unlink(missing_ok=True)
             file.write_bytes(good)
-    assert verify(three / which) and not (three / "no").exists()
+    assert verify(three / folder) and not (three / "no").exists()
 
 
 def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path):

@@ -20,8 +20,8 @@ def on_page(png: bytes, page: str = "light") -> NDArray[np.float64]:
     return alpha * image[..., :3] + (1 - alpha) * PAGES[page]
 
 
-def drawn(png: bytes) -> float:
-    """Share of the pixels that differ from the page beneath."""
+def inked_share(png: bytes) -> float:
+    """Return the share of pixels that differ from the page beneath."""
     return float((np.abs(on_page(png) - PAGES["light"]) > 0.1).any(-1).mean())
 
 
@@ -32,7 +32,7 @@ def luminance(rgb: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def contrasts(picture: Picture, page: str) -> dict[str, float]:
-    """The contrast of the lightest and the darkest pixel within every text of a figure."""
+    """Return the contrast between the lightest and the darkest pixel of each text in a figure."""
     image = luminance(on_page(picture.png(), page))
     picture.set_dpi(DPI)
     picture.canvas.draw()
@@ -44,7 +44,7 @@ def contrasts(picture: Picture, page: str) -> dict[str, float]:
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
         for label in (tick.label1, tick.label2)
     }
-    found = {}
+    contrast_of = {}
     for text in picture.findobj(Text):
         if text in beyond or not (text.get_visible() and text.get_text().strip()):
             continue
@@ -52,5 +52,5 @@ def contrasts(picture: Picture, page: str) -> dict[str, float]:
         rows = slice(max(0, int(len(image) - box.y1)), int(len(image) - box.y0))
         part = image[rows, max(0, int(box.x0)) : int(box.x1)]
         if part.size:
-            found[text.get_text()] = float((part.max() + 0.05) / (part.min() + 0.05))
-    return found
+            contrast_of[text.get_text()] = float((part.max() + 0.05) / (part.min() + 0.05))
+    return contrast_of

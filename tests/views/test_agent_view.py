@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pixels import drawn
+from pixels import inked_share
 
 from composer_nb.production.agents import run_agent
 from composer_nb.production.work import Work
@@ -38,18 +38,18 @@ def test_a_conversation_and_a_diff_are_text_and_nothing_else(work: Work) -> None
 @pytest.mark.parametrize("clicked", ["Accept", "Reject"])
 def test_a_click_decides_once(work: Work, clicked: str) -> None:
     widget = agent.verdict(work)
-    yes, no, said = widget.children[1].children
+    yes, no, message = widget.children[1].children
     assert json.loads((work.path / "verdict.json").read_text())["verdict"] == "open"
     {"Accept": yes, "Reject": no}[clicked].click()
     assert (work.source.root / "new.py").exists() == (clicked == "Accept")
-    assert said.value.startswith(clicked.lower()) and yes.disabled and no.disabled
+    assert message.value.startswith(clicked.lower()) and yes.disabled and no.disabled
 
 
 def test_a_conflict_is_said_and_can_still_be_rejected(work: Work) -> None:
     (work.source.root / "new.py").write_text("mine")
-    yes, no, said = agent.verdict(work).children[1].children
+    yes, no, message = agent.verdict(work).children[1].children
     yes.click()
-    assert "new.py" in said.value and not no.disabled and (work.source.root / "new.py").read_text() == "mine"
+    assert "new.py" in message.value and not no.disabled and (work.source.root / "new.py").read_text() == "mine"
 
 
 def test_no_point_beats_those_of_the_front() -> None:
@@ -64,15 +64,15 @@ def row(score: float, tokens: float, dollars: float | None = None, n_tasks: int 
 
 def test_score_against_the_costs_that_all_arms_have() -> None:
     lost = {"n_tasks": 0}
-    one, two = (
+    first, second = (
         {"arms": {"all": row(0.5, 100), "bash": lost}},
         {"arms": {"all": row(0.4, 900, 0.1), "b$sh": row(0.6, 50)}},
     )
-    picture = agent.pareto({"o$ne": one, "two": two})
+    picture = agent.pareto({"o$ne": first, "two": second})
     tokens, seconds = picture.axes
     points = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in tokens.lines}
     assert points[r"o\$ne, all"] == (100, 0.5) and points["two, all"] == (900, 0.4) and len(seconds.lines) == 7
     assert [list(tokens.lines[0].get_xdata()), list(tokens.lines[0].get_ydata())] == [[50], [0.6]], "it beats all"
-    assert drawn(picture.png()) > 0.003
+    assert inked_share(picture.png()) > 0.003
     assert len(agent.pareto({"priced": {"arms": {"all": row(0.5, 9, 0.1)}}}).axes) == 3
     assert "no score yet" in agent.pareto({"one": {"arms": {"bash": lost}}}).axes[0].texts[0].get_text()

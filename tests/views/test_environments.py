@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from pixels import drawn
+from pixels import inked_share
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
@@ -18,8 +18,8 @@ SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[BwrapBackend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as bwrap:
+        yield bwrap
 
 
 def texts(picture: Picture) -> list[str]:
@@ -48,7 +48,7 @@ def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend
     assert all(turn.seconds > 0 and turn.beside == (not turn.said) for turn in agent.turns)
     assert len(agent.stats) == 2 and agent.stats[0].disk_bytes > 0
     calls, memory, cpu = (picture := environments.timeline(agent)).axes
-    assert sum(len(group) for group in calls.containers) == 4 and drawn(picture.png()) > 0.005
+    assert sum(len(group) for group in calls.containers) == 4 and inked_share(picture.png()) > 0.005
     assert len(memory.lines[0].get_xdata()) == len(cpu.lines[0].get_xdata()) == 2
 
 

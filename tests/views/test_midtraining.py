@@ -20,15 +20,15 @@ def test_influence_stays_within_a_row_and_goes_forward(monkeypatch: pytest.Monke
     model = Model(ModelConfig(vocab_size=31, max_position_embeddings=64, **sizes))
     moved = midtraining.influence(model, rows())
     row = np.repeat([0, 1, 2], [5, 2, 4])
-    place = np.arange(len(row))
-    may = (row[:, None] == row[None, :]) & (place[:, None] <= place[None, :])
-    assert moved.shape == may.shape and moved[~may].max() < midtraining.MOVED
-    assert (moved.diagonal() > midtraining.MOVED).all() and (moved[may] > midtraining.MOVED).mean() > 0.9
+    position = np.arange(len(row))
+    allowed = (row[:, None] == row[None, :]) & (position[:, None] <= position[None, :])
+    assert moved.shape == allowed.shape and moved[~allowed].max() < midtraining.MOVED
+    assert (moved.diagonal() > midtraining.MOVED).all() and (moved[allowed] > midtraining.MOVED).mean() > 0.9
     assert len(midtraining.who_sees_whom(moved, [5, 2, 4]).axes) == 2
 
     def glued(lengths, config, device="cpu"):  # type: ignore[no-untyped-def]
-        return right([sum(lengths)], config, device)
+        return of_lengths([sum(lengths)], config, device)
 
-    right = PackedRows.of_lengths
+    of_lengths = PackedRows.of_lengths
     monkeypatch.setattr(PackedRows, "of_lengths", staticmethod(glued))
-    assert midtraining.influence(model, rows())[~may].max() > midtraining.MOVED, "a fault in the packing shows"
+    assert midtraining.influence(model, rows())[~allowed].max() > midtraining.MOVED, "a fault in the packing shows"

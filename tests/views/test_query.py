@@ -23,7 +23,7 @@ FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
 
 
 @pytest.mark.parametrize(
-    ("query", "places"),
+    ("query", "expected"),
     [
         ("", [0, 1, 2]),
         ("advantage < -.5", [0]),
@@ -38,9 +38,9 @@ FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
         ("and more", [0]),
     ],
 )
-def test_a_query_selects_rows(query: str, places: list[int]) -> None:
+def test_a_query_selects_rows(query: str, expected: list[int]) -> None:
     fits = selector(query, {"advantage", "rl.lr", "ended"}, lambda row: row["text"], FLAGS)
-    assert [at for at, row in enumerate(ROWS) if fits(row, row)] == places
+    assert [at for at, row in enumerate(ROWS) if fits(row, row)] == expected
 
 
 @pytest.mark.parametrize(("query", "reason"), [("gain > 1", "no such value"), ("/(/", "no regular expression")])
@@ -69,8 +69,8 @@ def test_runs_are_named_by_what_differs_and_seeds_are_one_line_with_an_interval(
 
     first = read_status(EXAMPLES[0])
     seeds = [replace(first, settings={**first.settings, "seed": seed}) for seed in (0, 1, 2)]
-    other = replace(first, settings={**first.settings, "ranks": 3})
-    groups = grouped([*seeds, other])
+    three_ranks = replace(first, settings={**first.settings, "ranks": 3})
+    groups = grouped([*seeds, three_ranks])
     assert {name: len(runs) for name, runs in groups.items()} == {"ranks 2, 3 seeds": 3, "seed 0, ranks 3": 1}
     points = [[{"step": 1, "reward": value}] for value in (1.0, 2.0, 3.0)]
     [chart] = overlaid({"x": points})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pixels import PAGES, contrasts, drawn, luminance
+from pixels import PAGES, contrasts, inked_share, luminance
 
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
@@ -36,13 +36,13 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
-    found = pictures(tiny_run)
+    figures = pictures(tiny_run)
     names = "policies families behaviour losses rl experts mismatch staleness time"
-    assert set(found) == set(names.split())
-    for name, (caption, figure) in found.items():
+    assert set(figures) == set(names.split())
+    for name, (caption, figure) in figures.items():
         image = pixels(figure.png())
         assert image.shape[0] > 100 and image.shape[1] > 500, name
-        assert drawn(figure.png()) > 0.005, f"{name} is blank"
+        assert inked_share(figure.png()) > 0.005, f"{name} is blank"
         assert caption.endswith(".")
         if isinstance(figure, Figure):
             assert figure.svg().startswith("<svg") and len(figure.csv().splitlines()) > 1
@@ -102,7 +102,7 @@ def test_smoothing_averages_the_past_alone(values: list[float], window: int):
 
 
 def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(tiny_run: RunDir):
-    stored = max(rollout.sampled(tiny_run), key=lambda one: len(one.attempt.rollout.turns))
+    stored = max(rollout.sampled(tiny_run), key=lambda sample: len(sample.attempt.rollout.turns))
     page = rollout.read(stored)._repr_html_()
     tags = {"style", "div", "details", "summary", "pre", "span"}
     assert set(re.findall(r"<(\w+)", page)) == tags and "&lt;|call|&gt;" in page
@@ -110,10 +110,10 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
     visible = html.unescape(re.sub(r"<[^>]+>", "", "".join(re.findall(r"<pre>(.*?)</pre>", page, re.S))))
     assert visible.replace("⏎", "").replace("\n", "") == visible_lines("".join(texts)).replace("\n", "")
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', page)]
-    place = int(stored.segment.acted.argmax())
-    assert len(notes) == len(texts) and f"log p {stored.segment.logprob[place]:.3f}" in notes[place]
-    layers = [line for line in notes[place].split("\n") if line.startswith("layer")]
-    for line, chosen in zip(layers, stored.segment.trace.routes[place], strict=True):
+    position = int(stored.segment.acted.argmax())
+    assert len(notes) == len(texts) and f"log p {stored.segment.logprob[position]:.3f}" in notes[position]
+    layers = [line for line in notes[position].split("\n") if line.startswith("layer")]
+    for line, chosen in zip(layers, stored.segment.trace.routes[position], strict=True):
         assert [int(n) for n in re.findall(r"(\d+) \(", line)] == list(chosen)
     assert "log p" not in notes[0], "the prompt was not sampled"
     assert "layer" not in notes[-1], "the last token was not forwarded"
@@ -130,8 +130,8 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
 
 @pytest.mark.parametrize("color", get_args(rollout.ColorBy))
 def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorBy):
-    """Of the rollout with the largest advantage, and of what another policy than its own computes at its tokens."""
-    stored = max(rollout.sampled(tiny_run), key=lambda one: abs(one.advantage or 0))
+    """The rollout has the largest advantage, and the recomputed values are of another policy than its own."""
+    stored = max(rollout.sampled(tiny_run), key=lambda sample: abs(sample.advantage or 0))
     stored = rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
     segment, trainer = stored.segment, stored.trainer
     halves = np.where(np.cumsum(segment.acted) * 2 > segment.acted.sum(), 7, 6)
@@ -150,21 +150,21 @@ def test_every_colouring_explains_itself(tiny_run: RunDir, color: rollout.ColorB
         if tint is not None and color == "ratio":
             assert tint.strength == pytest.approx(min(1.0, abs(value) / rollout.DRIFT))
             assert value == 0 or (tint.hue == style.SKY) == (value > 0)
-    for place in np.flatnonzero(segment.acted).tolist():
-        up, ratio = stored.advantage > 0, np.exp(moved[place])
+    for position in np.flatnonzero(segment.acted).tolist():
+        up, ratio = stored.advantage > 0, np.exp(moved[position])
         stopped = "above" if up and ratio > 1.28 else "below" if not up and ratio < 0.8 else "trains"
-        assert stored.reasons[0][place] == stopped
+        assert stored.reasons[0][position] == stopped
         if color == "reason":
-            assert tints[place] == rollout.REASONS[stopped][0]
+            assert tints[position] == rollout.REASONS[stopped][0]
         elif color == "version":
-            assert tints[place].hue == (style.SKY if halves[place] == 6 else style.ORANGE)
+            assert tints[position].hue == (style.SKY if halves[position] == 6 else style.ORANGE)
         elif color == "entropy":
-            assert tints[place].strength == pytest.approx(min(1.0, trainer.entropy[place] / 3))
+            assert tints[position].strength == pytest.approx(min(1.0, trainer.entropy[position] / 3))
     assert set(rollout.REASONS) == set(REASONS) and len(meanings) == (2 if color == "version" else len(meanings))
-    place = int(np.argmax(np.abs(moved)))
-    assert abs(moved[place]) > 0.05, "another policy"
+    position = int(np.argmax(np.abs(moved)))
+    assert abs(moved[position]) > 0.05, "another policy"
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', page)]
-    assert f"ratio {np.exp(moved[place]):.3f}, entropy {trainer.entropy[place]:.2f}" in notes[place]
+    assert f"ratio {np.exp(moved[position]):.3f}, entropy {trainer.entropy[position]:.2f}" in notes[position]
 
 
 def test_a_page_follows_the_theme_and_text_stays_readable():
@@ -181,11 +181,11 @@ def test_a_page_follows_the_theme_and_text_stays_readable():
 
 
 def test_a_task_card_marks_the_wrong_line_and_calls_are_shown_as_calls(tiny_run: RunDir):
-    one = load_tasks(tiny_run.path / "data" / "heldout.jsonl")[0]
-    text = task.card(one).text
-    assert html.escape(one.instruction) in text and text.count("←") == 1
-    [(path, right)] = one.solution.items()
-    [wrong] = set(one.files[path].split("\n")) - set(right.split("\n"))
+    heldout_task = load_tasks(tiny_run.path / "data" / "heldout.jsonl")[0]
+    text = task.card(heldout_task).text
+    assert html.escape(heldout_task.instruction) in text and text.count("←") == 1
+    [(path, solution)] = heldout_task.solution.items()
+    [wrong] = set(heldout_task.files[path].split("\n")) - set(solution.split("\n"))
     assert f'<span style="background:{task.MARK}">{html.escape(wrong)}</span>' in text
     attempts = [stored.attempt for stored in rollout.sampled(tiny_run)]
     bad, fault = next((a, turn) for a in attempts for turn in a.rollout.turns if turn.error == "InvalidArguments")
@@ -214,5 +214,5 @@ def test_text_is_readable_on_any_page(tiny_run: RunDir, draw: Any) -> None:
     corner = pixels(picture.png())[0, 0]
     assert corner[3] == 0, "the page shows through"
     for page in PAGES:
-        found = contrasts(picture, page)
-        assert found and {text: value for text, value in found.items() if value < 2.5} == {}, page
+        contrast_of = contrasts(picture, page)
+        assert contrast_of and {text: value for text, value in contrast_of.items() if value < 2.5} == {}, page

@@ -19,13 +19,13 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, ...]:
     groups, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     slots, longest, width = draw(st.integers(1, 4)), draw(st.integers(1, 24)), draw(st.sampled_from([1, 2, 5, 16]))
     tokens = draw(st.integers(1, 8))
-    where = st.lists(st.integers(0, slots - 1), min_size=tokens, max_size=tokens)
-    at = st.lists(st.integers(0, longest - 1), min_size=tokens, max_size=tokens)
+    slot_ids = st.lists(st.integers(0, slots - 1), min_size=tokens, max_size=tokens)
+    positions = st.lists(st.integers(0, longest - 1), min_size=tokens, max_size=tokens)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
     scale = draw(st.sampled_from([1e-3, 1.0, 30.0]))
     q = torch.randn(tokens, groups * heads, width, generator=generator) * scale
     k, v = (torch.randn(slots, heads, longest, width, generator=generator) for _ in "kv")
-    return q, k, v, torch.tensor(draw(where)), torch.tensor(draw(at))
+    return q, k, v, torch.tensor(draw(slot_ids)), torch.tensor(draw(positions))
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, position: Tensor) -> np.ndarray:
@@ -34,8 +34,8 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, position: Tensor) -> 
     per_key = q.shape[1] // k.shape[1]
     for n in range(len(q)):
         for h in range(q.shape[1]):
-            seen = slice(0, int(position[n]) + 1)
-            keys, values = k[int(slot[n]), h // per_key, seen], v[int(slot[n]), h // per_key, seen]
+            visible = slice(0, int(position[n]) + 1)
+            keys, values = k[int(slot[n]), h // per_key, visible], v[int(slot[n]), h // per_key, visible]
             score = keys @ q[n, h] / math.sqrt(q.shape[2])
             weight = np.exp(score - score.max())
             out[n, h] = weight @ values / weight.sum()
@@ -47,24 +47,24 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, position: Tensor) -> 
 def test_all_forms_equal_a_loop_in_float64(case: tuple[Tensor, ...]):
     exact = torch.from_numpy(by_hand(*case))
     for form in (cached_attention, cached_attention_reference, attend):
-        got = form(*case)
-        assert got.dtype == torch.float32 and got.shape == case[0].shape
-        torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-4)
+        output = form(*case)
+        assert output.dtype == torch.float32 and output.shape == case[0].shape
+        torch.testing.assert_close(output.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
 def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
     q, k, v, slot, position = case
-    seen = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool)
+    visible = torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool)
     for s, p in zip(slot.tolist(), position.tolist(), strict=True):
-        seen[s, : p + 1] = True
-    spoilt = [x.masked_fill(~seen[:, None, :, None], math.nan) for x in (k, v)]
+        visible[s, : p + 1] = True
+    spoilt = [x.masked_fill(~visible[:, None, :, None], math.nan) for x in (k, v)]
     assert torch.equal(cached_attention(q, *spoilt, slot, position), cached_attention(q, k, v, slot, position))
-    for n in range(len(q)):  # and one at a time, with everything hidden from this one token spoilt
-        mine = torch.zeros_like(seen)
-        mine[slot[n], : position[n] + 1] = True
-        spoilt = [x.masked_fill(~mine[:, None, :, None], math.nan) for x in (k, v)]
+    for n in range(len(q)):  # then each token alone, with all that is hidden from it spoilt
+        visible_to_token = torch.zeros_like(visible)
+        visible_to_token[slot[n], : position[n] + 1] = True
+        spoilt = [x.masked_fill(~visible_to_token[:, None, :, None], math.nan) for x in (k, v)]
         alone = cached_attention(q[n : n + 1], *spoilt, slot[n : n + 1], position[n : n + 1])
         assert torch.equal(alone[0], cached_attention(q, k, v, slot, position)[n])
 
@@ -74,7 +74,7 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
 def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
     monkeypatch: pytest.MonkeyPatch, device: str, part: int, dtype: torch.dtype
 ):
-    """In one part and in several. Weights that are rounded to bf16 alone would be off by 2e-3."""
+    """Covers one part and several. Rounding of the weights to bf16 alone would be off by 2e-3."""
     monkeypatch.setattr(cached_triton, "PART", part)
     generator, block = torch.Generator().manual_seed(0), cached_triton.BLOCK
     q = torch.randn(6, 4, 16, generator=generator).to(device, dtype)
@@ -86,9 +86,9 @@ def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
     limit = {torch.float32: 2e-6, torch.bfloat16: 2**-9}[dtype]
     assert together.dtype == dtype and float((together.double().cpu() - exact).norm() / exact.norm()) < limit
     for n in range(6):
-        row, seen = slot[n : n + 1], int(position[n]) + 1
-        one = attend(q[n : n + 1], k[row, :, :seen], v[row, :, :seen], torch.zeros_like(row), position[n : n + 1])
-        assert torch.equal(one[0], together[n])
+        row, length = slot[n : n + 1], int(position[n]) + 1
+        alone = attend(q[n : n + 1], k[row, :, :length], v[row, :, :length], torch.zeros_like(row), position[n : n + 1])
+        assert torch.equal(alone[0], together[n])
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ def test_the_gpu_kernel_has_heads_of_any_number_and_width_and_reads_only_its_own
     )
     exact = cached_attention_reference(q.double(), k.double(), v.double(), slot, position)
     k[:, :, part + 1 :], v[:, :, part + 1 :] = math.nan, math.inf
-    found = attend(q, k, v, slot, position).double()
-    assert float((found - exact).norm() / exact.norm()) < {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
+    output = attend(q, k, v, slot, position).double()
+    assert float((output - exact).norm() / exact.norm()) < {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]

@@ -25,14 +25,15 @@ STORED = {name: f"u{getattr(torch, name).itemsize}" for name in LAYOUTS}
 
 
 def round_trip(base: Bits, target: Bits, dtype: str) -> bytes:
-    """The payload, decoded to the target (by the reference too, where that is a matter of seconds), with the base as it was."""
+    """Return the payload, once it is decoded to the target (by the reference too, where that takes seconds) with the base
+    unchanged."""
     before = base.copy()
     payload = CODEC.encode(base, target, dtype)
     assert payload is not None
     decoders = [CODEC.decode, conditioned_reference.decode]
     for decode in decoders if np.count_nonzero(base != target) < 10_000 else decoders[:1]:
-        made = decode(base, payload, dtype)
-        assert made.dtype == base.dtype and np.array_equal(made, target)
+        decoded = decode(base, payload, dtype)
+        assert decoded.dtype == base.dtype and np.array_equal(decoded, target)
     assert np.array_equal(base, before)
     return payload
 
@@ -63,8 +64,8 @@ def test_every_bit_comes_back(data: st.DataObject):
     base = random.integers(0, 256, count * kind.itemsize, np.uint8).view(kind)
     if LAYOUTS[dtype].width >= 8 and data.draw(st.booleans()):
         base = np.resize(bits(torch.tensor(SPECIAL).to(getattr(torch, dtype))), count)
-    other = base ^ kind.type(1) if data.draw(st.booleans()) else random.permutation(base)
-    target = np.where(random.random(count) < data.draw(st.sampled_from([0, 0.02, 0.5, 1])), other, base)
+    changed = base ^ kind.type(1) if data.draw(st.booleans()) else random.permutation(base)
+    target = np.where(random.random(count) < data.draw(st.sampled_from([0, 0.02, 0.5, 1])), changed, base)
     round_trip(base, target, dtype)
 
 
@@ -88,15 +89,15 @@ def test_changes_in_quarters(changes: int):
 @given(st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
 def test_quarters_of_any_numbers(seed: int):
-    """Steps of any size, beyond zero too, in halves that change at different rates."""
+    """Steps have any size and may cross zero, in halves that change at different rates."""
     random = np.random.default_rng(seed)
     count = int(random.integers(1100, 30_000))
     base = random.integers(0, 1 << 16, count).astype(np.uint16)
     if random.random() < 0.7:
         base = base & np.uint16(0x83FF) | np.uint16(random.choice([0, 0x3C00]))
     rate = np.where(np.arange(count) < random.integers(0, count), random.choice([0.001, 0.1, 1]), 0.9)
-    other = base + random.choice([1, 0xFFFF, 0x8000, 700], count).astype(np.uint16)
-    round_trip(base, np.where(random.random(count) < rate, other, base), random.choice(["bfloat16", "float16"]))
+    changed = base + random.choice([1, 0xFFFF, 0x8000, 700], count).astype(np.uint16)
+    round_trip(base, np.where(random.random(count) < rate, changed, base), random.choice(["bfloat16", "float16"]))
 
 
 def test_after_a_long_time_without_a_change_the_next_one_is_still_found():
@@ -109,16 +110,16 @@ def test_after_a_long_time_without_a_change_the_next_one_is_still_found():
 
 
 def entropy(base: Bits, target: Bits, dtype: str) -> float:
-    """Bytes that positions and steps take, given exponents: Σ N·H(changed) + c·H(step), counted one by one."""
+    """Return the bytes that positions and steps need, given exponents: Σ N·H(changed) + c·H(step)."""
     layout = LAYOUTS[dtype]
     number = torch.from_numpy(base).to(torch.int32), torch.from_numpy(target).to(torch.int32)
     half = 1 << (layout.width - 1)
     step = np.subtract(*(torch.where(x < half, x, half - 1 - x).numpy() for x in number))
     total = 0.0
     for c in np.unique(exponent := (base >> layout.shift) & layout.mask):
-        here = step[exponent == c]
-        for n in np.unique(here, return_counts=True)[1]:
-            total -= n * np.log2(n / len(here))
+        steps = step[exponent == c]
+        for n in np.unique(steps, return_counts=True)[1]:
+            total -= n * np.log2(n / len(steps))
     return total / 8
 
 
@@ -142,12 +143,12 @@ def test_threads_make_the_same_payloads_also_of_memory_that_is_read_only_or_not_
     shifted = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:].view(np.uint16)
     round_trip(shifted, target, "bfloat16")
     pairs = [weights(60_000, seed=n) for n in range(6)]
-    one = [CODEC.encode(a, b, "bfloat16") for a, b in pairs]
+    sequential = [CODEC.encode(a, b, "bfloat16") for a, b in pairs]
     with ThreadPoolExecutor(4) as pool:
-        many = list(pool.map(lambda pair: CODEC.encode(*pair, "bfloat16"), pairs * 4))
-        made = list(pool.map(lambda n: CODEC.decode(pairs[n][0], one[n], "bfloat16"), range(6)))
-    assert many == one * 4
-    assert all(np.array_equal(m, b) for m, (_, b) in zip(made, pairs, strict=True))
+        threaded = list(pool.map(lambda pair: CODEC.encode(*pair, "bfloat16"), pairs * 4))
+        decoded = list(pool.map(lambda n: CODEC.decode(pairs[n][0], sequential[n], "bfloat16"), range(6)))
+    assert threaded == sequential * 4
+    assert all(np.array_equal(m, b) for m, (_, b) in zip(decoded, pairs, strict=True))
 
 
 def test_a_base_and_a_target_of_other_lengths_are_refused():
@@ -215,8 +216,8 @@ def spoil(payload: bytes, random: Random) -> bytes:
 
 
 def fuzz(rounds: int) -> int:
-    """How many of the spoilt payloads are refused. The others give a tensor of the right size: digits that are written as they
-    are carry no redundancy, and the hash of the tensor, one level up, is what sees that one of them was flipped."""
+    """Return how many of the spoilt payloads are refused. The others give a tensor of the right size: digits that are stored
+    verbatim carry no redundancy, so a flipped one shows only in the tensor's hash, one level up."""
     random, refused = Random(0), 0
     pairs = {
         d: weights(605, lr=lr, dtype=d) for d, lr in (("bfloat16", 3e-5), ("float32", 1e-9), ("float8_e4m3fn", 1e-3))
@@ -227,13 +228,13 @@ def fuzz(rounds: int) -> int:
     for dtype, (base, target) in pairs.items():
         payload = CODEC.encode(base, target, dtype)
         for _ in range(rounds // len(pairs)):
-            other = spoil(payload, random)
+            spoilt = spoil(payload, random)
             try:
-                made = CODEC.decode(base, other, dtype)
+                decoded = CODEC.decode(base, spoilt, dtype)
             except ValueError:
                 refused += 1
             else:
-                assert made.shape == base.shape and made.dtype == base.dtype
+                assert decoded.shape == base.shape and decoded.dtype == base.dtype
     return refused
 
 
@@ -244,9 +245,9 @@ def test_what_is_damaged_is_refused_or_of_the_right_size():
 def test_headers_that_claim_too_much_are_refused_before_anything_is_made():
     base, target = weights(600, lr=3e-5)
     payload = CODEC.encode(base, target, "bfloat16")
-    for at, value, said in ((0, b"\xff", "classes"), (1, b"\x10", "classes"), (2, b"\xff", "a rate")):
+    for at, value, message in ((0, b"\xff", "classes"), (1, b"\x10", "classes"), (2, b"\xff", "a rate")):
         data = payload[:at] + value + payload[at + len(value) :]
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             CODEC.decode(base, data, "bfloat16")
     for data in (payload[:1], payload[:4], payload[:-1]):
         with pytest.raises(ValueError, match="header"):
@@ -291,6 +292,6 @@ print("sound")
 
 
 def test_nothing_is_read_behind_an_array_that_ends_where_memory_does():
-    """The page behind the base may not be touched."""
-    done = subprocess.run([sys.executable, "-c", BESIDE_NOTHING], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "sound\n"), done.stderr[-2000:]
+    """Reading the page behind the base ends the process."""
+    result = subprocess.run([sys.executable, "-c", BESIDE_NOTHING], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "sound\n"), result.stderr[-2000:]

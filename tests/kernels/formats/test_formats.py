@@ -51,10 +51,10 @@ def test_the_scale_of_every_bf16_magnitude(rule: str):
     largest = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16 > 0)]
     x = torch.zeros(len(largest), 32, dtype=torch.bfloat16)
     x[:, 7] = -largest
-    found = microscaling.mx_quantize_reference(x, rule=rule).scale[:, 0].numpy().astype(int)
+    scales = microscaling.mx_quantize_reference(x, rule=rule).scale[:, 0].numpy().astype(int)
     mantissa, exponent = np.frexp(largest.double().numpy())  # mantissa in [.5, 1), and 448 is .875 · 2^9
-    wanted = np.where(mantissa <= 0.875, exponent - 9, exponent - 8) if rule == "rceil" else exponent - 1 - 8
-    assert (found == np.maximum(wanted, -127) + 127).all()
+    expected = np.where(mantissa <= 0.875, exponent - 9, exponent - 8) if rule == "rceil" else exponent - 1 - 8
+    assert (scales == np.maximum(expected, -127) + 127).all()
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
@@ -62,13 +62,15 @@ def test_the_scale_of_every_bf16_magnitude(rule: str):
 def test_codes_are_the_nearest_to_what_the_scale_leaves(rule: str, dtype: torch.dtype):
     x = hard_numbers(64, 96, 3, torch.float32).clamp(-6e4, 6e4).to(dtype)
     q = microscaling.mx_quantize_reference(x, rule=rule)
-    left = x.double().numpy() / np.exp2(q.scale.numpy().astype(float) - 127).repeat(32, 1)
-    wanted = nearest(np.abs(left), e4m3_values()) | np.where(np.signbit(left), 0x80, 0)
-    assert (codes_of(q.qdata) == wanted).all()
+    scaled = x.double().numpy() / np.exp2(q.scale.numpy().astype(float) - 127).repeat(32, 1)
+    expected = nearest(np.abs(scaled), e4m3_values()) | np.where(np.signbit(scaled), 0x80, 0)
+    assert (codes_of(q.qdata) == expected).all()
     exact = (
-        e4m3_values()[wanted & 0x7F] * np.where(wanted & 0x80, -1, 1) * (x.double().numpy() / np.where(left, left, 1))
+        e4m3_values()[expected & 0x7F]
+        * np.where(expected & 0x80, -1, 1)
+        * (x.double().numpy() / np.where(scaled, scaled, 1))
     )
-    assert (q.dequantize().double().numpy()[left != 0] == exact[left != 0]).all()
+    assert (q.dequantize().double().numpy()[scaled != 0] == exact[scaled != 0]).all()
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -85,7 +87,7 @@ def test_what_is_not_finite_is_seen_in_its_block_and_nowhere_else(bad: float):
 
 
 def nvfp4_by_numpy(x: np.ndarray, share: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales (float64) and float32 scales, a step at a time in NumPy's float32, which is IEEE 754's."""
+    """Return codes, scales (float64) and float32 scales, step by step in NumPy's float32, which is IEEE 754's."""
     f = np.float32
     blocks = x.astype(f).reshape(len(x), -1, 16)
     a = np.abs(blocks).max(-1)
@@ -94,8 +96,8 @@ def nvfp4_by_numpy(x: np.ndarray, share: str) -> tuple[np.ndarray, np.ndarray, n
     scale = e4m3_values()[nearest((a / f(6) / g).astype(np.float64), e4m3_values())]
     step = scale.astype(f) * g
     with np.errstate(divide="ignore", invalid="ignore"):
-        left = np.where(step[..., None] > 0, blocks / step[..., None], f(0)).astype(np.float64)
-    code = nearest(np.abs(left), np.array(microscaling.E2M1_VALUES)) + np.where(np.signbit(blocks), 8, 0)
+        scaled = np.where(step[..., None] > 0, blocks / step[..., None], f(0)).astype(np.float64)
+    code = nearest(np.abs(scaled), np.array(microscaling.E2M1_VALUES)) + np.where(np.signbit(blocks), 8, 0)
     return code.reshape(x.shape), scale, g
 
 
@@ -166,8 +168,8 @@ def test_numbers_are_those_of_ml_dtypes():
     x = ALL_BF16.float()[ALL_BF16.isfinite()].clamp(-6, 6)
     assert (microscaling.e2m1_codes(x).numpy() == x.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)).all()
     q = microscaling.mx_quantize_reference(x[: len(x) // 32 * 32].view(-1, 32))
-    left = x[: q.qdata.numel()].view(-1, 32) / microscaling.e8m0_to_float(q.scale)
-    assert (left.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == q.qdata.view(torch.uint8).numpy()).all()
+    scaled = x[: q.qdata.numel()].view(-1, 32) / microscaling.e8m0_to_float(q.scale)
+    assert (scaled.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == q.qdata.view(torch.uint8).numpy()).all()
 
 
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
@@ -187,11 +189,11 @@ def test_mxfp8_is_that_of_torchao(rule: str):
 
 
 def test_nvfp4_is_that_of_torchao_but_for_its_division():
-    """torchao (0.18) multiplies with an inverse: the same scales, and other codes in ties."""
+    """torchao (0.18) multiplies by an inverse: scales are equal, and codes differ only in ties."""
     torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason=REASON)
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     q = microscaling.nvfp4_quantize_reference(x, share="tensor")
     scale, data = torchao.nvfp4_quantize(x, 16, q.global_scale)
     assert torch.equal(scale.view(torch.uint8).view(512, -1), q.scale.view(torch.uint8))
-    other = (microscaling.unpack_e2m1(data.view(512, -1)) != microscaling.unpack_e2m1(q.qdata)).float().mean()
-    assert other < 2e-3
+    mismatch_rate = (microscaling.unpack_e2m1(data.view(512, -1)) != microscaling.unpack_e2m1(q.qdata)).float().mean()
+    assert mismatch_rate < 2e-3

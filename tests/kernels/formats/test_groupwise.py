@@ -10,16 +10,16 @@ from composer_nb.kernels.formats.groupwise import dequantize, quantize, unpack
 
 
 def by_hand(weight: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and values of rows [R, I], one group at a time in float64."""
+    """Return codes, scales and values of rows [R, I], computed one group at a time in float64."""
     top = 2 ** (bits - 1) - 1
     codes, values = np.zeros(weight.shape, np.int64), np.zeros(weight.shape)
     scales = np.zeros((weight.shape[0], weight.shape[1] // group))
     for row in range(weight.shape[0]):
-        for place in range(scales.shape[1]):
-            part = slice(place * group, (place + 1) * group)
+        for column in range(scales.shape[1]):
+            part = slice(column * group, (column + 1) * group)
             largest = max(abs(float(w)) for w in weight[row, part])
             scale = float(torch.tensor(largest / top, dtype=torch.float64).to(torch.bfloat16))
-            scales[row, place] = scale
+            scales[row, column] = scale
             if scale > 0:
                 codes[row, part] = [min(max(round(float(w) / scale), -top - 1), top) for w in weight[row, part]]
             values[row, part] = codes[row, part] * scale
@@ -55,14 +55,14 @@ def test_what_can_not_be_is_refused():
 
 
 def packed(code: list[list[int]], bits: int) -> torch.Tensor:
-    """Words as compressed-tensors writes them: a loop over bits, nothing of torch's."""
+    """Return words as compressed-tensors writes them, by a plain loop."""
     per = 32 // bits
     rows = []
     for row in code:
         words = []
         for begin in range(0, len(row), per):
             word = sum(
-                (value + 2 ** (bits - 1)) << (bits * place) for place, value in enumerate(row[begin : begin + per])
+                (value + 2 ** (bits - 1)) << (bits * lane) for lane, value in enumerate(row[begin : begin + per])
             )
             words.append(word - 2**32 if word >= 2**31 else word)
         rows.append(words)
@@ -74,5 +74,5 @@ def test_codes_come_out_of_words_as_they_went_in(data: st.DataObject, bits: int,
     value = st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     row = st.lists(value, min_size=width, max_size=width)
     code = data.draw(st.lists(row, min_size=height, max_size=height))
-    found = unpack(packed(code, bits), width, bits=bits)
-    assert found.dtype == torch.int8 and found.tolist() == code
+    codes = unpack(packed(code, bits), width, bits=bits)
+    assert codes.dtype == torch.int8 and codes.tolist() == code

@@ -29,11 +29,11 @@ def inputs(
 
 
 def by_hand(
-    made: Inputs, k: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor], pull: Tensor
+    operands: Inputs, k: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor], pull: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """The layer and its gradients one token and one expert at a time in float64, with the values and gradients that products
-    read put through `forward` and `backward` (tensor, is it a weight)."""
-    x, logits, up, down = (tensor.detach() for tensor in made)
+    """Return the layer's output and gradients, computed one token and one expert at a time in float64. Operands of products go
+    through `forward(tensor, is_weight)` and `backward(tensor, is_weight)`."""
+    x, logits, up, down = (tensor.detach() for tensor in operands)
     chosen = logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :k]
     gate = logits.double().gather(1, chosen).softmax(-1)
     qx, q_up, q_down = forward(x, False), forward(up, True), forward(down, True)
@@ -42,8 +42,8 @@ def by_hand(
     out, dx, d_up, d_down = (torch.zeros_like(t, dtype=torch.float64) for t in (x, x, up, down))
     d_gate = torch.zeros_like(gate)
     for n in range(len(x)):
-        for place, e in enumerate(chosen[n].tolist()):
-            g = gate[n, place]
+        for rank, e in enumerate(chosen[n].tolist()):
+            g = gate[n, rank]
             h = (q_up[e] @ qx[n]).float().double()
             a, b = h.chunk(2)
             s = a.sigmoid()
@@ -55,7 +55,7 @@ def by_hand(
             dx[n] += b_up[e].T @ backward(dh.float()[None], False)[0]
             d_up[e] += torch.outer(dh, x[n].double())
             d_down[e] += torch.outer(pull[n].double(), act)
-            d_gate[n, place] = d @ (a * s * b)
+            d_gate[n, rank] = d @ (a * s * b)
     d_logits = torch.zeros_like(logits, dtype=torch.float64)
     d_logits.scatter_(1, chosen, gate * (d_gate - (gate * d_gate).sum(-1, keepdim=True)))
     return out, [dx, d_logits, d_up, d_down]
@@ -80,29 +80,29 @@ def four(x: Tensor, weight: bool) -> Tensor:
 FORMATS = {"bf16": (as_is, as_is), "mxfp8": (mx, mx), "fp8_block128": (block128, block128), "nvfp4": (four, mx)}
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.detach().double() - wanted).norm() / (wanted.norm() + 1e-12))
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected).norm() / (expected.norm() + 1e-12))
 
 
-def slopes(out: Tensor, made: Inputs, pull: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad((out * pull).sum(), made)
+def slopes(out: Tensor, operands: Inputs, pull: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((out * pull).sum(), operands)
 
 
 @pytest.mark.parametrize("e, k, n", [(5, 2, 24), (1, 1, 3), (7, 7, 1), (40, 2, 9)])
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str, e: int, k: int, n: int):
-    """Products of fp32 numbers that went through the formats, in another order: what is left is the rounding of sums, and, in a
-    few elements of a million, a number that falls to the other side of a format's rounding."""
-    made = inputs(0, n=n, e=e)
-    pull = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(1))
-    wanted, gradients = by_hand(made, k, *FORMATS[recipe], pull)
-    out = moe(*made, k, recipe=recipe)
+    """The reference multiplies the same rounded fp32 numbers in another order. What remains is the rounding of sums and, in a few
+    elements of a million, a number that a format rounds the other way."""
+    operands = inputs(0, n=n, e=e)
+    pull = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(1))
+    expected, gradients = by_hand(operands, k, *FORMATS[recipe], pull)
+    out = moe(*operands, k, recipe=recipe)
     limit = 2e-6 if recipe == "bf16" else 2e-3
-    assert error(out, wanted) < limit
-    for name, found, exact in zip(
-        ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, made, pull), gradients, strict=True
+    assert error(out, expected) < limit
+    for name, slope, exact in zip(
+        ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, operands, pull), gradients, strict=True
     ):
-        assert error(found, exact) < limit, name
+        assert error(slope, exact) < limit, name
 
 
 def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
@@ -110,8 +110,8 @@ def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
         [[1.0, 2, 2, 0], [0, 0, 0, 0], [-0.0, 0.0, -1, -2], [1, float("nan"), 3, 2], [-5, -3, -3, -4]]
     )
     assert choose_experts(logits, 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]
-    many = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(choose_experts(many, 8), many.topk(8).indices)
+    random_logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(choose_experts(random_logits, 8), random_logits.topk(8).indices)
 
 
 # -- refusals and explanations -------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
 
 def refuse(message: str, k: Any = 2, recipe: Any = "bf16", backend: str | None = None, **change: Any) -> None:
     x, logits, up, down = inputs(10, d=64, i=32)
-    given = {"x": x, "router_logits": logits, "w_gate_up": up, "w_down": down} | change
+    arguments = {"x": x, "router_logits": logits, "w_gate_up": up, "w_down": down} | change
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe(*given.values(), k, recipe=recipe, backend=backend)
+        moe(*arguments.values(), k, recipe=recipe, backend=backend)
 
 
 def test_bad_input_is_refused_by_name():
@@ -177,10 +177,10 @@ def test_the_grouped_product_and_its_gradients(widths: tuple[int, int]):
     a = torch.randn(11, widths[0], generator=g, requires_grad=True)
     b = torch.randn(4, *widths, generator=g, requires_grad=True)
     offs = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
-    wanted = torch.cat([a[:3] @ b[0], a[3:10] @ b[2], a[10:] @ b[3]])
-    found = grouped_mm(a, b, offs)
-    torch.testing.assert_close(found, wanted)
-    for one, other in zip(
-        torch.autograd.grad(found.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (a, b)), strict=True
+    expected = torch.cat([a[:3] @ b[0], a[3:10] @ b[2], a[10:] @ b[3]])
+    product = grouped_mm(a, b, offs)
+    torch.testing.assert_close(product, expected)
+    for slope, expected_slope in zip(
+        torch.autograd.grad(product.sum(), (a, b)), torch.autograd.grad(expected.sum(), (a, b)), strict=True
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(slope, expected_slope)

@@ -40,9 +40,9 @@ def chosen(n: int, e: int, k: int, seed: int = 0, device: str = "cpu") -> Tensor
     return choose_experts(normal(n, e, seed=seed) + pull, k).to(device)
 
 
-def close(found: Tensor, wanted: Tensor, limit: float) -> None:
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    gap = (found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm()
+def close(actual: Tensor, expected: Tensor, limit: float) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    gap = (actual.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm()
     assert float(gap) <= limit
 
 
@@ -68,15 +68,15 @@ def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> DispatchPlan:
 @pytest.mark.parametrize("gather, transposed", [(True, False), (False, True)])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_the_product(device: str, steps: PlainSteps, gather: bool, transposed: bool, dtype: torch.dtype, limit: float):
-    """Widths that no tile divides; with 128 the tiles come by descriptors."""
+    """No tile divides the first widths; tiles of width 128 are loaded by descriptors."""
     plan = planned(device)
     for a, b in ((40, 72), (128, 64)):
         x = normal(40 if gather else 80, a, device=device, dtype=dtype)
         w = normal(5, *((a, b) if transposed else (b, a)), seed=1, device=device, dtype=dtype)
         w = w.mT if transposed else w
-        found = steps.product(x, w, plan, gather=gather, dtype=dtype)
+        product = steps.product(x, w, plan, gather=gather, dtype=dtype)
         exact = PLAIN.product(x.double(), w.double(), plan, gather=gather, dtype=torch.float64)
-        close(found, exact.to(dtype), limit)
+        close(product, exact.to(dtype), limit)
 
 
 @pytest.mark.parametrize("gather_g, gather_x", [(True, False), (False, True), (False, False)])
@@ -85,10 +85,10 @@ def test_gradients_of_weights_in_the_layout_of_the_weights(device, steps: PlainS
     g = normal(40 if gather_g else 80, 40, device=device)
     x = normal(40 if gather_x else 80, 72, seed=1, device=device)
     for like in (g.new_empty(5, 40, 72), g.new_empty(5, 72, 40).mT):
-        found = steps.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)
+        gradient = steps.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)
         exact = PLAIN.outer(g.double(), x.double(), plan, gather_g=gather_g, gather_x=gather_x, like=like.double())
-        assert found.stride() == like.stride()
-        close(found, exact.float(), 1e-6)
+        assert gradient.stride() == like.stride()
+        close(gradient, exact.float(), 1e-6)
 
 
 def shifted(tensor: Tensor) -> Tensor:
@@ -101,52 +101,54 @@ def one_row(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, (1, 1))
 
 
-@pytest.mark.parametrize("other", [shifted, one_row])
+@pytest.mark.parametrize("relayout", [shifted, one_row])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operands_need_no_alignment(device: str, steps: PlainSteps, dtype: torch.dtype, other: Any):
+def test_operands_need_no_alignment(device: str, steps: PlainSteps, dtype: torch.dtype, relayout: Any):
     from composer_nb.kernels import logprob_triton
 
-    limit, none = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype], torch.zeros(1, dtype=torch.int64, device=device)
-    plan = PLAIN.plan(none[:, None], 1)
+    limit, zero = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype], torch.zeros(1, dtype=torch.int64, device=device)
+    plan = PLAIN.plan(zero[:, None], 1)
     a, g, w = (normal(*size, seed=sum(size), device=device, dtype=dtype) for size in ((1, 64), (1, 128), (1, 128, 64)))
     for weight in (w, w.mT.contiguous().mT):
-        wanted = PLAIN.product(a, weight, plan, gather=False, dtype=dtype)
-        close(steps.product(other(a), weight, plan, gather=False, dtype=dtype), wanted, limit)
-        close(steps.product(a, shifted(w), plan, gather=False, dtype=dtype), wanted, limit)
-    wanted = PLAIN.outer(g, a, plan, gather_g=False, gather_x=False, like=w)
-    close(steps.outer(g, other(a), plan, gather_g=False, gather_x=False, like=w), wanted, limit)
-    found, wanted = (torch.stack(logprob_triton.logprob_entropy(x, w[0], none, none)) for x in (other(a), a))
-    close(found, wanted, 1e-6)
+        expected = PLAIN.product(a, weight, plan, gather=False, dtype=dtype)
+        close(steps.product(relayout(a), weight, plan, gather=False, dtype=dtype), expected, limit)
+        close(steps.product(a, shifted(w), plan, gather=False, dtype=dtype), expected, limit)
+    expected = PLAIN.outer(g, a, plan, gather_g=False, gather_x=False, like=w)
+    close(steps.outer(g, relayout(a), plan, gather_g=False, gather_x=False, like=w), expected, limit)
+    actual, expected = (torch.stack(logprob_triton.logprob_entropy(x, w[0], zero, zero)) for x in (relayout(a), a))
+    close(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"])
 def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str, steps: PlainSteps, format):
-    """128 × 96 (of 32 blocks the last step is cut), or whole squares."""
+    """A depth of 160 cuts the last step of a loop over blocks; blocks of 128 need whole squares."""
     depth, width = (128, 128) if format == "fp8_block128" else (160, 96)
     plan = planned(device, n=20, e=3)
     x, w = normal(20, depth, device=device), normal(3, width, depth, seed=1, device=device)
     x[3], w[1, :40] = x[3] * 1e4, w[1, :40] * 1e-4
     qx, qw = quantise_rows(x, format), quantise_weights(w, format)
-    wanted = PLAIN.product(
+    expected = PLAIN.product(
         as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64
     )
     # Hopper keeps sums of float8 products in fewer bits than float32, even over 128 of them.
     close(
-        steps.product(qx, qw, plan, gather=True, dtype=torch.float32), wanted.float(), 1e-6 if device == "cpu" else 5e-4
+        steps.product(qx, qw, plan, gather=True, dtype=torch.float32),
+        expected.float(),
+        1e-6 if device == "cpu" else 5e-4,
     )
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
 def test_products_of_widened_operands_are_the_same(device: str, format):
-    """What a GPU without block-scaled products computes: rows gathered, and rows and weights that the TMA could load."""
+    """A GPU without block-scaled products widens its operands: gathered rows, and rows and weights that the TMA could load."""
     from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     plan, steps = planned(device, n=20, e=3), TritonSteps(90)
     for rows, gather in ((20, True), (len(plan.token_M), False)):
         x, w = normal(rows, 128, device=device), normal(3, 96, 128, seed=1, device=device)
         qx, qw = quantise_rows(x, format), quantise_weights(w, format)
-        wanted = PLAIN.product(qx, qw, plan, gather=gather, dtype=torch.float32)
-        close(steps.product(qx, qw, plan, gather=gather, dtype=torch.float32), wanted, 1e-6)
+        expected = PLAIN.product(qx, qw, plan, gather=gather, dtype=torch.float32)
+        close(steps.product(qx, qw, plan, gather=gather, dtype=torch.float32), expected, 1e-6)
 
 
 # -- between the products ------------------------------------------------------------------------------------
@@ -162,33 +164,35 @@ def test_swiglu_with_its_backward_pass_and_quantisation(device: str, steps: Plai
     if format is not None:  # an exponential's last bit may move a number over a format's edge
         limit = 5e-3
     close(as_numbers(steps.swiglu(h, gate, format), dtype), as_numbers(PLAIN.swiglu(h, gate, format), dtype), limit)
-    found, wanted = steps.swiglu_backward(d, h, gate, format), PLAIN.swiglu_backward(d, h, gate, format)
-    for one, other in zip(found, wanted, strict=True):
-        close(as_numbers(one, dtype), as_numbers(other, dtype), limit)
-    if isinstance(found[1], MXTensor):  # what is quantised is what is stored
-        again = quantise_rows(found[0], format)
-        assert isinstance(again, MXTensor) and torch.equal(again.scale, found[1].scale)
-        assert torch.equal(again.qdata.view(torch.uint8), found[1].qdata.view(torch.uint8))
+    actual, expected = steps.swiglu_backward(d, h, gate, format), PLAIN.swiglu_backward(d, h, gate, format)
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        close(as_numbers(tensor, dtype), as_numbers(expected_tensor, dtype), limit)
+    if isinstance(actual[1], MXTensor):  # the quantised rows are the stored ones
+        again = quantise_rows(actual[0], format)
+        assert isinstance(again, MXTensor) and torch.equal(again.scale, actual[1].scale)
+        assert torch.equal(again.qdata.view(torch.uint8), actual[1].qdata.view(torch.uint8))
 
 
 # -- the layer -----------------------------------------------------------------------------------------------
 
 
 def layer(n: int, d: int, i: int, e: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    made = normal(n, d), normal(n, e, seed=1), normal(e, 2 * i, d, seed=2) / d**0.5, normal(e, d, i, seed=3) / i**0.5
-    return tuple(tensor.to(device, dtype).requires_grad_() for tensor in made)
+    tensors = normal(n, d), normal(n, e, seed=1), normal(e, 2 * i, d, seed=2) / d**0.5, normal(e, d, i, seed=3) / i**0.5
+    return tuple(tensor.to(device, dtype).requires_grad_() for tensor in tensors)
 
 
 @pytest.mark.parametrize("recipe, limit", [("bf16", 2e-6), ("mxfp8", 4e-3), ("fp8_block128", 4e-3), ("nvfp4", 2e-2)])
 def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str, limit: float):
-    made = layer(8, 128, 128, 2, device) if recipe == "fp8_block128" else layer(12, 64, 32, 2, device)
+    operands = layer(8, 128, 128, 2, device) if recipe == "fp8_block128" else layer(12, 64, 32, 2, device)
     if device == "cuda" and recipe == "fp8_block128":
         limit = 2e-2  # sums of float8 products in about 14 bits round some operands of later products the other way
-    pull = normal(*made[0].shape, seed=4, device=device)
-    ours, theirs = (moe(*made, 2, recipe=recipe, backend=backend) for backend in ("triton", "torch"))
+    pull = normal(*operands[0].shape, seed=4, device=device)
+    ours, theirs = (moe(*operands, 2, recipe=recipe, backend=backend) for backend in ("triton", "torch"))
     close(ours, theirs, limit)
-    for one, other in zip(*(torch.autograd.grad((out * pull).sum(), made) for out in (ours, theirs)), strict=True):
-        close(one, other, limit)
+    for slope, expected_slope in zip(
+        *(torch.autograd.grad((out * pull).sum(), operands) for out in (ours, theirs)), strict=True
+    ):
+        close(slope, expected_slope, limit)
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------
@@ -199,8 +203,8 @@ def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str
 def test_log_probabilities_and_entropies_without_logits(
     device: str, scale: float, width: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Against float64; rows that predict several tokens, the same one twice, or none; pieces that rows do not fill; a width that
-    tiles divide, and one that they do not."""
+    """The reference is float64. Rows predict several tokens, one token twice, or none, and do not fill their pieces; tiles divide
+    one of the widths."""
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)
@@ -212,15 +216,15 @@ def test_log_probabilities_and_entropies_without_logits(
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
     tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
     pull = normal(39, seed=2, device=device)
-    found, entropy = logprob_triton.logprob_entropy(hidden, weight, rows, tokens)
+    logprob, entropy = logprob_triton.logprob_entropy(hidden, weight, rows, tokens)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    wanted, exact_entropy = plain_logprob_entropy(*exact, rows, tokens)
-    close(found, wanted.float(), 2e-6)
+    exact_logprob, exact_entropy = plain_logprob_entropy(*exact, rows, tokens)
+    close(logprob, exact_logprob.float(), 2e-6)
     torch.testing.assert_close(entropy, exact_entropy.float(), atol=2e-5, rtol=1e-4)
     # A logit is rounded to float32 whatever the processor, and a rounded logit of size m changes its probability by m·2^-24.
     largest_logit = float((exact[0] @ exact[1].T).abs().max().detach())
-    slopes = torch.autograd.grad((found * pull).sum(), (hidden, weight))
-    for slope, exact_slope in zip(slopes, torch.autograd.grad((wanted * pull).sum(), exact), strict=True):
+    slopes = torch.autograd.grad((logprob * pull).sum(), (hidden, weight))
+    for slope, exact_slope in zip(slopes, torch.autograd.grad((exact_logprob * pull).sum(), exact), strict=True):
         close(slope, exact_slope.float(), 2e-6 + largest_logit * 2**-23)
 
 
@@ -231,8 +235,8 @@ def test_a_rank_without_tokens_has_gradients_to_sum(device: str, recipe: str):
     x, weight = normal(0, 128, device=device), normal(30, 128, device=device)
     ups, downs = normal(2, 256, 128, device=device), normal(2, 128, 128, device=device)
     leaves = [tensor.requires_grad_() for tensor in (x, ups, downs, weight)]
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    out = experts(x, none.view(0, 2), x[:, :2], ups, downs, recipe=recipe, backend="triton")
-    found, _ = logprob_triton.logprob_entropy(out, weight, none, none)
-    slopes = torch.autograd.grad(found.sum(), leaves)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    out = experts(x, empty.view(0, 2), x[:, :2], ups, downs, recipe=recipe, backend="triton")
+    logprob, _ = logprob_triton.logprob_entropy(out, weight, empty, empty)
+    slopes = torch.autograd.grad(logprob.sum(), leaves)
     assert out.shape == x.shape and all(not slope.any() for slope in slopes)

@@ -21,13 +21,13 @@ def tokens(seed: int, n: int = 20, experts: int = E) -> tuple[Tensor, Tensor, Te
 
 
 def chosen_by_hand(score: list[float], bias: list[float], rule: RoutingRule) -> list[int]:
-    """DeepSeek-V3's choice, one token, plain Python."""
+    """Return the experts that DeepSeek-V3 chooses for one token, in plain Python."""
     choice = [s + b for s, b in zip(score, bias, strict=True)]
     size = len(choice) // rule.groups
     groups = [range(g * size, (g + 1) * size) for g in range(rule.groups)]
     worth = [sum(sorted((choice[e] for e in group), reverse=True)[:2]) for group in groups]
-    kept = sorted(range(rule.groups), key=lambda g: -worth[g])[: rule.kept_groups]
-    allowed = [e for g in kept for e in groups[g]]
+    best_groups = sorted(range(rule.groups), key=lambda g: -worth[g])[: rule.kept_groups]
+    allowed = [e for g in best_groups for e in groups[g]]
     return sorted(allowed, key=lambda e: -choice[e])[: rule.chosen]
 
 
@@ -39,9 +39,9 @@ def test_the_sigmoid_router_is_deepseek_s(seed: int, groups: tuple[int, int], k:
     routing = route(x, router, rule, bias)
     score = (x.double() @ router.double().T).sigmoid()
     for n in range(len(x)):
-        mine = chosen_by_hand(score[n].tolist(), bias.tolist(), rule)
-        assert routing.experts_NK[n].tolist() == mine
-        gates = score[n, mine] / score[n, mine].sum() * 2.5
+        chosen = chosen_by_hand(score[n].tolist(), bias.tolist(), rule)
+        assert routing.experts_NK[n].tolist() == chosen
+        gates = score[n, chosen] / score[n, chosen].sum() * 2.5
         torch.testing.assert_close(routing.gates_NK[n].double(), gates, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(routing.probs_NE.sum(-1), torch.ones(len(x)))
     assert (routing.margin_N >= 0).all() and (routing.margin_N <= 1).all()
@@ -62,22 +62,24 @@ def recorded(seed: int, n: int = 20, k: int = 3) -> tuple[Tensor, Tensor]:
 def test_each_level_takes_over_more(rule: RoutingRule):
     x, router, bias = tokens(2)
     experts, gates = recorded(3)
-    found = {
+    routings = {
         level: route(x, router, rule, bias, Replay(experts=experts, gates=gates, level=level))
         for level in ("ids", "ids+order", "weights")
     }
-    for routing in found.values():
+    for routing in routings.values():
         assert torch.equal(routing.experts_NK.sort(-1).values, experts.sort(-1).values), "the set, always"
     choice = (x @ router.T).sigmoid() + bias if rule.sigmoid else x @ router.T
-    live = choice.gather(1, found["ids"].experts_NK)
+    live = choice.gather(1, routings["ids"].experts_NK)
     assert (live.diff(dim=-1) <= 0).all(), "ids: in the order of the live scores"
-    assert torch.equal(found["ids+order"].experts_NK, experts) and torch.equal(found["weights"].experts_NK, experts)
-    assert torch.equal(found["weights"].gates_NK, gates), "weights: the gates on record"
-    back = found["ids"].experts_NK.argsort(-1).argsort(-1)
+    assert torch.equal(routings["ids+order"].experts_NK, experts) and torch.equal(
+        routings["weights"].experts_NK, experts
+    )
+    assert torch.equal(routings["weights"].gates_NK, gates), "weights: the gates on record"
+    back = routings["ids"].experts_NK.argsort(-1).argsort(-1)
     assert back.shape == experts.shape
-    for level in ("ids", "ids+order"):  # live gates, whichever place they stand in
-        one, other = (found[name] for name in ("ids+order", level))
-        sets = [r.gates_NK.gather(1, r.experts_NK.argsort(-1)) for r in (one, other)]
+    for level in ("ids", "ids+order"):  # live gates, whatever their order
+        with_order, replayed = (routings[name] for name in ("ids+order", level))
+        sets = [r.gates_NK.gather(1, r.experts_NK.argsort(-1)) for r in (with_order, replayed)]
         torch.testing.assert_close(*sets)
 
 
@@ -86,10 +88,10 @@ def test_tokens_without_routes_take_their_own(level: Any):
     x, router, _ = tokens(6)
     experts, gates = recorded(7)
     valid = torch.arange(20) % 3 > 0
-    own = route(x, router, RULES[0])
+    live = route(x, router, RULES[0])
     routing = route(x, router, RULES[0], None, Replay(experts=experts, gates=gates, level=level, valid_N=valid))
-    assert torch.equal(routing.experts_NK[~valid], own.experts_NK[~valid])
-    torch.testing.assert_close(routing.gates_NK[~valid], own.gates_NK[~valid])
+    assert torch.equal(routing.experts_NK[~valid], live.experts_NK[~valid])
+    torch.testing.assert_close(routing.gates_NK[~valid], live.gates_NK[~valid])
     assert torch.equal(routing.experts_NK[valid].sort(-1).values, experts[valid].sort(-1).values)
 
 
@@ -99,15 +101,15 @@ def test_implausible_experts_are_replaced_by_the_best_of_the_router_s_own(seed: 
     x, router, bias = tokens(seed)
     experts, _ = recorded(seed + 1)
     routing = route(x, router, rule, bias, Replay(experts=experts, level="ids+order", plausible=alpha))
-    own = route(x, router, rule, bias)
+    live = route(x, router, rule, bias)
     score = (x @ router.T).sigmoid() if rule.sigmoid else (x @ router.T).softmax(-1)
     for n in range(len(x)):
-        mine, given_ = own.experts_NK[n].tolist(), experts[n].tolist()
-        least = alpha * min(float(score[n, e]) for e in mine)
-        kept = [e for e in given_ if alpha == 0 or float(score[n, e]) >= least]
-        spare = [e for e in mine if e not in kept]
-        wanted = [e if e in kept else spare.pop(0) for e in given_]
-        assert routing.experts_NK[n].tolist() == wanted and len(set(wanted)) == rule.chosen
+        live_experts, recorded_experts = live.experts_NK[n].tolist(), experts[n].tolist()
+        least = alpha * min(float(score[n, e]) for e in live_experts)
+        plausible = [e for e in recorded_experts if alpha == 0 or float(score[n, e]) >= least]
+        spare = [e for e in live_experts if e not in plausible]
+        expected = [e if e in plausible else spare.pop(0) for e in recorded_experts]
+        assert routing.experts_NK[n].tolist() == expected and len(set(expected)) == rule.chosen
     if alpha == 0:
         assert routing.implausible_NK is None and torch.equal(routing.experts_NK, experts)
 
@@ -118,9 +120,9 @@ def test_the_best_come_first_and_of_equal_ones_the_lower_number(seed: int, shape
     score = torch.randn(12, experts, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     if spoilt:
         score[3, seed % experts], score[4, seed % experts] = float("nan"), -float("inf")
-    found = _best(score, count)
+    best = _best(score, count)
     keys = score.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf"))
-    assert torch.equal(found, keys.argsort(dim=-1, descending=True, stable=True)[:, :count])
+    assert torch.equal(best, keys.argsort(dim=-1, descending=True, stable=True)[:, :count])
 
 
 # Experts
@@ -165,14 +167,14 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
     inputs = layer(seed, n, d, e, h)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     routing = route(inputs[0], inputs[1], RoutingRule(chosen=k))
-    wanted = by_hand(*exact, routing.experts_NK)
-    pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    slopes = torch.autograd.grad((wanted * pull).sum(), exact)
-    got = grouped_experts(inputs[0], routing.experts_NK, routing.gates_NK, *inputs[2:])
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-4)
-    found = torch.autograd.grad((got * pull).sum(), inputs)
-    for name, ours, exactly in zip(("x", "router", "w_in", "w_out"), found, slopes, strict=True):
+    expected = by_hand(*exact, routing.experts_NK)
+    pull = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    slopes = torch.autograd.grad((expected * pull).sum(), exact)
+    output = grouped_experts(inputs[0], routing.experts_NK, routing.gates_NK, *inputs[2:])
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=2e-4)
+    gradients = torch.autograd.grad((output * pull).sum(), inputs)
+    for name, ours, exactly in zip(("x", "router", "w_in", "w_out"), gradients, slopes, strict=True):
         torch.testing.assert_close(ours.double(), exactly, atol=1e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -31,29 +31,30 @@ def test_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for sizes in ((3, 2, 4, 24, 8), (1, 1, 2, 16, 16)):
         arguments = [tensor.to(device) for tensor in case(*sizes, dtype)]
-        got, expected = (warp_decode(*arguments, backend) for backend in ("triton", "torch"))
-        torch.testing.assert_close(got, expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-5)
+        actual, expected = (warp_decode(*arguments, backend) for backend in ("triton", "torch"))
+        torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-5)
 
 
 def test_it_is_closer_to_exact_arithmetic() -> None:
-    """Of bf16 only the result is rounded, where the other organisation rounds three times on the way."""
+    """Warp decode rounds only its result to bf16; the expert-centric organisation rounds three times on the way."""
     for seed in range(3):
         errors = decode_errors(8, seed)
-        warp, other = errors["warp decode"], errors["expert-centric"]
-        assert warp["relative"] < other["relative"] / 1.4 and warp["largest"] < other["largest"]
+        warp, expert_centric = errors["warp decode"], errors["expert-centric"]
+        assert warp["relative"] < expert_centric["relative"] / 1.4 and warp["largest"] < expert_centric["largest"]
         assert warp["cosine"] > 0.99999
 
 
 def test_the_cost_model() -> None:
-    """By hand for one token: K experts of 3·I·D weights, and the outputs of Cursor's post, 8 · 2,048 · 2 bytes."""
+    """Expected costs are computed by hand for one token: K experts of 3·I·D weights, and the 8 · 2,048 · 2 bytes of outputs in
+    Cursor's post."""
     costs = decode_costs(1, 8, 128, 2048, 768)
-    warp, other = costs["warp decode"], costs["expert-centric"]
-    assert warp.weights == other.weights == pytest.approx(8 * 3 * 768 * 2048 * 2)
-    assert warp.buffers == 2 * 4 * 8 * 768 and other.stages - warp.stages == 5
+    warp, expert_centric = costs["warp decode"], costs["expert-centric"]
+    assert warp.weights == expert_centric.weights == pytest.approx(8 * 3 * 768 * 2048 * 2)
+    assert warp.buffers == 2 * 4 * 8 * 768 and expert_centric.stages - warp.stages == 5
     padded, scattered = 8 * 16, 16 * 8
     outputs = decode_costs(1, 8, 128, 2048, 0)["expert-centric"].buffers - scattered - 2 * 2 * padded * 2048
     assert outputs == 2 * 8 * 2048 * 2  # written and read
-    assert other.seconds(6.8e12) > warp.seconds(6.8e12) > 0
+    assert expert_centric.seconds(6.8e12) > warp.seconds(6.8e12) > 0
     assert decode_costs(4096, 8, 128, 2048, 768)["warp decode"].weights == pytest.approx(
         128 * 3 * 768 * 2048 * 2, rel=1e-6
     )

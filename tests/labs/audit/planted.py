@@ -52,25 +52,25 @@ def _task(instruction: str, sections: Sections) -> Task:
         for name, usual in (("grader", "functions"), ("strictness", "twins"), ("seconds", "60"))
     )
     doors = ("tests/test.sh", "solution/solve.sh")
-    kept = (
+    foreign = (
         harbor.ForeignFiles(name="planted", toml=TOML.format(seconds=seconds), executable=doors)
         if grader == "script"
         else None
     )
     calls = [(*argument.split(), text) for argument, text in sections["calls"].items()]
-    held = {
+    fields = {
         "id": "planted",
         "instruction": instruction,
         "files": sections["file"],
         "tests": sections["test"] | {path: _calls(module, text) for path, module, text in calls},
         "solution": sections["fix"],
-        "source_scope": ("**",) if kept else tuple(sections["fix"]),
+        "source_scope": ("**",) if foreign else tuple(sections["fix"]),
         "grader": grader,
         "strictness": strictness,
         "metadata": sections["fact"],
-        "kept": kept,
+        "kept": foreign,
     }
-    return Task.model_validate(held)
+    return Task.model_validate(fields)
 
 
 def _last_run(rollout: Rollout, grade: Grade) -> float:

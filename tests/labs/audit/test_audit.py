@@ -21,7 +21,7 @@ HIDDEN = [(([5, 2, 7], 6), [5, 2]), (([8, 8, 1], 8), [1]), (([], 3), []), (([2, 
 
 def sound(**changes: Any) -> Task:
     files = {"clip.py": WRONG, "test_seen.py": render_tests("clip", "clip", SHOWN)}  # type: ignore[arg-type]
-    given = {
+    fields = {
         "id": "clip",
         "instruction": "fix clip.py",
         "files": files,
@@ -29,7 +29,7 @@ def sound(**changes: Any) -> Task:
         "solution": {"clip.py": RIGHT},
         "source_scope": ("clip.py",),
     }
-    return Task.model_validate(given | changes)
+    return Task.model_validate(fields | changes)
 
 
 PAIR = "def test_one():\n    assert clip([1, 2], 2) == [1]\n\n\ndef test_two():\n    assert clip([3, 4], 4) == [3]\n"
@@ -45,13 +45,13 @@ LEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "text", "wanted"), LEAKS)
-def test_what_an_agent_can_read(place: str, text: str, wanted: str) -> None:
-    """An earlier version of the hidden tests may lie there, a copy of them under other names may not."""
+@pytest.mark.parametrize(("extra_path", "text", "expected"), LEAKS)
+def test_what_an_agent_can_read(extra_path: str, text: str, expected: str) -> None:
+    """An agent may read an earlier version of the hidden tests, but no renamed copy of them."""
     task = sound().model_copy(update={"tests": {"test_pair.py": PAIR}})
-    start = {path: text.encode() for path, text in {**task.files, "test_pair.py": BEFORE, place: text}.items()}
+    start = {path: text.encode() for path, text in {**task.files, "test_pair.py": BEFORE, extra_path: text}.items()}
     names = ["test_pair.py::test_one", "test_pair.py::test_two"]
-    assert "".join(leaks(task, start, start | {"clip.py": RIGHT.encode()}, names, names)) == wanted
+    assert "".join(leaks(task, start, start | {"clip.py": RIGHT.encode()}, names, names)) == expected
 
 
 def script(text: str, **changes: Any) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def test_scripts_of_others(text: str, kind: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, out.open("w") as file:
         patch.setattr("sys.stdout", file)
         assert main(["audit", str(tmp_path / "tasks"), "--json"]) == 1
-    found = json.loads(out.read_text())
-    assert found["problems"][kind] == 1 and found["audited"] == found["read"] == 1
+    report = json.loads(out.read_text())
+    assert report["problems"][kind] == 1 and report["audited"] == report["read"] == 1
 
 
 def test_a_set_of_tasks(tmp_path: Path) -> None:

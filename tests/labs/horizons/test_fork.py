@@ -51,46 +51,48 @@ def engine(make_model, agent):
 @pytest.fixture
 def stored(agent, engine, task: Task) -> Attempt:
     """A rollout of several segments that ends in its last turn."""
-    [(_, done)] = drive([agent.attempt(task, 0)], engine(), Boxes())
-    assert len(done.rollout.segments) >= 3 and len(turns_of(done.rollout)) == 8
-    return done
+    [(_, attempt)] = drive([agent.attempt(task, 0)], engine(), Boxes())
+    assert len(attempt.rollout.segments) >= 3 and len(turns_of(attempt.rollout)) == 8
+    return attempt
 
 
 def test_the_past_is_the_stored_one_and_the_same_draws_give_the_same_future(stored, agent, engine) -> None:
-    for turn, (number, place) in enumerate(turns_of(stored.rollout)):
-        found = fork(stored, turn, agent, engine(), Boxes(), count=3)
-        assert found.exact and found.turn == turn and len(found.attempts) == 3
-        assert pack_attempt(found.attempts[0]) == pack_attempt(stored), "the draws of rollout 0, and so the whole of it"
-        for other in found.attempts[1:]:
-            head = other.rollout.segments[number]
-            assert np.array_equal(head.token_ids[:place], stored.rollout.segments[number].token_ids[:place])
-            assert np.array_equal(head.logprob[:place], stored.rollout.segments[number].logprob[:place])
+    for turn, (number, start) in enumerate(turns_of(stored.rollout)):
+        forked = fork(stored, turn, agent, engine(), Boxes(), count=3)
+        assert forked.exact and forked.turn == turn and len(forked.attempts) == 3
+        assert pack_attempt(forked.attempts[0]) == pack_attempt(stored), (
+            "the draws of rollout 0, and so the whole of it"
+        )
+        for future in forked.attempts[1:]:
+            head = future.rollout.segments[number]
+            assert np.array_equal(head.token_ids[:start], stored.rollout.segments[number].token_ids[:start])
+            assert np.array_equal(head.logprob[:start], stored.rollout.segments[number].logprob[:start])
             assert not any(
-                stream.route_fault() for stream in to_streams(Scored(attempt=other, reward=NONE, advantage=1.0))
+                stream.route_fault() for stream in to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
             )
         if turn == 0:
-            assert any(pack_attempt(other) != pack_attempt(stored) for other in found.attempts[1:])
+            assert any(pack_attempt(future) != pack_attempt(stored) for future in forked.attempts[1:])
 
 
 def test_a_hint_is_read_before_the_turn_and_a_message_takes_its_place(stored, agent, engine) -> None:
     renderer = agent.renderer
-    number, place = turns_of(stored.rollout)[4]
+    number, start = turns_of(stored.rollout)[4]
     hinted = fork(stored, 4, agent, engine(), Boxes(), count=2, hint="read f.py")
-    for done in hinted.attempts:
-        segment = done.rollout.segments[number]
+    for attempt in hinted.attempts:
+        segment = attempt.rollout.segments[number]
         cue, ids = 1, renderer.encoded([renderer.user, "read f.py", renderer.end])
-        at = slice(place - cue, place - cue + len(ids))
+        at = slice(start - cue, start - cue + len(ids))
         assert segment.token_ids[at].tolist() == ids and not segment.acted[at].any()
         assert (
-            segment.token_ids[: place - cue].tolist()
-            == stored.rollout.segments[number].token_ids[: place - cue].tolist()
+            segment.token_ids[: start - cue].tolist()
+            == stored.rollout.segments[number].token_ids[: start - cue].tolist()
         )
     assert not hinted.exact, "the hint stands where the turn began"
     finish = renderer.turn(one(ToolCall(name="finish", arguments={})))
     ended = fork(stored, 4, agent, engine(), Boxes(), count=1, message=finish)
-    [done] = ended.attempts
-    assert ended.exact and done.rollout.stop == "finished"
-    assert done.rollout.segments[-1].token_ids.tolist()[place:] == finish
+    [attempt] = ended.attempts
+    assert ended.exact and attempt.rollout.stop == "finished"
+    assert attempt.rollout.segments[-1].token_ids.tolist()[start:] == finish
 
 
 def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Task) -> None:
@@ -115,17 +117,17 @@ class Reader(WithoutModel):
 def test_a_summary_is_rolled_out_again_without_each_of_its_lines(tokenizer, task: Task) -> None:
     limits = Limits(turns=4, turn_tokens=20, tokens=300)
     agent = Agent(CompactRenderer(tokenizer), limits=limits, summary=SummarySettings(trigger=40, tokens=60))
-    [(_, done)] = drive([agent.attempt(task, 0)], Reader(agent.renderer), Boxes())
-    turn = next(n for n, (number, _) in enumerate(turns_of(done.rollout)) if number == 1)
-    place, ids = summary_before(done.rollout, turn)
-    first = done.rollout.segments[0]
-    assert ids == first.token_ids[first.messages[-1]].tolist() and place == len(first.messages) - 1 == turn
-    found = ablate(done, turn, agent, lambda: Reader(agent.renderer), Boxes(), count=1)
-    assert list(found) == ["", "f fails", "nice day"] and found[""].exact and not found["nice day"].exact
-    begun = {gone: each.attempts[0].rollout.segments[1] for gone, each in found.items()}
-    texts = {gone: tokenizer.decode(s.token_ids[: int(s.acted.argmax())].tolist()) for gone, s in begun.items()}
+    [(_, attempt)] = drive([agent.attempt(task, 0)], Reader(agent.renderer), Boxes())
+    turn = next(n for n, (number, _) in enumerate(turns_of(attempt.rollout)) if number == 1)
+    position, ids = summary_before(attempt.rollout, turn)
+    first = attempt.rollout.segments[0]
+    assert ids == first.token_ids[first.messages[-1]].tolist() and position == len(first.messages) - 1 == turn
+    forks = ablate(attempt, turn, agent, lambda: Reader(agent.renderer), Boxes(), count=1)
+    assert list(forks) == ["", "f fails", "nice day"] and forks[""].exact and not forks["nice day"].exact
+    begun = {line: forked.attempts[0].rollout.segments[1] for line, forked in forks.items()}
+    texts = {line: tokenizer.decode(s.token_ids[: int(s.acted.argmax())].tolist()) for line, s in begun.items()}
     assert texts["nice day"].count("f fails") == 2 and "nice day" not in texts["nice day"]
     assert texts["f fails"].count("nice day") == 1 and "f fails" not in texts["f fails"]
     assert all("I think" not in text for text in texts.values())
     with pytest.raises(ValueError, match="turn 0: the rollout of task t has no summary before it"):
-        fork(done, 0, agent, Reader(agent.renderer), Boxes(), summary=ids)
+        fork(attempt, 0, agent, Reader(agent.renderer), Boxes(), summary=ids)

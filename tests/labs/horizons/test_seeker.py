@@ -15,10 +15,12 @@ AGAIN = "fail 1/2: pick([3]) = 0 want 3<|end|><|call|>"
 def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:
     whole = ASKED + FAILED + FOUND + SHOWN + TRIED + AGAIN
     first = seek(ASKED + FAILED + FOUND + SHOWN)
-    kept = summarise(whole, is_long=False)
-    assert tried(whole) == tried(kept) == ["tried a + 0 > a - 0"] and "left: try another change" in kept
+    summary = summarise(whole, is_long=False)
+    assert tried(whole) == tried(summary) == ["tried a + 0 > a - 0"] and "left: try another change" in summary
     assert seek(whole) != first
-    assert seek(f"<|user|>fix the tests\n{kept}<|end|><|call|>{SHOWN}") == seek(whole), "the summary has kept it"
+    assert seek(f"<|user|>fix the tests\n{summary}<|end|><|call|>{SHOWN}") == seek(whole), "the summary has kept it"
     assert seek(ASKED + FAILED + FOUND + SHOWN) == first, "a cut has not"
     long = summarise(whole, is_long=True)
-    assert len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(kept) and len(long) > 3 * len(kept)
+    assert (
+        len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(summary) and len(long) > 3 * len(summary)
+    )

@@ -32,11 +32,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=list(SHAPES))
 def model(request, make_model) -> Model:
-    made = make_model(3, **SHAPES[request.param])
-    for layer in made.layers:
+    new_model = make_model(3, **SHAPES[request.param])
+    for layer in new_model.layers:
         if layer.router_bias is not None:
             layer.router_bias.copy_(torch.rand(len(layer.router_bias)) * 0.1)
-    return made
+    return new_model
 
 
 @pytest.fixture
@@ -57,17 +57,17 @@ def with_trace(batch: FrozenBatch, row: int, **streams: Any) -> FrozenBatch:
 
 
 def taken_up(engine: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
-    """The record of an engine that really computed with the routes and gates on record: they stay, log-probabilities follow."""
-    made = record(engine, batch)
-    rows = tuple(replace(new, trace=old.trace) for new, old in zip(made.rows, batch.rows, strict=True))
-    return replace(made, rows=rows)
+    """Return the record of an engine that computed with the routes and gates of `batch`: only log-probabilities change."""
+    recorded = record(engine, batch)
+    rows = tuple(replace(new, trace=old.trace) for new, old in zip(recorded.rows, batch.rows, strict=True))
+    return replace(recorded, rows=rows)
 
 
 def with_another_weight(model: Model, layer: int, expert: int) -> Model:
-    made = variant(model, Numerics())
+    changed = variant(model, Numerics())
     with torch.no_grad():
-        made.layers[layer].w_out[expert, 3] += 0.5
-    return made
+        changed.layers[layer].w_out[expert, 3] += 0.5
+    return changed
 
 
 # What is planted: from model, honest record and a place to the record with the fault
@@ -80,9 +80,9 @@ def foreign_expert(model: Model, batch: FrozenBatch, row: int, token: int, layer
     routes = batch.rows[row].trace.routes.copy()
     used = set(routes[token, layer].tolist())
     routes[token, layer, -1] = min(set(range(model.config.num_experts)) - used)
-    only = np.arange(len(routes)) == token  # all that comes after is routed on what became of it
-    made = with_trace(batch, row, routes=routes, route_valid=only)
-    return record(engine_of(model, replay="ids+order"), made)
+    only = np.arange(len(routes)) == token  # later tokens are routed by the changed hidden states
+    rerouted = with_trace(batch, row, routes=routes, route_valid=only)
+    return record(engine_of(model, replay="ids+order"), rerouted)
 
 
 def swapped_order(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
@@ -106,23 +106,23 @@ PLANTED: dict[str, tuple[str, Plant]] = {
 
 
 def test_nothing_is_named_where_nothing_is_planted(model, batch):
-    for made in (batch, record(engine_of(model), batch), record(engine_of(model, layout="cache"), batch)):
-        report = examine(model, made)
+    for recorded in (batch, record(engine_of(model), batch), record(engine_of(model, layout="cache"), batch)):
+        report = examine(model, recorded)
         assert report.named == () and report.left.most < report.tolerance / 3
         assert report.first is None
 
 
 def test_a_weight_that_differs_is_named_with_its_tensor_and_expert(model, batch):
     layer = model.config.first_k_dense_replace
-    other = with_another_weight(model, layer, 4)
-    made = record(engine_of(other), batch)
-    report = examine(model, made, engine_of(other))
+    changed = with_another_weight(model, layer, 4)
+    recorded = record(engine_of(changed), batch)
+    report = examine(model, recorded, engine_of(changed))
     assert report.named == ("weights",) and report.left.most == 0
     [finding] = report.findings
     assert f"model.layers.{layer}.mlp.experts.4.down_proj.weight" in finding.text and "1 tensors" in finding.text
     assert report.first is not None and report.first_in == "experts"
     assert (report.first.layer, report.first.experts) == (layer, (4,))
-    routes = made.rows[report.first.row].trace.routes[: report.first.token + 1, 0]
+    routes = recorded.rows[report.first.row].trace.routes[: report.first.token + 1, 0]
     assert 4 in routes[-1] and (report.first.row > 0 or not (routes[:-1] == 4).any()), "the first token that met it"
 
 
@@ -138,54 +138,58 @@ BEFORE_THE_HEAD: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_rung_before_the_head_is_named_and_can_be_toggled(model, batch, name: str):
     cause, choices = BEFORE_THE_HEAD[name]
     engine, trainer = engine_of(model, **choices), engine_of(model)
-    made = record(engine, batch)
-    report = examine(model, made, engine)
+    recorded = record(engine, batch)
+    report = examine(model, recorded, engine)
     assert report.named == (cause,) and report.left.most <= report.tolerance < report.start.most
-    assert toggled(trainer, engine, made, [cause]).most <= report.tolerance
-    assert toggled(trainer, engine, made, []) == report.start
-    checkbox, text = view.toggles(trainer, engine, made).children
+    assert toggled(trainer, engine, recorded, [cause]).most <= report.tolerance
+    assert toggled(trainer, engine, recorded, []) == report.start
+    checkbox, text = view.toggles(trainer, engine, recorded).children
     before, checkbox.value = text.value, True
     assert checkbox.description == cause and f"max {report.start.most:.1e}" in before != text.value
-    if name == "temperature":  # the record is that of log-probabilities divided by hand
+    if name == "temperature":  # the record equals log-probabilities divided by hand
         raw = observe(trainer, batch)
         token = torch.from_numpy(batch.of_written("token_ids")).long()
         by_hand = (raw.logprob_SV / 0.7).log_softmax(-1).gather(1, token[:, None])[:, 0]
-        assert np.allclose(made.of_written("logprob"), by_hand, atol=1e-6)
+        assert np.allclose(recorded.of_written("logprob"), by_hand, atol=1e-6)
 
 
 def test_a_trainer_that_spells_otherwise_is_named_and_what_it_lacks_is_counted(model, batch):
-    """The second token of what was written at a stretch becomes two others; the last of what was read is doubled."""
-    made = record(engine_of(model), batch)
-    other = {"spelling": lambda ids: np.concatenate([ids[:1], [3, 4], ids[2:]]).astype(np.int32)}
-    read = {"template": lambda ids: np.append(ids, ids[-1:]).astype(np.int32)}
-    for choices, names in ((other, ["tokens"]), (read, ["template"]), (other | read, ["tokens", "template"])):
-        report = examine(engine_of(model, **choices), made)
+    """The second token of each written stretch becomes two other tokens; the last token that was read is doubled."""
+    recorded = record(engine_of(model), batch)
+    spelling = {"spelling": lambda ids: np.concatenate([ids[:1], [3, 4], ids[2:]]).astype(np.int32)}
+    template = {"template": lambda ids: np.append(ids, ids[-1:]).astype(np.int32)}
+    for choices, names in (
+        (spelling, ["tokens"]),
+        (template, ["template"]),
+        (spelling | template, ["tokens", "template"]),
+    ):
+        report = examine(engine_of(model, **choices), recorded)
         assert [*report.named] == names and report.left.most <= report.tolerance and report.start.most > 0.1
     lost = 0
-    for row in made.rows:
+    for row in recorded.rows:
         second = np.flatnonzero(np.diff(row.acted[:-1].astype(int)) == 1) + 2
         lost += int((row.acted[second] & ~np.isin(row.token_ids[second], (3, 4))).sum())
-    report = examine(engine_of(model, **other), made)
-    assert report.start.missing == pytest.approx(lost / len(made.of_written("logprob")))
+    report = examine(engine_of(model, **spelling), recorded)
+    assert report.start.missing == pytest.approx(lost / len(recorded.of_written("logprob")))
     assert report.left.missing == 0 and f"{report.start.missing:.1%}" in report.findings[0].text
     with pytest.raises(ValueError, match="only a trainer"):
-        record(engine_of(model, **read), batch)
+        record(engine_of(model, **template), batch)
     with pytest.raises(ValueError, match="tokens on record"):
-        observe(engine_of(model, **read, replay="ids"), made)
+        observe(engine_of(model, **template, replay="ids"), recorded)
 
 
 def test_everything_at_once_is_named_and_explained(model, batch):
-    other = with_another_weight(model, 1, 2)
-    engine = engine_of(other, head=BF16, attention=BF16, numerics=Numerics(expert_bits=4), replay="weights")
-    made = record(replace(engine, replay="none"), batch)
-    for row in range(len(made.rows)):
-        trace = made.rows[row].trace
+    changed = with_another_weight(model, 1, 2)
+    engine = engine_of(changed, head=BF16, attention=BF16, numerics=Numerics(expert_bits=4), replay="weights")
+    recorded = record(replace(engine, replay="none"), batch)
+    for row in range(len(recorded.rows)):
+        trace = recorded.rows[row].trace
         routes, gates = trace.routes.copy(), torch.from_numpy(trace.gates).to(BF16).float().numpy()
         routes[2, 1, :2], gates[2, 1, :2] = routes[2, 1, [1, 0]], gates[2, 1, [1, 0]]
         used = set(routes[4, 0].tolist())
         routes[4, 0, -1] = min(set(range(6)) - used)
-        made = with_trace(made, row, routes=routes, gates=gates)
-    report = examine(model, taken_up(engine, made), engine)
+        recorded = with_trace(recorded, row, routes=routes, gates=gates)
+    report = examine(model, taken_up(engine, recorded), engine)
     assert report.named == tuple(cause.name for cause in CAUSES[4:])
     assert report.left.most == 0 and report.start.most > 0.1
 
@@ -211,14 +215,14 @@ def test_wherever_a_fault_is_it_is_named_there(case, data):
     cause, plant = PLANTED[name]
     row, layer = data.draw(st.integers(0, len(batch.rows) - 1)), data.draw(st.integers(0, 1))
     token = data.draw(st.integers(0, len(batch.rows[row].token_ids) - 3))
-    made = plant(model, batch, row, token, layer)
-    report = examine(model, made)
+    faulty = plant(model, batch, row, token, layer)
+    report = examine(model, faulty)
     assert report.named == (cause,), [finding.text for finding in report.findings]
     assert report.left.most <= report.tolerance, "nothing is left to explain"
     for finding in report.findings:
         assert finding.where is not None and (finding.where.row, finding.where.token) == (row, token)
         if finding.where.layer is not None and name != "a dropped route":
-            experts = tuple(made.rows[row].trace.routes[token, layer].tolist())
+            experts = tuple(faulty.rows[row].trace.routes[token, layer].tolist())
             assert (finding.where.layer, finding.where.experts) == (layer, experts)
 
 
@@ -227,8 +231,8 @@ def test_all_causes_put_in_leave_nothing(model, batch, name: str):
     engine = engines(model)[name]
     report = examine(model, record(engine, batch), engine)
     assert report.left.most <= 1e-5 and report.left.kl < 1e-9
-    wanted = {"bf16-head": ("head dtype",), "bf16-attention": ("attention",)}
-    assert report.named == wanted.get(name, ("GEMM",)) or name == "bf16"
+    expected = {"bf16-head": ("head dtype",), "bf16-attention": ("attention",)}
+    assert report.named == expected.get(name, ("GEMM",)) or name == "bf16"
     if name == "bf16":
         assert {"head dtype", "GEMM"} <= set(report.named) <= {"head dtype", "GEMM", "attention"}
     assert (report.start.k3 > 1e-9) == bool(report.named)
@@ -246,8 +250,10 @@ def test_kl_over_the_vocabulary_is_what_samples_estimate():
     assert np.allclose(
         exact, torch.distributions.kl_divergence(categorical(logits=engine), categorical(logits=trainer))
     )
-    found = figures(gap, exact)
-    assert found.k1 == pytest.approx(found.kl, rel=0.25) and found.k3 == pytest.approx(found.kl, rel=0.1)
+    estimates = figures(gap, exact)
+    assert estimates.k1 == pytest.approx(estimates.kl, rel=0.25) and estimates.k3 == pytest.approx(
+        estimates.kl, rel=0.1
+    )
 
 
 def test_what_is_left_is_told_by_policy_version(model, batch):

@@ -80,20 +80,20 @@ def test_a_version_takes_its_requests_slow_start_and_bytes(size: float):
     rate, trip_s = 100e6 / 8 * 1448 / 1514, 0.08
     direct_s, relayed_s = deliveries(size, RegionLink(rate=100, round_trip=trip_s), 3, 0.5)
     for engines, requests, seconds in ((3, 15, direct_s), (1, 12.5, relayed_s)):
-        left, window, expected = engines * size, 14_600.0, 0.5 + requests * trip_s
-        while window < rate * trip_s and left > window:
-            left, window, expected = left - window, 2 * window, expected + trip_s
-        assert seconds == pytest.approx(expected + left / rate, abs=trip_s)
+        remaining, window, expected = engines * size, 14_600.0, 0.5 + requests * trip_s
+        while window < rate * trip_s and remaining > window:
+            remaining, window, expected = remaining - window, 2 * window, expected + trip_s
+        assert seconds == pytest.approx(expected + remaining / rate, abs=trip_s)
 
 
 def test_a_fleet_in_closed_form():
-    """Limited by its trainer, or with fewer sandboxes by these."""
+    """The trainer limits the fleet or, if there are fewer, the sandboxes do."""
     assert FLEET.rate == 2.0 and FLEET.needed == 200.0 and FLEET.bytes_s == 1e9 / 50
     assert FLEET.dollars(36.0, 0.0, 0.0) == pytest.approx(10 * 36 / 3600 * 500)  # 1,000 rollouts take 500 s
     assert FLEET.dollars(0.0, 3.6, 0.0) == pytest.approx(400 * 3.6 / 3600 * 500)
     assert FLEET.dollars(0.0, 0.0, 0.5) == pytest.approx(10 * 4 * 0.5)  # 10 updates of 1 GB to 4 regions
-    few = replace(FLEET, sandboxes=100)
-    assert few.rate == 1.0 and few.bytes_s == 1e9 / 100 and few.needed == 200.0
+    small_fleet = replace(FLEET, sandboxes=100)
+    assert small_fleet.rate == 1.0 and small_fleet.bytes_s == 1e9 / 100 and small_fleet.needed == 200.0
 
 
 @pytest.mark.parametrize("sandboxes, busy", [(100, 0.5), (200, 1.0), (400, 1.0)])

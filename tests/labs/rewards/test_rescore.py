@@ -40,10 +40,10 @@ def test_a_further_value_counts_in_groups_where_nobody_lacks_it(tiny_run: RunDir
     batch, stored = lab_scores.stored_batch(tiny_run, 1), lab_scores.stored_scores(lab_scores.stored_batch(tiny_run, 1))
     values: list[float | None] = [float(n % 3) for n in range(16)]
     values[3] = None
-    found, group = lab_scores.rescore_with(batch, values, 0.5), stored.group_R == stored.group_R[3]
-    assert np.array_equal(found.reward_R[group], stored.reward_R[group])
-    assert np.allclose(found.reward_R[~group], (stored.reward_R + 0.5 * (np.arange(16) % 3))[~group])
-    assert not np.array_equal(found.advantage_R, stored.advantage_R)
+    rescored, group = lab_scores.rescore_with(batch, values, 0.5), stored.group_R == stored.group_R[3]
+    assert np.array_equal(rescored.reward_R[group], stored.reward_R[group])
+    assert np.allclose(rescored.reward_R[~group], (stored.reward_R + 0.5 * (np.arange(16) % 3))[~group])
+    assert not np.array_equal(rescored.advantage_R, stored.advantage_R)
     assert np.array_equal(lab_scores.rescore_with(batch, [None] * 16, 1.0).advantage_R, stored.advantage_R)
 
 
@@ -84,8 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch_of(attempts: list[Attempt], size: int, **values: Any) -> lab_scores.StoredBatch:
-    """Groups of `size`, with advantages that nobody needs."""
-    scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts]
+    """Return a stored batch of groups of `size`, with advantages of 0."""
+    scored = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0) for attempt in attempts]
     groups = tuple(tuple(scored[at : at + size]) for at in range(0, len(scored), size))
     return lab_scores.StoredBatch(step=1, groups=groups, settings=override(Settings(), values))
 
@@ -113,7 +113,7 @@ def autograd(model: Model, batch: lab_scores.StoredBatch, advantage_R: np.ndarra
 def test_lengths_and_angles_are_those_of_autograd(
     make_model: Callable[..., Model], converse: Callable[..., list[Attempt]], values: dict[str, Any]
 ):
-    """At weights that have moved on since sampling, so that ratios differ from 1 and clips mask tokens."""
+    """Weights have moved since sampling, so that ratios differ from 1 and clips mask tokens."""
     attempts = converse(Engine(make_model(), stop=[], slots=8, max_length=96, temperature=1.0, seed=1), 6)
     model = make_model()
     with torch.no_grad():
@@ -122,11 +122,11 @@ def test_lengths_and_angles_are_those_of_autograd(
     batch = batch_of(attempts, 3, **values)
     gradients = lab_scores.policy_gradients(model, batch)
     random = np.random.default_rng(3)
-    one_R, other_R = random.normal(size=(2, 6))
-    other_R[2] = 0.0
-    (one, masked), (other, _) = autograd(model, batch, one_R), autograd(model, batch, other_R)
+    first_R, second_R = random.normal(size=(2, 6))
+    second_R[2] = 0.0
+    (first, masked), (second, _) = autograd(model, batch, first_R), autograd(model, batch, second_R)
     assert masked > 0 or values != CASES["narrow"]
-    assert gradients.norm(one_R) == pytest.approx(float(one.norm()), rel=1e-4)
-    assert gradients.norm(other_R) == pytest.approx(float(other.norm()), rel=1e-4)
-    expected = float(one @ other / (one.norm() * other.norm()))
-    assert gradients.cosine(one_R, other_R) == pytest.approx(expected, abs=1e-4)
+    assert gradients.norm(first_R) == pytest.approx(float(first.norm()), rel=1e-4)
+    assert gradients.norm(second_R) == pytest.approx(float(second.norm()), rel=1e-4)
+    expected = float(first @ second / (first.norm() * second.norm()))
+    assert gradients.cosine(first_R, second_R) == pytest.approx(expected, abs=1e-4)

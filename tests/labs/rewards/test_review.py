@@ -35,7 +35,7 @@ TASK = Task(
 )
 
 
-def done(text: str = LEFT, passed: bool = True, task: Task = TASK) -> Attempt:
+def finished_attempt(text: str = LEFT, passed: bool = True, task: Task = TASK) -> Attempt:
     files = {"f.py": text, "caf\udce9.py": "x = '\udce9'\n", "../out.py": ""}
     rollout = Rollout(task_id=task.id, segments=(), turns=(), files=files, stop="finished", before=task.files)
     return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"t": passed}))
@@ -64,8 +64,8 @@ def test_a_judge_reads_what_the_agent_left_and_changes_nothing(tmp_path: Path) -
     judge = Judge('{"mark": "MARK", "level": 4, "why": "A comment is needless."}')
     unsolved = TASK.model_copy(update={"solution": {}})
     with ScriptServer(judge) as server, open_reviewer(f"openai:{server.url}", "bwrap") as review:
-        scores = review([done(), done(passed=False), done(task=unsolved)], tmp_path)
-        [again] = review([done()], tmp_path)
+        scores = review([finished_attempt(), finished_attempt(passed=False), finished_attempt(task=unsolved)], tmp_path)
+        [again] = review([finished_attempt()], tmp_path)
     assert scores[0] and (scores[0].level, scores[0].why) == (4, "A comment is needless.") and scores[0].read > 0
     assert scores[1:] == [None, None] and again and again.cached and again.why == scores[0].why
     first, written, ran, last = judge.results

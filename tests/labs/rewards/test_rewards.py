@@ -12,10 +12,10 @@ def test_a_slider_runs_no_model(monkeypatch: pytest.MonkeyPatch):
     """Gradients are computed once, when the lab is opened: a slider only weighs them."""
     lab = open_lab(example_run())
 
-    def refuse(*given: object, **more: object) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model runs")
 
     monkeypatch.setattr(torch.nn.Module, "__call__", refuse)
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
-    found = judge(lab, rewards.with_values(lab.batch.settings.reward, {"effort.weight": 0.1}))
-    assert rewards.look(lab, found).png()
+    judged = judge(lab, rewards.with_values(lab.batch.settings.reward, {"effort.weight": 0.1}))
+    assert rewards.look(lab, judged).png()

@@ -99,15 +99,15 @@ def test_what_is_planted_is_dropped_by_its_filter_and_nothing_else_is(root: Path
 
 
 def test_the_same_seed_gives_the_same_bytes_and_mid_training_reads_them(root: Path, tmp_path: Path):
-    one, two = (make_corpus(root, tmp_path / name, SETTINGS) for name in "ab")
-    assert one == two and all(
+    first, second = (make_corpus(root, tmp_path / name, SETTINGS) for name in "ab")
+    assert first == second and all(
         (tmp_path / "a" / f.name).read_bytes() == f.read_bytes() for f in (tmp_path / "b").iterdir()
     )
     rows, corpus = read_rows(tmp_path / "a"), read_corpus(str(tmp_path / "a"))
     heldout = {row["repository"] for row in rows if row["heldout"]}
     assert heldout and {row["repository"] for row in rows if not row["heldout"]}.isdisjoint(heldout)
     assert sum(len(row["text"]) for row in rows if row["heldout"]) <= 0.4 * sum(len(row["text"]) for row in rows)
-    assert corpus.digest == one["digest"] and len(corpus.names) == len(rows)
+    assert corpus.digest == first["digest"] and len(corpus.names) == len(rows)
     for row in rows:
         [document] = [
             text for text in (corpus.validation if row["heldout"] else corpus.train) if f"# {row['path']}\n" in text

@@ -20,8 +20,8 @@ from composer_nb.trainer.corpus.repositories import PERMISSIVE, is_allowed, lice
 
 def test_an_expression_is_allowed_if_the_licences_satisfy_it():
     allowed = ["MIT", "GPL-3.0-only OR MIT", "(GPL-3.0-only OR MIT) AND Apache-2.0"]
-    others = ["GPL-3.0-only AND MIT", "Apache-2.0 WITH LLVM-exception", "", "__import__('os')", "(" * 5000 + "MIT"]
-    for expression in (*allowed, *others):
+    refused = ["GPL-3.0-only AND MIT", "Apache-2.0 WITH LLVM-exception", "", "__import__('os')", "(" * 5000 + "MIT"]
+    for expression in (*allowed, *refused):
         assert is_allowed(expression, PERMISSIVE) is (expression in allowed), expression[:80]
 
 
@@ -41,11 +41,11 @@ def test_metadata_state_a_licence(head: str, licence: str):
 
 def test_texts_of_licences_are_recognised_and_a_second_one_must_be_allowed_too(tmp_path: Path):
     [mit] = [file for file in metadata.distribution("pluggy").files or () if file.name == "LICENSE"]
-    mine, odd = Path(str(mit.locate())), tmp_path / "LICENSE"
-    odd.write_text("You may not.")
-    assert licence_of([mine], "") == licence_of([mine, odd], "MIT") == "MIT"
-    assert licence_of([mine], "GPL-3.0-only OR BSD-2-Clause") == "(GPL-3.0-only OR BSD-2-Clause) AND MIT"
-    assert licence_of([odd], "") == "" and licence_of([], "ISC") == licence_of([odd], "ISC") == "ISC"
+    mit_file, other_file = Path(str(mit.locate())), tmp_path / "LICENSE"
+    other_file.write_text("You may not.")
+    assert licence_of([mit_file], "") == licence_of([mit_file, other_file], "MIT") == "MIT"
+    assert licence_of([mit_file], "GPL-3.0-only OR BSD-2-Clause") == "(GPL-3.0-only OR BSD-2-Clause) AND MIT"
+    assert licence_of([other_file], "") == "" and licence_of([], "ISC") == licence_of([other_file], "ISC") == "ISC"
     (tmp_path / "COPYING").write_bytes(b"\xff\xfe")
     assert licence_of([tmp_path / "COPYING"], "") == ""
 
@@ -59,14 +59,14 @@ def neighbours(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[at : at + 5]) for at in range(max(1, len(words) - 4))}
 
 
-def jaccard(one: str, other: str) -> float:
-    return len(neighbours(one) & neighbours(other)) / len(neighbours(one) | neighbours(other))
+def jaccard(first: str, second: str) -> float:
+    return len(neighbours(first) & neighbours(second)) / len(neighbours(first) | neighbours(second))
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), similar=st.sampled_from([0.5, 0.7, 0.85]))
 def test_near_duplicates_are_those_that_every_pair_compared_would_give(seed: int, similar: float):
-    """Pairs near the threshold aside, where the index may overlook one."""
+    """Pairs near the threshold are exempt: the index may overlook one."""
     random = Random(seed)
     texts: list[str] = []
     for number in range(12):
@@ -74,16 +74,16 @@ def test_near_duplicates_are_those_that_every_pair_compared_would_give(seed: int
         texts.append(" ".join(words))
         for _ in range(random.randrange(3)):
             changed = list(words)
-            for place in random.sample(range(120), random.choice([0, 1, 30])):
-                changed[place] = f"other{number}"
+            for position in random.sample(range(120), random.choice([0, 1, 30])):
+                changed[position] = f"other{number}"
             texts.append("\n".join(changed))
     random.shuffle(texts)
     dropped = near_duplicates(texts, similar, seed)
-    kept = [place for place in range(len(texts)) if place not in dropped]
-    for place, original in dropped.items():
-        assert original < place and original in kept and jaccard(texts[place], texts[original]) >= similar
-    for one, other in itertools.combinations(kept, 2):
-        assert jaccard(texts[one], texts[other]) < similar + 0.1
+    survivors = [position for position in range(len(texts)) if position not in dropped]
+    for position, original in dropped.items():
+        assert original < position and original in survivors and jaccard(texts[position], texts[original]) >= similar
+    for first, second in itertools.combinations(survivors, 2):
+        assert jaccard(texts[first], texts[second]) < similar + 0.1
     assert dropped == near_duplicates(texts, similar, seed)
 
 
@@ -103,13 +103,13 @@ TASK = Task(
 
 
 def test_a_file_with_a_part_of_a_task_is_contaminated():
-    """Layout does not count, and what the agent sees is no secret."""
+    """Layout does not matter, and what the agent may see is no secret."""
     words = "# The sum over a basket ignores what customers have sent back"
     leaks = [f"# a mirror\n{FIXED}", FIXED.replace("    ", "\t").replace(" * ", "*"), f"import x\n{TEST}"]
     leaks.append(f"{words}; see the report\n")
     texts = ["x = 1", CODE, f"{words}\n", "", *leaks]
-    found = contaminated([("r", text) for text in texts], secrets([TASK], 13), 13, 10)
-    assert found == dict.fromkeys(range(4, 8), "shop-1")
+    matches = contaminated([("r", text) for text in texts], secrets([TASK], 13), 13, 10)
+    assert matches == dict.fromkeys(range(4, 8), "shop-1")
 
 
 # Order
@@ -136,5 +136,5 @@ def test_imports_come_before_what_imports_them():
     }
     order = import_order(texts)
     assert sorted(order) == sorted(texts) and order == import_order(dict(reversed(texts.items())))
-    for path, before in needs.items():
-        assert all(order.index(each) < order.index(path) for each in before), path
+    for path, dependencies in needs.items():
+        assert all(order.index(dependency) < order.index(path) for dependency in dependencies), path

@@ -21,8 +21,8 @@ def costs(lengths: list[int], cost: Cost = QUADRATIC) -> list[float]:
 
 
 def check(packing: Packing, lengths: list[int], ranks: int, limit: int) -> None:
-    everyone = [item for row in packing.items for part in row for item in part]
-    assert sorted(everyone) == list(range(len(lengths))), "nothing lost, nothing twice"
+    dealt = [item for row in packing.items for part in row for item in part]
+    assert sorted(dealt) == list(range(len(lengths))), "nothing lost, nothing twice"
     assert {len(row) for row in packing.items} == {ranks}, "as many micro-batches on each rank"
     for row, load_R in zip(packing.items, packing.load_MR, strict=True):
         assert any(row), "no micro-batch is empty on all ranks"
@@ -49,8 +49,8 @@ def test_one_micro_batch_is_within_graham_s_bound_of_the_best(lengths: list[int]
         max(sum(w for w, rank in zip(weight, dealt, strict=True) if rank == r) for r in range(ranks))
         for dealt in product(range(ranks), repeat=len(lengths))
     )
-    found = pack(lengths, weight, ranks, sum(lengths)).step
-    assert best - 1e-9 <= found <= best * (4 / 3 - 1 / (3 * ranks)) * 1.01 + 1e-9
+    step_cost = pack(lengths, weight, ranks, sum(lengths)).step
+    assert best - 1e-9 <= step_cost <= best * (4 / 3 - 1 / (3 * ranks)) * 1.01 + 1e-9
 
 
 @given(
@@ -72,10 +72,10 @@ def test_a_group_stays_together_until_ranks_would_wait_for_it():
     def group(token: int) -> list[Stream]:
         return [stream([token] * 20 + [number, number]) for number in range(4)]
 
-    both = [*group(7), *group(8)]
-    parts, _ = deal_out(both, families(both), 2, 1000, Cost(linear=1.0, quadratic=0.0))
+    streams = [*group(7), *group(8)]
+    parts, _ = deal_out(streams, families(streams), 2, 1000, Cost(linear=1.0, quadratic=0.0))
     assert [{int(s.token_ids[0]) for s in part[0]} for part in parts] in ([{7}, {8}], [{8}, {7}])
-    parts, _ = deal_out(both[:4], families(both[:4]), 4, 1000, Cost(linear=1.0, quadratic=0.0))
+    parts, _ = deal_out(streams[:4], families(streams[:4]), 4, 1000, Cost(linear=1.0, quadratic=0.0))
     assert [len(part[0]) for part in parts] == [1, 1, 1, 1], "four ranks would rather not wait"
 
 

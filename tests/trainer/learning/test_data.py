@@ -30,9 +30,9 @@ def test_a_corpus_is_split_by_name_and_known_by_its_digest(tmp_path: Path):
     corpus = data.read_corpus(str(make_corpus(tmp_path / "a")))
     assert len(corpus.names) == 60 == len(corpus.train) + len(corpus.validation)
     assert corpus.names == sorted(corpus.names) and corpus.names[0] == "pack0/module_0.py"
-    held = [name for name in corpus.names if hashlib.md5(name.encode()).digest()[0] < 13]
-    numbers = [int(name.split("_")[1].removesuffix(".py")) for name in held]
-    assert corpus.validation == [f"x = {number}\n" for number in numbers] and held
+    heldout_names = [name for name in corpus.names if hashlib.md5(name.encode()).digest()[0] < 13]
+    numbers = [int(name.split("_")[1].removesuffix(".py")) for name in heldout_names]
+    assert corpus.validation == [f"x = {number}\n" for number in numbers] and heldout_names
     assert data.read_corpus(str(make_corpus(tmp_path / "b"))) == corpus, "wherever it lies"
     (tmp_path / "b" / "pack0" / "module_0.py").write_text("x = -1\n")
     assert data.read_corpus(str(tmp_path / "b")).digest != corpus.digest
@@ -57,8 +57,8 @@ def test_rows_of_code_are_the_texts_one_after_another(tokenizer: Tokenizer):
         joined += row.token_ids[1:].tolist()
     assert joined == stream[: len(joined)]
     for limit in (0, 1, 2):
-        few = data.code_rows(texts, tokenizer, 0.5, limit=limit)
-        assert [row.token_ids.tolist() for row in few] == [row.token_ids.tolist() for row in rows[:limit]]
+        limited = data.code_rows(texts, tokenizer, 0.5, limit=limit)
+        assert [row.token_ids.tolist() for row in limited] == [row.token_ids.tolist() for row in rows[:limit]]
 
 
 def test_code_that_spells_out_a_special_token_does_not_become_one(tokenizer: Tokenizer):
@@ -78,7 +78,7 @@ def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
     assert row.token_ids.tolist() == list(range(7)) and row.weight.dtype == np.float32
     assert row.weight.tolist() == pytest.approx([0.2, 0.2, 1, 1, 0.2, 1, 1])
     rows = data.demonstration_rows(replace(rollout, segments=(segment,) * 3), 0.2)
-    assert [each.weight.tolist() for each in rows] == [row.weight.tolist()] * 3
+    assert [segment_row.weight.tolist() for segment_row in rows] == [row.weight.tolist()] * 3
 
 
 # Fill in the middle
@@ -103,8 +103,8 @@ def pieces(ids: list[int], marks: tuple[int, int, int]) -> tuple[list[int], list
 @given(seed=st.integers(0, 10**6), order=st.sampled_from([0.0, 1.0]))
 def test_the_pieces_are_the_text_of_the_row_but_for_its_end(seed: int, order: float):
     marks = data.gap_tokens(TOKENIZER)
-    made = data.with_gaps(ROWS, TOKENIZER, data.InfillSettings(share=1.0, suffix_first=order), seed)
-    changed = [(row, new) for row, new in zip(ROWS, made, strict=True) if new is not row]
+    gapped = data.with_gaps(ROWS, TOKENIZER, data.InfillSettings(share=1.0, suffix_first=order), seed)
+    changed = [(row, new) for row, new in zip(ROWS, gapped, strict=True) if new is not row]
     assert len(changed) > len(ROWS) // 3
     for row, new in changed:
         assert new.token_ids.shape == row.token_ids.shape and new.token_ids.dtype == np.int32
@@ -115,7 +115,7 @@ def test_the_pieces_are_the_text_of_the_row_but_for_its_end(seed: int, order: fl
         assert whole.startswith(before + gap) and (not after or after in whole)
         if order == 1.0:
             assert new.token_ids[2] == marks[1] and before == "", "the suffix comes first, the prefix runs into the gap"
-    assert [r.token_ids.tolist() for r in made] == [
+    assert [r.token_ids.tolist() for r in gapped] == [
         r.token_ids.tolist()
         for r in data.with_gaps(ROWS, TOKENIZER, data.InfillSettings(share=1.0, suffix_first=order), seed)
     ]

@@ -39,11 +39,11 @@ def test_the_divergence_and_its_gradient_have_their_closed_forms() -> None:
 @pytest.fixture
 def stream(make_model, converse) -> Stream:
     """A rollout of three messages whose second has a hint."""
-    [done] = converse(Engine(make_model(3), stop=frozenset[int](), slots=1, max_length=96), 1)
-    [made] = to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0))
-    places = done.rollout.segments[0].messages[1]
-    hint = Hint(int(places[0]), int(places[-1]) + 1, int(places[0]) - 1, (5, 17, 40))
-    return replace(made, hints=(hint,))
+    [attempt] = converse(Engine(make_model(3), stop=frozenset[int](), slots=1, max_length=96), 1)
+    [stream] = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))
+    positions = attempt.rollout.segments[0].messages[1]
+    hint = Hint(int(positions[0]), int(positions[-1]) + 1, int(positions[0]) - 1, (5, 17, 40))
+    return replace(stream, hints=(hint,))
 
 
 def test_teacher_and_student_are_plain_forwards_with_and_without_the_hint(make_model, stream: Stream) -> None:
@@ -73,14 +73,14 @@ def learn(learner: Learner, streams: list[Stream], lr: float = 0.0) -> dict[str,
 
 def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make_model, stream: Stream) -> None:
     model = make_model(4)
-    found = learn(learner := learner_of(model, 2.0), [stream])  # its advantage is 0
+    metrics = learn(learner := learner_of(model, 2.0), [stream])  # its advantage is 0
     gradient = learner.optimizer.gradients.clone()
     by_hand = make_model(4).requires_grad_()
-    wanted = torch.autograd.grad(
+    expected = torch.autograd.grad(
         2.0 * feedback_kl(by_hand, make_model(4), [stream]).sum() / 50.0, list(by_hand.parameters()), allow_unused=True
     )
-    total = sum(float(part.double().pow(2).sum()) for part in wanted if part is not None) ** 0.5
-    assert found["hinted"] == stream.hints[0].stop - stream.hints[0].start and found["feedback_kl"] > 1e-4
+    total = sum(float(part.double().pow(2).sum()) for part in expected if part is not None) ** 0.5
+    assert metrics["hinted"] == stream.hints[0].stop - stream.hints[0].start and metrics["feedback_kl"] > 1e-4
     assert float(gradient.double().norm()) == pytest.approx(total, rel=1e-4) and total > 0
     off = learn(quiet := learner_of(make_model(4), 0.0), [stream])
     assert "hinted" not in off and quiet.optimizer.gradients.abs().max() == 0
@@ -91,18 +91,18 @@ READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
 
 def test_a_hint_stands_before_the_cue_of_its_turn_and_its_rollout_trains(make_model, converse, tokenizer) -> None:
     renderer, tools = CompactRenderer(tokenizer), ToolSet.tiny()
-    [done] = converse(Engine(make_model(3), stop=frozenset[int](), slots=1, max_length=96), 1)
+    [attempt] = converse(Engine(make_model(3), stop=frozenset[int](), slots=1, max_length=96), 1)
     failed = Turn(call="raed", observation="error: bad call", error="InvalidArguments")
-    rollout = replace(done.rollout, turns=(Turn(call=READ, observation=""), failed, Turn(call=READ, observation="")))
+    rollout = replace(attempt.rollout, turns=(Turn(call=READ, observation=""), failed, Turn(call=READ, observation="")))
     [[hint]] = hints_of(rollout, renderer, tools)
-    places = rollout.segments[0].messages[1]
-    assert (hint.start, hint.stop, hint.at) == (places[0], places[-1] + 1, places[0] - 1)
+    positions = rollout.segments[0].messages[1]
+    assert (hint.start, hint.stop, hint.at) == (positions[0], positions[-1] + 1, positions[0] - 1)
     assert list(hint.token_ids) == renderer.ask(hint_for([failed], tools))[:-1] and hint == hint_at(
         hint.start, hint.stop, hint_for([failed], tools), renderer
     )
-    scored = Scored(attempt=replace(done, rollout=rollout), reward=Reward(total=0.0), advantage=0.0)
+    scored = Scored(attempt=replace(attempt, rollout=rollout), reward=Reward(total=0.0), advantage=0.0)
     assert streams_of([[scored]], LossSettings()) == []
-    [stream] = streams_of([[scored]], LossSettings(), lambda each: hints_of(each, renderer, tools))
+    [stream] = streams_of([[scored]], LossSettings(), lambda rollout: hints_of(rollout, renderer, tools))
     assert stream.hints == (hint,) and np.array_equal(stream.token_ids, rollout.segments[0].token_ids)
     with pytest.raises(ValueError, match="loss.feedback=-1.0: must be greater than or equal to 0"):
         LossSettings(feedback=-1.0)

@@ -27,19 +27,19 @@ def clamp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def by_hand(case: dict[str, Tensor], s: losses.LossSettings, denominator: float) -> tuple[Tensor, int]:
-    """The sum of the terms over `denominator`, one token at a time, and how many tokens get no gradient from a mask."""
+    """Return the sum of the terms over `denominator`, computed token by token, and the number of masked tokens."""
     total, masked = 0 * case["logprob"].sum(), 0
     rollouts = case["rollout"].tolist()
-    for i, mine in enumerate(rollouts):
+    for i, rollout in enumerate(rollouts):
         logprob, sampled, a = case["logprob"][i], case["sampled"][i], case["advantage"][i]
-        members = [j for j, other in enumerate(rollouts) if other == mine]
+        members = [j for j, candidate in enumerate(rollouts) if candidate == rollout]
         r = torch.exp(logprob - sampled)
         if s.ratio == "gspo":
             r = torch.exp(sum(case["logprob"][j] - case["sampled"][j] for j in members) / len(members))
-        kept = True
+        trained = True
         if s.ratio in ("ppo", "gspo"):
-            kept = not ((a > 0 and r > 1 + s.clip_high) or (a < 0 and r < 1 - s.clip_low))
-            term = -r * a if kept else -clamp(r, 1 - s.clip_low, 1 + s.clip_high).detach() * a
+            trained = not ((a > 0 and r > 1 + s.clip_high) or (a < 0 and r < 1 - s.clip_low))
+            term = -r * a if trained else -clamp(r, 1 - s.clip_low, 1 + s.clip_high).detach() * a
         elif s.ratio == "none":
             term = -a * logprob
         elif s.ratio == "cispo":
@@ -47,27 +47,27 @@ def by_hand(case: dict[str, Tensor], s: losses.LossSettings, denominator: float)
         elif s.ratio == "tis":
             term = -clamp(r, 0, s.tis_cap).detach() * a * logprob
         elif s.ratio == "icepop":
-            kept = s.icepop_low <= r.item() <= s.icepop
-            term = -r.detach() * a * logprob if kept else 0 * logprob
+            trained = s.icepop_low <= r.item() <= s.icepop
+            term = -r.detach() * a * logprob if trained else 0 * logprob
         elif s.ratio == "flash":
-            kept = mean_kl(case, mine) <= s.flash
-            term = -r.detach() * a * logprob if kept else 0 * logprob
+            trained = mean_kl(case, rollout) <= s.flash
+            term = -r.detach() * a * logprob if trained else 0 * logprob
         elif s.ratio == "mis":
-            whole = math.exp(sum((case["logprob"][j] - case["sampled"][j]).item() for j in members))
-            kept = whole <= s.mis
-            term = -whole * a * logprob if kept else 0 * logprob
+            sequence_ratio = math.exp(sum((case["logprob"][j] - case["sampled"][j]).item() for j in members))
+            trained = sequence_ratio <= s.mis
+            term = -sequence_ratio * a * logprob if trained else 0 * logprob
         else:
             moved = (torch.exp(logprob) - torch.exp(sampled)).item()
-            kept = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
-            term = -r * a if kept else 0 * logprob
-        masked += not kept
+            trained = not ((a > 0 and moved > s.dppo) or (a < 0 and -moved > s.dppo))
+            term = -r * a if trained else 0 * logprob
+        masked += not trained
         total = total + term / (len(members) if s.length_norm else 1)
     return total / denominator, masked
 
 
 def mean_kl(case: dict[str, Tensor], rollout: int) -> float:
     pairs = zip(case["sampled"].exp().tolist(), case["logprob"].exp().tolist(), case["rollout"].tolist(), strict=True)
-    return float(np.mean([binary_kl(p, q) for p, q, other in pairs if other == rollout]))
+    return float(np.mean([binary_kl(p, q) for p, q, owner in pairs if owner == rollout]))
 
 
 @st.composite
@@ -90,13 +90,13 @@ def cases(draw: st.DrawFn) -> dict[str, Tensor]:
 
 def near_a_border(case: dict[str, Tensor], s: losses.LossSettings) -> bool:
     ratio = case["logprob"] - case["sampled"]
-    means = torch.stack([ratio[case["rollout"] == mine].mean() for mine in case["rollout"]])
+    means = torch.stack([ratio[case["rollout"] == rollout].mean() for rollout in case["rollout"]])
     moved = (case["logprob"].exp() - case["sampled"].exp()).abs()
     borders = [math.log(x) for x in (1 - s.clip_low, 1 + s.clip_high, s.tis_cap, s.icepop, s.icepop_low, 0.8, 1.2)]
-    sums = torch.stack([ratio[case["rollout"] == mine].sum() for mine in case["rollout"]])
+    sums = torch.stack([ratio[case["rollout"] == rollout].sum() for rollout in case["rollout"]])
     gaps = [(x - border).abs().min() for x in (ratio, means) for border in borders]
     gaps.append((sums - math.log(s.mis)).abs().min())
-    gaps += [torch.tensor(abs(mean_kl(case, mine) - s.flash)) for mine in set(case["rollout"].tolist())]
+    gaps += [torch.tensor(abs(mean_kl(case, rollout) - s.flash)) for rollout in set(case["rollout"].tolist())]
     return min(float(gap) for gap in [*gaps, (moved - s.dppo).abs().min()]) < 1e-5
 
 
@@ -121,11 +121,11 @@ def test_every_ratio_equals_its_formula_and_so_does_its_gradient(
     s = losses.LossSettings(ratio=ratio, length_norm=length_norm, tis_cap=3.0, icepop_low=0.4, icepop=3.5, flash=0.3)
     assume(not near_a_border(case, s))
     exact = {**case, "logprob": case["logprob"].clone().requires_grad_()}
-    wanted, masked = by_hand(exact, s, denominator)
-    (slope,) = torch.autograd.grad(wanted, exact["logprob"])
-    loss, found, metrics = ours(case, s, denominator)
-    torch.testing.assert_close(loss.double(), wanted.detach(), atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(found.double(), slope, atol=2e-5, rtol=2e-5)
+    expected, masked = by_hand(exact, s, denominator)
+    (slope,) = torch.autograd.grad(expected, exact["logprob"])
+    loss, gradient, metrics = ours(case, s, denominator)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(gradient.double(), slope, atol=2e-5, rtol=2e-5)
     ratio_N = (case["logprob"] - case["sampled"]).exp()
     assert metrics["tokens"] == len(ratio_N)
     assert metrics["masked"] == masked
@@ -137,11 +137,11 @@ def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
     for ratio in RATIOS:
         logprob = torch.tensor([-200.0, -0.1], requires_grad=True)
         sampled, advantage = torch.tensor([-0.1, -200.0]), torch.tensor([1.0, -1.0])
-        loss, found = losses.policy_loss(
+        loss, metrics = losses.policy_loss(
             logprob, sampled, advantage, torch.tensor([0, 1]), losses.LossSettings(ratio=ratio), 1.0
         )
         (slope,) = torch.autograd.grad(loss, logprob)
-        assert loss.isfinite() and slope.isfinite().all() and found["ratio_cut"] == 2, "cut off, and said so"
+        assert loss.isfinite() and slope.isfinite().all() and metrics["ratio_cut"] == 2, "cut off, and said so"
 
 
 # Advantages
@@ -152,11 +152,11 @@ rewards = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=16)
 @settings(deadline=None)
 @given(rewards, st.booleans())
 def test_advantages_are_distances_from_the_mean_in_deviations_and_0_where_all_are_equal(values: list[float], std: bool):
-    found = losses.advantages(torch.tensor(values), std)
+    advantages = losses.advantages(torch.tensor(values), std)
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) + 1e-6 if std else 1.0
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx([(value - mean) / spread for value in values], abs=1e-4, rel=1e-4)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == pytest.approx([(value - mean) / spread for value in values], abs=1e-4, rel=1e-4)
     assert losses.advantages(torch.full((len(values),), values[0]), std).tolist() == [0.0] * len(values)
 
 
@@ -167,21 +167,22 @@ def test_pass_at_k_is_the_best_of_all_subsets_with_a_rollout_less_the_best_of_al
     subsets = [*itertools.combinations(range(len(values)), size)]
     best = {subset: max(values[i] for i in subset) for subset in subsets}
     overall = math.fsum(best.values()) / len(subsets)
-    wanted = [np.mean([value for subset, value in best.items() if i in subset]) - overall for i in range(len(values))]
-    found = losses.pass_at_k_advantages(torch.tensor(values, dtype=torch.float64), k)
-    assert found.tolist() == pytest.approx(wanted, abs=1e-12)
+    expected = [np.mean([value for subset, value in best.items() if i in subset]) - overall for i in range(len(values))]
+    advantages = losses.pass_at_k_advantages(torch.tensor(values, dtype=torch.float64), k)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-12)
     if size == 1:
-        torch.testing.assert_close(found, losses.advantages(torch.tensor(values, dtype=torch.float64)))
+        torch.testing.assert_close(advantages, losses.advantages(torch.tensor(values, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize(("n", "k"), [(5, 2), (6, 4), (4, 1)])
 def test_its_expectation_is_the_gradient_of_pass_at_k(n: int, k: int):
-    """A policy that solves with the probability p = σ(z), and every group that it can draw."""
+    """Sums over every group of a policy that solves with probability p = σ(z)."""
     p, expected = 0.3, 0.0
     for outcomes in itertools.product((0.0, 1.0), repeat=n):
         chance = math.prod(p if solved else 1 - p for solved in outcomes)
-        found = losses.pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
-        expected += chance * sum(a * (solved - p) for a, solved in zip(found, outcomes, strict=True))  # d log π / dz
+        advantages = losses.pass_at_k_advantages(torch.tensor(outcomes, dtype=torch.float64), k).tolist()
+        # d log π / dz is 1 − p for a solved task, and −p otherwise.
+        expected += chance * sum(a * (solved - p) for a, solved in zip(advantages, outcomes, strict=True))
     assert expected == pytest.approx((n / k - 1) * k * (1 - p) ** (k - 1) * p * (1 - p))  # d (1 − (1 − p)^k) / dz
 
 
@@ -189,7 +190,7 @@ FAILED, MIXED = (0.0, 0.0, 0.0), (1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "outcomes", "wanted"),
+    ("changes", "outcomes", "expected"),
     [
         ({}, FAILED, (0.0, -0.1, 0.1)),
         ({"gate": "mixed"}, FAILED, (0.0, 0.0, 0.0)),
@@ -202,11 +203,13 @@ FAILED, MIXED = (0.0, 0.0, 0.0), (1.0, 0.0, 0.0)
         ({"baseline": "batch"}, MIXED, (0.8, -0.3, -0.1)),
     ],
 )
-def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes: tuple[float, ...], wanted: Any):
+def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes: tuple[float, ...], expected: Any):
     shaping = torch.tensor([-0.1, -0.2, 0.0])
     rewards = torch.tensor(outcomes) + shaping
-    found = losses.group_advantages(rewards, torch.tensor(outcomes), losses.LossSettings(**changes), batch_mean=0.1)
-    assert found.tolist() == pytest.approx(wanted, abs=1e-3)
+    advantages = losses.group_advantages(
+        rewards, torch.tensor(outcomes), losses.LossSettings(**changes), batch_mean=0.1
+    )
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-3)
 
 
 # The vocabulary, and the batch
@@ -214,21 +217,21 @@ def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes:
 
 @pytest.mark.parametrize("ratio", losses.WEIGHTED)
 def test_centred_scores_have_no_mean_under_the_sampler(ratio: Any):
-    """Every token that a sampler can draw, with its probability: the loss less its centring pulls nowhere for one advantage, and
-    for each token is A (w (e − p) − (m − p Σ m)), m = q w."""
-    logits, other = (pair(seed, 12)[0] for seed in (1, 2))
+    """Sums over every token, weighted by the sampler's probability. With one advantage for all tokens, the mean gradient of the
+    centred loss is 0; for each token its negative gradient is A (w (e − p) − (m − p Σ m)), m = q w."""
+    logits, sampler_logits = (pair(seed, 12)[0] for seed in (1, 2))
     logits.requires_grad_()
-    logprob, sampler = logits.log_softmax(-1), other.log_softmax(-1)
+    logprob, sampler = logits.log_softmax(-1), sampler_logits.log_softmax(-1)
     s = losses.LossSettings(ratio=ratio, tis_cap=1.5, icepop_low=0.6, icepop=1.8, centre_scores=True)
     r = (logprob.detach() - sampler).exp()
     bound = {"none": torch.ones_like(r), "cispo": r.clamp(0.8, 1.28), "tis": r.clamp(max=1.5)}
     w = bound.get(ratio, torch.where((r >= 0.6) & (r <= 1.8), r, 0.0))
     m, p, total = sampler.exp() * w, logprob.detach().exp(), torch.zeros(12, dtype=torch.float64)
     for token in range(12):
-        a, one = torch.tensor([0.7], dtype=torch.float64), torch.ones(1, dtype=torch.int64)
-        drawn, behaviour = logprob[token : token + 1], sampler[token : token + 1]
-        loss, _ = losses.policy_loss(drawn, behaviour, a, one - 1, s, 1.0)
-        loss = loss + losses.centring(logprob[None], sampler[None], a, s, 1.0, one)
+        a, ones = torch.tensor([0.7], dtype=torch.float64), torch.ones(1, dtype=torch.int64)
+        token_logprob, behaviour = logprob[token : token + 1], sampler[token : token + 1]
+        loss, _ = losses.policy_loss(token_logprob, behaviour, a, ones - 1, s, 1.0)
+        loss = loss + losses.centring(logprob[None], sampler[None], a, s, 1.0, ones)
         (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
         hot = torch.nn.functional.one_hot(torch.tensor(token), 12)
         torch.testing.assert_close(-slope, 0.7 * (w[token] * (hot - p) - (m - p * m.sum())))
@@ -242,8 +245,8 @@ def test_clip_cov_drops_the_tokens_that_lower_the_entropy_most(seed: int, share:
     logprob, advantage = -random.exponential(size=40), random.normal(size=40)
     covariance = [(a - advantage.mean()) * (x - logprob.mean()) for a, x in zip(advantage, logprob, strict=True)]
     highest = sorted(range(40), key=lambda i: -covariance[i])[: int(share * 40)]
-    found = losses.clip_covariance(torch.from_numpy(logprob), torch.from_numpy(advantage), share)
-    assert found.tolist() == [0.0 if i in highest else a for i, a in enumerate(advantage.tolist())]
+    clipped = losses.clip_covariance(torch.from_numpy(logprob), torch.from_numpy(advantage), share)
+    assert clipped.tolist() == [0.0 if i in highest else a for i, a in enumerate(advantage.tolist())]
 
 
 # Kullback-Leibler estimators, by enumeration
@@ -270,11 +273,13 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_never_negative(seed: int):
 
 
 def penalised(case: dict[str, Tensor], reference: Tensor, s: losses.LossSettings, denominator: float) -> Tensor:
-    """Slope of the whole loss, as a learner adds it up."""
+    """Return the gradient of the whole loss, as a learner adds it up."""
     logprob = case["logprob"].clone().requires_grad_()
-    taken, penalty = losses.kl_penalty(logprob, reference, case["rollout"], s, denominator)
-    assert not taken.requires_grad
-    loss, _ = losses.policy_loss(logprob, case["sampled"], case["advantage"] - taken, case["rollout"], s, denominator)
+    deduction, penalty = losses.kl_penalty(logprob, reference, case["rollout"], s, denominator)
+    assert not deduction.requires_grad
+    loss, _ = losses.policy_loss(
+        logprob, case["sampled"], case["advantage"] - deduction, case["rollout"], s, denominator
+    )
     (slope,) = torch.autograd.grad(loss + penalty, logprob)
     return slope
 
@@ -283,19 +288,19 @@ def penalised(case: dict[str, Tensor], reference: Tensor, s: losses.LossSettings
 @settings(max_examples=25, deadline=None)
 @given(case=cases(), gap=st.floats(-2, 2))
 def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: float, length_norm: bool):
-    """k1 inside the advantage, so under the clip; k2 and k3 beside it, whatever the clip does; all of it float64 arithmetic."""
+    """k1 is part of the advantage, so it is clipped; k2 and k3 are added to the loss, whatever the clip does. All is float64."""
     reference = case["logprob"] + gap * torch.linspace(-1, 1, len(case["logprob"]), dtype=torch.float64)
     plain = losses.LossSettings(length_norm=length_norm)
     assume(not near_a_border(case, plain))
     length = torch.bincount(case["rollout"])[case["rollout"]] if length_norm else 1.0
     free = penalised(case, case["logprob"], plain, 7.0)
     apart = case["logprob"] - reference
-    wanted = {
+    expected = {
         "k1": penalised({**case, "advantage": case["advantage"] - 0.3 * apart}, case["logprob"], plain, 7.0),
         "k2": free + 0.3 * apart / length / 7.0,
         "k3": free + 0.3 * (1 - (-apart).exp()) / length / 7.0,
     }
-    for kind, slope in wanted.items():
+    for kind, slope in expected.items():
         s = losses.LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
         torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
 

@@ -41,10 +41,10 @@ def test_it_is_adamw_tensor_by_tensor(make_model, weight_decay: float, clip: flo
         norm = ours.step(lr, clip)
         for parameter, slope in zip(twin.parameters(), slopes, strict=True):
             parameter.grad = slope.clone()
-        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
+        expected_norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
         theirs.param_groups[0]["lr"] = lr
         theirs.step()
-        assert norm == pytest.approx(float(wanted), rel=1e-5)
+        assert norm == pytest.approx(float(expected_norm), rel=1e-5)
     for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -79,8 +79,10 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters(make_model):
 
 
 @pytest.mark.parametrize("published", [None, torch.bfloat16])
-@pytest.mark.parametrize(("name", "done"), [("adamw", 0), ("adamw", 3), ("muon", 0), ("muon", 2)])
-def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: Path, published, name: Any, done: int):
+@pytest.mark.parametrize(("name", "steps_done"), [("adamw", 0), ("adamw", 3), ("muon", 0), ("muon", 2)])
+def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(
+    make_model, tmp_path: Path, published, name: Any, steps_done: int
+):
     def steps(model: Model, optimizer: FlatOptimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_()
@@ -89,23 +91,23 @@ def test_a_run_that_resumes_from_disk_goes_on_bit_for_bit(make_model, tmp_path: 
 
     model, chosen = make_model(1), OptimizerSettings(name=name)
     optimizer = FlatOptimizer(model, chosen, weight_decay=0.1, published=published)
-    steps(model, optimizer, range(done))
+    steps(model, optimizer, range(steps_done))
     save_file(optimizer.state(), tmp_path / "state.safetensors")
-    steps(model, optimizer, range(done, 5))
+    steps(model, optimizer, range(steps_done, 5))
 
-    other = make_model(2)
-    resumed = FlatOptimizer(other, chosen, weight_decay=0.1, published=published)
-    steps(other, resumed, range(90, 92))  # what it did before must not matter
+    fresh_model = make_model(2)
+    resumed = FlatOptimizer(fresh_model, chosen, weight_decay=0.1, published=published)
+    steps(fresh_model, resumed, range(90, 92))  # what it did before must not matter
     resumed.load(load_file(tmp_path / "state.safetensors"))
-    steps(other, resumed, range(done, 5))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+    steps(fresh_model, resumed, range(steps_done, 5))
+    for a, b in zip(model.parameters(), fresh_model.parameters(), strict=True):
         assert torch.equal(a, b)
-    kept, again = optimizer.state(), resumed.state()
-    assert kept.keys() == again.keys() >= {"master", "step", "exp_avg", "exp_avg_sq"}
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    state, resumed_state = optimizer.state(), resumed.state()
+    assert state.keys() == resumed_state.keys() >= {"master", "step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(state[name], resumed_state[name]) for name in state)
     third = FlatOptimizer(make_model(1), OptimizerSettings(name="muon" if name == "adamw" else "adamw"))
     with pytest.raises(ValueError, match=r"optimizer\.name='(adamw|muon)': .* another optimiser"):
-        third.load(kept)
+        third.load(state)
 
 
 def test_a_state_of_another_model_is_refused(make_model):
@@ -155,8 +157,8 @@ def test_one_matrix_is_updated_as_torch_s_muon_does():
 def muon_steps(model: Model, muon: FlatOptimizer, numbers: range) -> None:
     for step in numbers:
         muon.zero_()
-        for place, parameter in enumerate(model.parameters()):
-            (parameter * randn(*parameter.shape, seed=100 * step + place, dtype=torch.float32)).sum().backward()
+        for index, parameter in enumerate(model.parameters()):
+            (parameter * randn(*parameter.shape, seed=100 * step + index, dtype=torch.float32)).sum().backward()
         muon.step(1e-2, 1.0)
 
 
@@ -171,25 +173,25 @@ def test_a_step_is_that_of_a_loop_over_heads_and_experts(make_model, sizes: dict
     muon_steps(model, muon, range(1))
     muon_steps(adam, FlatOptimizer(adam, weight_decay=0.1), range(1))
     gradients = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
-    for (name, found), twin in zip(model.named_parameters(), adam.parameters(), strict=True):
+    for (name, parameter), twin in zip(model.named_parameters(), adam.parameters(), strict=True):
         last = name.rpartition(".")[2]
         gradient = gradients[name]
         if last == "qkv" or last == "q_b":
             parts = [polar_of_five(part) for part in gradient.split(c.head_dim)]
-            wanted = torch.cat(parts)
+            update = torch.cat(parts)
         elif last == "o":
-            wanted = torch.cat([polar_of_five(part) for part in gradient.split(c.value_width, dim=1)], dim=1)
+            update = torch.cat([polar_of_five(part) for part in gradient.split(c.value_width, dim=1)], dim=1)
         elif last == "w_out":
-            wanted = torch.stack([polar_of_five(part) for part in gradient])
+            update = torch.stack([polar_of_five(part) for part in gradient])
         elif last in ("dense_in", "shared_in"):
-            wanted = torch.cat([polar_of_five(half) for half in gradient.chunk(2, dim=1)], dim=1)
+            update = torch.cat([polar_of_five(half) for half in gradient.chunk(2, dim=1)], dim=1)
         elif last == "embed" or "norm" in last or last in ("router", "head"):
-            assert torch.equal(found, twin), name
+            assert torch.equal(parameter, twin), name
             continue
         else:
             continue
-        expected = start[name].double() * (1 - 1e-2 * 0.1) - 1e-2 * wanted
-        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        expected = start[name].double() * (1 - 1e-2 * 0.1) - 1e-2 * update
+        torch.testing.assert_close(parameter.double(), expected, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def polar_of_five(x: Tensor) -> Tensor:

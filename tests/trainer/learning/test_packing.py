@@ -39,12 +39,12 @@ def stream(tokens: list[int], seed: int = 0, prompt: int = 1) -> Stream:
 
 
 def beginnings(streams: list[Stream], routed: bool = False) -> set[Any]:
-    """Every distinct beginning that is forwarded, by brute force."""
-    found: set[Any] = set()
+    """Return every distinct prefix that is forwarded, by brute force."""
+    prefixes: set[Any] = set()
     for s in streams:
         path = [(int(t), r.tobytes() if routed else b"") for t, r in zip(s.token_ids, s.routes, strict=True)]
-        found |= {tuple(path[: n + 1]) for n in range(len(path) - 1)}
-    return found
+        prefixes |= {tuple(path[: n + 1]) for n in range(len(path) - 1)}
+    return prefixes
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def test_scores_and_gradients_are_those_of_each_row_alone(model: Model, rows: li
     weight = torch.linspace(0.5, 1.5, len(logprob))
     slopes = torch.autograd.grad((logprob * weight).sum(), list(model.parameters()))
     alone = [scored([s]) for s in streams]
-    wanted = torch.cat([w[0] for w in alone])
-    torch.testing.assert_close(logprob, wanted, atol=2e-6, rtol=1e-5)
+    expected_logprob = torch.cat([w[0] for w in alone])
+    torch.testing.assert_close(logprob, expected_logprob, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy, torch.cat([w[1] for w in alone]), atol=2e-6, rtol=1e-5)
-    expected = torch.autograd.grad((wanted * weight).sum(), list(model.parameters()))
-    for found, right in zip(slopes, expected, strict=True):
-        torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+    expected = torch.autograd.grad((expected_logprob * weight).sum(), list(model.parameters()))
+    for slope, expected_slope in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(slope, expected_slope, atol=2e-5, rtol=1e-4)
 
 
 @given(FEW, st.integers(1, 60))

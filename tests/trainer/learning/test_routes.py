@@ -32,8 +32,8 @@ def attempts(make_model, converse):
 
 @pytest.fixture
 def streams(attempts) -> list[Stream]:
-    made = [Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0) for done in attempts]
-    return [stream for scored in made for stream in to_streams(scored)]
+    scored_attempts = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=1.0) for attempt in attempts]
+    return [stream for scored in scored_attempts for stream in to_streams(scored)]
 
 
 def rows(stream: Stream, pick: Any) -> Stream:
@@ -41,15 +41,15 @@ def rows(stream: Stream, pick: Any) -> Stream:
     return replace(stream, **{name: pick(getattr(stream, name)) for name in NAMES})
 
 
-def other(stream: Stream, routes: np.ndarray) -> Stream:
-    """What an engine of another model would have recorded: other routes, in their places."""
+def rerouted(stream: Stream, routes: np.ndarray) -> Stream:
+    """Return the stream as an engine of another model would have recorded it, with these routes and matching checks."""
     return replace(stream, routes=routes, checks=route_checks(np.arange(len(routes)), stream.token_ids, routes))
 
 
 def routed(stream: Stream, change: Any) -> Stream:
     routes = stream.routes.copy()
     change(routes)
-    return other(stream, routes)
+    return rerouted(stream, routes)
 
 
 def unknown(stream: Stream, token: int) -> Stream:
@@ -82,7 +82,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "one missing": (lambda s: unknown(s, 5), r"token 5 of \d+ was forwarded and has no routes$"),
     "last recorded": (lambda s: replace(s, route_valid=np.ones_like(s.route_valid)), "routes of the last token"),
     "fewer layers": (
-        lambda s: other(s, s.routes[:, :1]),
+        lambda s: rerouted(s, s.routes[:, :1]),
         r"routes of 1 layers and 2 experts a token, the model has 2 and 2$",
     ),
     "out of range": (lambda s: routed(s, lambda r: r.__setitem__((3, 0, 0), 6)), "expert 6 of a model with 6$"),
@@ -95,10 +95,10 @@ def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str
     spoil, complaint = DAMAGE[name]
     learner = Learner(model := make_model(3), FlatOptimizer(model), LossSettings(), replay=FULL)
     before = learner.optimizer.weights.clone()
-    for place in range(len(streams)):
-        batch = [*streams[:place], spoil(streams[place]), *streams[place + 1 :]]
-        where = rf"stream {place} of 4 cannot be replayed \(replay\.level\): .*"
-        with pytest.raises(ValueError, match=where + complaint):
+    for index in range(len(streams)):
+        batch = [*streams[:index], spoil(streams[index]), *streams[index + 1 :]]
+        prefix = rf"stream {index} of 4 cannot be replayed \(replay\.level\): .*"
+        with pytest.raises(ValueError, match=prefix + complaint):
             learner.learn(batch, Ranks(), Random(0), **LEARN)
         assert torch.equal(learner.optimizer.weights, before)
     learner.learn(streams, Ranks(), Random(0), **LEARN)
@@ -123,10 +123,10 @@ def test_families_with_and_without_experts_learn_from_their_own_rollouts(make_mo
     inner = {} if family == "mixtral" else {"intermediate_size": 48}
     model = make_model(3, family=family, **sizes, **inner)
     attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
-    scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0) for done in attempts]
-    streams = [stream for each in scored for stream in to_streams(each)]
-    found = measure_mismatch(model, attempts)
-    assert found["on"]["logprob_gap_p99"] < 1e-4 and found["routes_differ"] == 0.0
+    scored = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=1.0) for attempt in attempts]
+    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
+    mismatch = measure_mismatch(model, attempts)
+    assert mismatch["on"]["logprob_gap_p99"] < 1e-4 and mismatch["routes_differ"] == 0.0
     before = [weight.clone() for weight in model.parameters()]
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replace(FULL, source=source))
     figures = learner.learn(streams, Ranks(), Random(0), **LEARN)
@@ -139,7 +139,8 @@ COMPLETION = replace(FULL, completion_only=True)
 
 
 def test_routes_of_the_completion_alone(make_model, streams) -> None:
-    """Routes of what the policy read are neither needed nor used, those of what it wrote are both; prefixes stay shared."""
+    """Routes of tokens that the policy read are neither needed nor used, those of tokens that it wrote are both. Prefixes stay
+    shared."""
     model = make_model(3)
 
     def without(stream: Stream, tokens: np.ndarray) -> Stream:
@@ -162,12 +163,12 @@ def test_routes_of_the_completion_alone(make_model, streams) -> None:
         without(stream, written).route_fault(COMPLETION)
         == f"token {first} of {len(read)} was forwarded and has no routes"
     )
-    swapped = other(stream, stream.routes[:, :, ::-1].copy())  # an order that the trainer's router does not have
-    got = experts(without(swapped, read), COMPLETION)
-    own = experts(stream, ReplaySettings())
-    assert np.array_equal(got[:first], own[:first])
-    assert np.array_equal(got[written[:-1]], swapped.routes[:-1][written[:-1]])
-    assert np.array_equal(experts(swapped, COMPLETION), got)
+    swapped = rerouted(stream, stream.routes[:, :, ::-1].copy())  # an order that the trainer's router does not have
+    replayed = experts(without(swapped, read), COMPLETION)
+    live = experts(stream, ReplaySettings())
+    assert np.array_equal(replayed[:first], live[:first])
+    assert np.array_equal(replayed[written[:-1]], swapped.routes[:-1][written[:-1]])
+    assert np.array_equal(experts(swapped, COMPLETION), replayed)
     pair = [stream, without(swapped, read)]
     assert len(flatten(pair, COMPLETION).inputs_N) < len(flatten([stream, swapped], FULL).inputs_N)
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=COMPLETION)

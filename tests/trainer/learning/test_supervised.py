@@ -62,18 +62,18 @@ def by_hand(net: Model, batch: list[TokenRow]) -> tuple[torch.Tensor, float]:
 def test_the_loss_is_the_weighted_mean_over_tokens_and_the_step_descends_it():
     net, batch = model(), rows(5)
     total, weight = by_hand(net, batch)
-    wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
+    slopes = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
     optimizer = FlatOptimizer(net)
     before = optimizer.weights.clone()
-    found = train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
-    assert found["loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
-    assert found["tokens"] == sum(len(row.token_ids) - 1 for row in batch)
-    assert found["grad_norm"] == pytest.approx(float(optimizer.gradients.norm()), rel=1e-6)
-    flat = torch.cat([g.flatten() for g in wanted])
+    metrics = train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
+    assert metrics["loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    assert metrics["tokens"] == sum(len(row.token_ids) - 1 for row in batch)
+    assert metrics["grad_norm"] == pytest.approx(float(optimizer.gradients.norm()), rel=1e-6)
+    flat = torch.cat([g.flatten() for g in slopes])
     torch.testing.assert_close(optimizer.gradients, flat, atol=1e-6, rtol=1e-4)
     assert not torch.equal(optimizer.weights, before)
     later = [train_step(net, batch, optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1.0)["loss"] for _ in range(20)]
-    assert later[-1] < found["loss"] - 0.1
+    assert later[-1] < metrics["loss"] - 0.1
 
 
 def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
@@ -82,11 +82,11 @@ def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
     total, weight = by_hand(net, chosen)
     assert cross_entropy(net, batch, Ranks()) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     assert cross_entropy(net, batch, Ranks(), budget=1) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
-    found = train_step(net, batch, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
-    assert found["agent_loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
+    metrics = train_step(net, batch, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
+    assert metrics["agent_loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     context = [TokenRow(row.token_ids, np.full(len(row.weight), 0.5, np.float32)) for row in batch]
-    found = train_step(net, context, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
-    assert math.isnan(found["agent_loss"])
+    metrics = train_step(net, context, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
+    assert math.isnan(metrics["agent_loss"])
 
 
 def test_the_balance_loss_reaches_the_routers():
@@ -99,9 +99,9 @@ def test_the_balance_loss_reaches_the_routers():
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch])).long()
     packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in batch], CONFIG)
     joined = balance_loss(net.trunk(ids_N, packed.position_N, packed.attend)[1])
-    wanted = torch.autograd.grad(0.5 * joined, list(net.parameters()), allow_unused=True)
+    expected = torch.autograd.grad(0.5 * joined, list(net.parameters()), allow_unused=True)
     flat = torch.cat(
-        [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(wanted, net.parameters(), strict=True)]
+        [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(expected, net.parameters(), strict=True)]
     )
     assert flat.norm() > 1e-3
     torch.testing.assert_close(slopes[1] - slopes[0], flat, atol=2e-5, rtol=1e-3)
@@ -149,11 +149,11 @@ def coded(count: int) -> list[TokenRow]:
     code_share=st.sampled_from([0.0, 0.2, 0.6]),
 )
 def test_a_mixture_has_code_first_and_then_its_share(steps: int, tokens: int, code_first: float, code_share: float):
-    code, shown = coded(mixture_code(steps, tokens, code_first, code_share)), rows(50)
+    code, demonstrations = coded(mixture_code(steps, tokens, code_first, code_share)), rows(50)
     options = {"steps": steps, "tokens": tokens, "code_first": code_first, "code_share": code_share, "seed": 3}
-    batches = list(mixture(code, shown, **options))
-    again = list(mixture(code, shown, **options))
-    assert all(all(map(lambda a, b: a is b, *both)) for both in zip(batches, again, strict=True))
+    batches = list(mixture(code, demonstrations, **options))
+    again = list(mixture(code, demonstrations, **options))
+    assert all(all(map(lambda a, b: a is b, *pair)) for pair in zip(batches, again, strict=True))
     assert len(batches) == steps
     first = round(code_first * steps)
     is_code = [[len(row.token_ids) == CODE_ROW for row in batch] for batch in batches]
@@ -162,8 +162,8 @@ def test_a_mixture_has_code_first_and_then_its_share(steps: int, tokens: int, co
     owed = tokens * code_share * (steps - first)
     assert owed - CODE_ROW < later <= owed, "never more code than its share, and less than a row less"
     if not first:
-        taken = [row.token_ids[0] for batch in batches for row in batch if len(row.token_ids) == CODE_ROW]
-        assert taken == list(range(len(taken))), "in order, none twice while there are others"
+        order = [row.token_ids[0] for batch in batches for row in batch if len(row.token_ids) == CODE_ROW]
+        assert order == list(range(len(order))), "in order, none twice while there are others"
 
 
 def test_the_loop_is_its_steps_and_its_looks_change_nothing():
@@ -171,21 +171,21 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
     m = MidtrainSettings(steps=7, lr=1e-2)
     plan = midtrain_plan(m, {"watched": watched})
     by_step = model()
-    optimizer, each = FlatOptimizer(by_step, weight_decay=m.weight_decay), []
+    optimizer, metrics = FlatOptimizer(by_step, weight_decay=m.weight_decay), []
     for step, batch in enumerate(batches):
         lr = m.lr * trapezoid(step, m.steps, m.warmup, m.constant)
-        mine = rows_of_rank(batch, Ranks())
-        each.append(train_step(by_step, mine, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
-    for looks, wanted in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
+        rank_batch = rows_of_rank(batch, Ranks())
+        metrics.append(train_step(by_step, rank_batch, optimizer, Ranks(), lr=lr, balance=m.balance, clip=m.clip))
+    for looks, expected in ((10, [1, 2, 3, 4, 5, 6, 7]), (3, [2, 4, 6, 7]), (1, [7])):
         net = model()
         loop = supervise(net, FlatOptimizer(net, weight_decay=m.weight_decay), batches, plan, Ranks(), looks=looks)
         points = dict(loop)
-        assert list(points) == wanted
+        assert list(points) == expected
         assert torch.equal(net.embed, by_step.embed)
         assert points[7]["watched"] == cross_entropy(by_step, watched, Ranks())
-        since = each[(wanted[-2] if len(wanted) > 1 else 0) :]
+        since = metrics[(expected[-2] if len(expected) > 1 else 0) :]
         for name in ("loss", "grad_norm", "tokens", "agent_loss"):
-            assert points[7][name] == pytest.approx(np.mean([one[name] for one in since]))
+            assert points[7][name] == pytest.approx(np.mean([point[name] for point in since]))
 
 
 # Ranks
@@ -193,26 +193,28 @@ def test_the_loop_is_its_steps_and_its_looks_change_nothing():
 
 def test_two_processes_with_one_seed_draw_the_same_numbers_on_one_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    drawn, precision = [], []
+    numbers, precision = [], []
     for seed in (3, 3, 2**40):
         set_up_process(seed, "bfloat16" if seed == 3 else "float32")
         precision.append(torch.get_float32_matmul_precision())
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-    assert drawn[0] == drawn[1] and all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+        numbers.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert numbers[0] == numbers[1] and all(a != b for a, b in zip(numbers[0], numbers[2], strict=True))
     assert precision == ["medium", "medium", "highest"]
     assert torch.get_num_threads() == 1 and os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 @pytest.mark.parametrize("length", [CODE_ROW, 1024])
 def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both parts of mid-training, of the held-out rows too, and however many tokens a step has."""
+    """The length holds in both parts of mid-training and for held-out rows, however many tokens a step has."""
     corpus = SimpleNamespace(train=[f"value_{n} = {n}\n" * 60 for n in range(200)], validation=["x = 1\n" * 4000])
     monkeypatch.setattr(recipe, "read_corpus", lambda path: corpus)
     words = train_tokenizer(corpus.train, 300)
-    shown = [TokenRow(np.zeros(40, np.int32), np.ones(40, np.float32))] * 50
+    demonstrations = [TokenRow(np.zeros(40, np.int32), np.ones(40, np.float32))] * 50
     sizes = {"midtrain.row_tokens": length, "model.max_position_embeddings": 1024}
     chosen = override(Settings(), sizes | {"midtrain.steps": 40, "midtrain.code_share": 0.5})
-    stages: Any = SimpleNamespace(settings=chosen, tokenizer=lambda: words, rows=lambda name: shown, ranks=Ranks())
+    stages: Any = SimpleNamespace(
+        settings=chosen, tokenizer=lambda: words, rows=lambda name: demonstrations, ranks=Ranks()
+    )
     batches = list(recipe._mixture(stages, 0, chosen.midtrain, chosen.midtrain.row_tokens))
     code = [len(row.token_ids) for batch in batches for row in batch if len(row.token_ids) != 40]
     assert {*code} == {length} and len(batches) == 40
@@ -227,10 +229,10 @@ def test_a_row_of_32k_tokens_trains_the_same_with_recomputed_layers() -> None:
     """The bulk phase of Composer 2 has rows of this length."""
     row = TokenRow(np.random.default_rng(0).integers(0, 31, 32_768).astype(np.int32), np.ones(32_768, np.float32))
     weights = []
-    for again in (False, True):
+    for recompute in (False, True):
         torch.manual_seed(0)
         net = Model(replace(CONFIG, max_position_embeddings=32_768))
-        net.recompute = again
+        net.recompute = recompute
         train_step(net, [row], FlatOptimizer(net), Ranks(), lr=1e-3, balance=0.0, clip=1.0)
         weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.equal(*weights)

@@ -25,8 +25,12 @@ def test_a_float32_round_trip_is_exact_and_bf16_rounds_once(make_model, tmp_path
     exact, rounded = load_pretrained(tmp_path / "m"), load_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     assert exact.config == model.config
     triples = zip(model.parameters(), exact.parameters(), rounded.parameters(), strict=True)
-    for mine, same, half in triples:
-        assert torch.equal(mine, same) and half.dtype == torch.bfloat16 and torch.equal(mine.bfloat16(), half)
+    for weight, exact_weight, rounded_weight in triples:
+        assert (
+            torch.equal(weight, exact_weight)
+            and rounded_weight.dtype == torch.bfloat16
+            and torch.equal(weight.bfloat16(), rounded_weight)
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
@@ -152,14 +156,14 @@ def test_deepseek_of_ours_is_what_transformers_loads_and_saves(make_model, tmp_p
     save_pretrained(model, tmp_path / "ours", dtype=torch.bfloat16, shard_bytes=shard_bytes or shards.SHARD_BYTES)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes or "1GB")
-    ours, other = (tensors_of(tmp_path / who) for who in ("ours", "theirs"))
-    assert ours.keys() == other.keys()
-    for name, tensor in ours.items():
+    our_tensors, their_tensors = (tensors_of(tmp_path / side) for side in ("ours", "theirs"))
+    assert our_tensors.keys() == their_tensors.keys()
+    for name, tensor in our_tensors.items():
         wide = name.endswith(ROUTER_BIAS)
-        assert tensor.dtype == other[name].dtype == (torch.float32 if wide else torch.bfloat16), name
-        assert torch.equal(tensor, other[name]), name
+        assert tensor.dtype == their_tensors[name].dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert torch.equal(tensor, their_tensors[name]), name
     if shard_bytes:
-        indexes = [json.loads((tmp_path / who / shards.INDEX).read_text()) for who in ("ours", "theirs")]
+        indexes = [json.loads((tmp_path / side / shards.INDEX).read_text()) for side in ("ours", "theirs")]
         assert indexes[0]["metadata"] == indexes[1]["metadata"]
         assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
         assert all(file.stat().st_size < 35_000 for file in (tmp_path / "ours").glob("*.safetensors"))
@@ -184,22 +188,22 @@ def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
 def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
     source = tmp_path / "m"
     save_pretrained(make_model(3, **AHEAD), source, dtype=torch.bfloat16)
-    given = load_file(source / "model.safetensors")
-    again = {
-        f"model.layers.{layer}.embed_tokens.weight": given["model.embed_tokens.weight"].clone() for layer in (2, 3)
+    stored = load_file(source / "model.safetensors")
+    repeated = {
+        f"model.layers.{layer}.embed_tokens.weight": stored["model.embed_tokens.weight"].clone() for layer in (2, 3)
     }
-    again["model.layers.3.shared_head.head.weight"] = given["lm_head.weight"].clone()
-    again["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
-    add_tensors(source, again)
-    assert torch.equal(load_pretrained(source).embed, given["model.embed_tokens.weight"].float())
-    add_tensors(source, {"model.layers.3.shared_head.head.weight": given["model.embed_tokens.weight"].clone()})
+    repeated["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    repeated["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
+    add_tensors(source, repeated)
+    assert torch.equal(load_pretrained(source).embed, stored["model.embed_tokens.weight"].float())
+    add_tensors(source, {"model.layers.3.shared_head.head.weight": stored["model.embed_tokens.weight"].clone()})
     with pytest.raises(ValueError, match="shared_head.head.weight must repeat lm_head.weight, but differs"):
         load_pretrained(source)
 
 
 def test_loading_maps_one_tensor_at_a_time(make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wanted = make_model(3, **AHEAD)
-    save_pretrained(wanted, tmp_path / "m", dtype=torch.float32, shard_bytes=20_000)
+    saved = make_model(3, **AHEAD)
+    save_pretrained(saved, tmp_path / "m", dtype=torch.float32, shard_bytes=20_000)
     mapped, live = shards.mapped, set[int]()
     most = {"tensors": 0, "reads": 0}
 
@@ -214,7 +218,7 @@ def test_loading_maps_one_tensor_at_a_time(make_model, tmp_path: Path, monkeypat
     model = load_pretrained(tmp_path / "m")
     views = hugging_face_views(model)
     assert most["reads"] == len(views), "each tensor is read once"
-    assert len(model.aheads) == 2 and all(torch.equal(views[n], view) for n, view in hugging_face_views(wanted).items())
+    assert len(model.aheads) == 2 and all(torch.equal(views[n], view) for n, view in hugging_face_views(saved).items())
     assert most["tensors"] == 1 and not live
 
 
@@ -232,23 +236,23 @@ tensors = st.dictionaries(names, forms, min_size=1, max_size=12)
 def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path_factory: pytest.TempPathFactory, sizes):
     path = tmp_path_factory.mktemp("shard")
     random = torch.Generator().manual_seed(1)
-    made = {name: torch.randn(shape, generator=random).to(dtype) for name, (dtype, shape) in sizes.items()}
-    save_file(made, path / "theirs", metadata={"format": "pt"})
-    write_shard(path / "ours", {name: (w.dtype, tuple(w.shape)) for name, w in made.items()}, made.__getitem__)
+    weights = {name: torch.randn(shape, generator=random).to(dtype) for name, (dtype, shape) in sizes.items()}
+    save_file(weights, path / "theirs", metadata={"format": "pt"})
+    write_shard(path / "ours", {name: (w.dtype, tuple(w.shape)) for name, w in weights.items()}, weights.__getitem__)
     assert (path / "ours").read_bytes() == (path / "theirs").read_bytes()
     shard = read_shard(path / "ours")
-    assert {entry.name for entry in shard} == set(made)
+    assert {entry.name for entry in shard} == set(weights)
     for entry in shard:
-        assert torch.equal(mapped(entry), made[entry.name])
+        assert torch.equal(mapped(entry), weights[entry.name])
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120))
 def test_shards_are_divided_as_transformers_does(sizes: list[int], most: int):
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    made = {f"t{place}": torch.zeros(size) for place, size in enumerate(sizes)}
-    theirs = split_torch_state_dict_into_shards(made, max_shard_size=4 * most)
-    ours = split({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}, 4 * most)
+    weights = {f"t{number}": torch.zeros(size) for number, size in enumerate(sizes)}
+    theirs = split_torch_state_dict_into_shards(weights, max_shard_size=4 * most)
+    ours = split({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}, 4 * most)
     assert ours == list(theirs.filename_to_tensors.values())
 
 
@@ -261,22 +265,22 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_index(path: Path, **places: str) -> None:
+def write_index(path: Path, **file_of: str) -> None:
     forms = {name: (torch.float32, (size,)) for name, size in zip("abcd", (2, 3, 4, 1), strict=True)}
-    files = {file: {name: forms[name] for name, at in places.items() if at == file} for file in places.values()}
+    files = {file: {name: forms[name] for name, at in file_of.items() if at == file} for file in file_of.values()}
     (path / INDEX).write_text(index_of(files))
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    ("file_of", "message"),
     [
         ({"a": "one", "b": "one", "c": "one"}, "says that c is in one.safetensors, but it is in nowhere"),
         ({"a": "one", "c": "two"}, "says that b is in nowhere, but it is in one.safetensors"),
         ({"a": "one", "b": "one", "c": "two", "d": "three"}, "three.safetensors: this shard .* is missing"),
     ],
 )
-def test_an_index_that_is_not_true_is_refused(two: Path, places: dict[str, str], message: str):
-    write_index(two, **{name: f"{file}.safetensors" for name, file in places.items()})
+def test_an_index_that_is_not_true_is_refused(two: Path, file_of: dict[str, str], message: str):
+    write_index(two, **{name: f"{file}.safetensors" for name, file in file_of.items()})
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read_shards(two)
 

@@ -115,8 +115,8 @@ def stopping(path: Path, end: int) -> list[int]:
             return scores
 
     model = AutoModelForCausalLM.from_pretrained(path)
-    made = model.generate(torch.tensor([[5, 6, 8]]), max_new_tokens=20, do_sample=False, logits_processor=[Script()])
-    return made[0, 3:].tolist()
+    output = model.generate(torch.tensor([[5, 6, 8]]), max_new_tokens=20, do_sample=False, logits_processor=[Script()])
+    return output[0, 3:].tolist()
 
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

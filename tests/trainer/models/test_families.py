@@ -53,7 +53,7 @@ def lifted(family: str) -> Iterator[None]:
 
 
 def make(family: str, seed: int) -> nn.Module:
-    """A model of `transformers` of random sizes, with weights far from their start values."""
+    """Return a model of `transformers` of random sizes, with weights far from their initial values."""
     from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
     random = np.random.default_rng(seed)
@@ -80,13 +80,13 @@ def make(family: str, seed: int) -> nn.Module:
         config = Qwen3MoeConfig(**common, **sizes, rope_parameters=rope)
     else:
         stretch = {"factor": 8.0, "original_max_position_embeddings": pick(8, 64)}
-        both = pick({"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {})
-        rope = {"rope_type": "yarn", **stretch, **both} if seed % 3 else {"rope_type": "default"}
+        mscales = pick({"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {})
+        rope = {"rope_type": "yarn", **stretch, **mscales} if seed % 3 else {"rope_type": "default"}
         groups = pick(1, 2, 4)
-        kept = pick(*(g for g in (1, 2, 4) if g <= groups and 8 // groups * g >= 4))
+        chosen_groups = pick(*(g for g in (1, 2, 4) if g <= groups and 8 // groups * g >= 4))
         sizes = {"moe_intermediate_size": inner, "intermediate_size": pick(64, 88), "num_key_value_heads": 4}
         sizes |= {"n_routed_experts": 8, "n_shared_experts": pick(1, 2), "num_experts_per_tok": pick(2, 4)}
-        sizes |= {"first_k_dense_replace": pick(0, 1), "n_group": groups, "topk_group": kept}
+        sizes |= {"first_k_dense_replace": pick(0, 1), "n_group": groups, "topk_group": chosen_groups}
         sizes |= {"q_lora_rank": pick(None, 24), "kv_lora_rank": 16, "v_head_dim": pick(8, 24)}
         sizes |= {"qk_rope_head_dim": pick(4, 8), "qk_nope_head_dim": pick(8, 16), "num_mtp_layers": pick(0, 2)}
         sizes |= {"routed_scaling_factor": pick(1.0, 2.827), "norm_topk_prob": seed % 4 != 1}
@@ -94,12 +94,12 @@ def make(family: str, seed: int) -> nn.Module:
     model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            drawn = torch.randn_like(weight)
-            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else drawn * weight.shape[-1] ** -0.5)
+            noise = torch.randn_like(weight)
+            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else noise * weight.shape[-1] ** -0.5)
             if "embed" in name or "lm_head" in name:
-                weight.copy_(drawn * 0.5)
+                weight.copy_(noise * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # else nothing tells choice from gate
+            if name.endswith("e_score_correction_bias"):  # otherwise scores for choice and gates are equal
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     if "experts" in str(model):
         model.set_experts_implementation("eager")
@@ -151,9 +151,9 @@ def test_greedy_decoding_of_256_tokens_is_that_of_transformers(tmp_path: Path, f
     oracle.save_pretrained(tmp_path / "m")
     ours, prompt = load_pretrained(tmp_path / "m").double(), tokens(3, 1, 9)
     engine = Engine(ours, stop=frozenset(), slots=2, max_length=300, temperature=0)
-    [done] = engine.generate([Request(rollout=0, token_ids=prompt[0].tolist(), max_tokens=256)])
+    [completion] = engine.generate([Request(rollout=0, token_ids=prompt[0].tolist(), max_tokens=256)])
     oracle.double()
     with lifted(family), torch.no_grad():
         whole = oracle.generate(prompt, max_new_tokens=256, do_sample=False, pad_token_id=0, eos_token_id=None)
-        assert done.token_ids == whole[0, 9:].tolist()
-    assert len(set(done.token_ids)) > 3, "and says more than one thing"
+        assert completion.token_ids == whole[0, 9:].tolist()
+    assert len(set(completion.token_ids)) > 3, "and says more than one thing"

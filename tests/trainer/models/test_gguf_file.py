@@ -46,13 +46,13 @@ WRITTEN = {
 
 def neighbours(weight: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head from halves to neighbouring pairs, as llama.cpp's converter does for Llama."""
-    made = torch.empty_like(weight)
+    reordered = torch.empty_like(weight)
     width = len(weight) // heads
     for head in range(heads):
         for pair in range(width // 2):
             for half in range(2):
-                made[head * width + 2 * pair + half] = weight[head * width + half * (width // 2) + pair]
-    return made
+                reordered[head * width + 2 * pair + half] = weight[head * width + half * (width // 2) + pair]
+    return reordered
 
 
 @pytest.fixture
@@ -77,16 +77,16 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
                 stored = weight.detach()
                 part, _, ending = name.rpartition(".")
                 block = part.removeprefix("model.layers.").split(".", 1)
-                where = f"blk.{block[0]}.{THEIRS[block[1]]}" if "layers" in part else THEIRS[part]
-                if family == "llama" and where.endswith(("attn_q", "attn_k")):
-                    stored = neighbours(stored, 4 if where.endswith("q") else 2)
+                tensor_name = f"blk.{block[0]}.{THEIRS[block[1]]}" if "layers" in part else THEIRS[part]
+                if family == "llama" and tensor_name.endswith(("attn_q", "attn_k")):
+                    stored = neighbours(stored, 4 if tensor_name.endswith("q") else 2)
                 if stored.ndim == 2 and kind is not Kind.F32:
                     packed = gguf.quants.quantize(stored.numpy(), kind)
-                    known = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
-                    weight.copy_(undone(known, where, family))
-                    writer.add_tensor(f"{where}.{ending}", packed, raw_dtype=kind)
-                elif where not in drop:
-                    writer.add_tensor(f"{where}.{ending}", np.ascontiguousarray(stored.numpy()))
+                    dequantised = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
+                    weight.copy_(undone(dequantised, tensor_name, family))
+                    writer.add_tensor(f"{tensor_name}.{ending}", packed, raw_dtype=kind)
+                elif tensor_name not in drop:
+                    writer.add_tensor(f"{tensor_name}.{ending}", np.ascontiguousarray(stored.numpy()))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -96,14 +96,14 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     return make
 
 
-def undone(weight: Tensor, where: str, family: str) -> Tensor:
+def undone(weight: Tensor, tensor_name: str, family: str) -> Tensor:
     """Return the rows in the order of `transformers`."""
-    if family != "llama" or not where.endswith(("attn_q", "attn_k")):
+    if family != "llama" or not tensor_name.endswith(("attn_q", "attn_k")):
         return weight
-    order = neighbours(torch.arange(len(weight))[:, None], 4 if where.endswith("q") else 2)[:, 0]
-    made = torch.empty_like(weight)
-    made[order] = weight
-    return made
+    order = neighbours(torch.arange(len(weight))[:, None], 4 if tensor_name.endswith("q") else 2)[:, 0]
+    restored = torch.empty_like(weight)
+    restored[order] = weight
+    return restored
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", Kind.Q4_1), ("qwen2", Kind.F32), ("qwen3", Kind.Q8_0)])
@@ -120,18 +120,18 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         ({"architecture": "gemma3"}, "general.architecture='gemma3' is not supported, only 'qwen3'"),
         ({"drop": ("blk.1.ffn_up",)}, "one tensor is missing, first model.layers.1.mlp.up_proj.weight"),
         ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )
-def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     file, _ = write(**options)
     with pytest.raises(ValueError, match="llama.gguf: ") as error:
         read_gguf(file)
-    assert what in str(error.value)
+    assert message in str(error.value)
 
 
 def test_load_pretrained_reads_a_file_with_what_it_says_of_turns(write: Callable[..., Any], tmp_path: Path) -> None:
@@ -147,31 +147,31 @@ def test_load_pretrained_reads_a_file_with_what_it_says_of_turns(write: Callable
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
 
 
-def announcing(tensors: int = 0, keys: int = 0, more: bytes = b"") -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + more
+def announcing(tensors: int = 0, keys: int = 0, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + body
 
 
-def key(kind: int, more: bytes) -> bytes:
-    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + more
+def key(kind: int, body: bytes) -> bytes:
+    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + body
 
 
 MANY = 10**9
 BOMBS = {
     "tensors": announcing(tensors=MANY),
-    "a string": announcing(keys=1, more=key(8, struct.pack("<Q", MANY))),
-    "strings": announcing(keys=1, more=key(9, struct.pack("<IQ", 8, MANY))),
-    "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
-    "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
+    "a string": announcing(keys=1, body=key(8, struct.pack("<Q", MANY))),
+    "strings": announcing(keys=1, body=key(9, struct.pack("<IQ", 8, MANY))),
+    "a nested array": announcing(keys=1, body=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
+    "dimensions": announcing(tensors=1, body=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
     "one place": announcing(
-        tensors=40, more=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40))
+        tensors=40, body=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40))
     ),
-    "weights": announcing(tensors=1, more=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
+    "weights": announcing(tensors=1, body=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
 }
 
 
-@pytest.mark.parametrize("what", list(BOMBS))
-def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, what: str) -> None:
-    (tmp_path / "a.gguf").write_bytes(BOMBS[what] + bytes(80))
+@pytest.mark.parametrize("bomb", list(BOMBS))
+def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, bomb: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(BOMBS[bomb] + bytes(80))
     begun = time.monotonic()
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
         read_gguf(tmp_path / "a.gguf")
@@ -195,33 +195,33 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     from transformers import AutoModelForCausalLM
 
     model = dense(family)
-    made = upcycle(model, experts=5, chosen=3)
-    assert made.config.family == sparse
+    upcycled = upcycle(model, experts=5, chosen=3)
+    assert upcycled.config.family == sparse
     with torch.no_grad():
-        logits, routes = made(TWO_ROWS)
+        logits, routes = upcycled(TWO_ROWS)
         torch.testing.assert_close(logits, model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
         assert len({tuple(sorted(route.tolist())) for route in routes.flatten(0, 2)}) > 5, "experts differ by token"
-        save_pretrained(made, tmp_path / "m", dtype=torch.float32)
+        save_pretrained(upcycled, tmp_path / "m", dtype=torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         torch.testing.assert_close(theirs(TWO_ROWS).logits, logits.float(), atol=3e-5, rtol=1e-4)
-    assert load_pretrained(tmp_path / "m").config == made.config
+    assert load_pretrained(tmp_path / "m").config == upcycled.config
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -> None:
     model = dense(tie_word_embeddings=tied)
     tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
-    made, longer = with_format(model, tokenizer, "qwen")
+    extended, longer = with_format(model, tokenizer, "qwen")
     new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]
-    assert new == list(range(48, 48 + len(FORMATS["qwen"].tokens))) and made.config.vocab_size == 48 + len(new)
+    assert new == list(range(48, 48 + len(FORMATS["qwen"].tokens))) and extended.config.vocab_size == 48 + len(new)
     with torch.no_grad():
-        logits = made(TWO_ROWS)[0]
+        logits = extended(TWO_ROWS)[0]
         torch.testing.assert_close(logits[..., :48], model(TWO_ROWS)[0], atol=1e-12, rtol=1e-12)
-        for token in FORMATS["qwen"].tokens:  # about as probable as the text that it stands for
+        for token in FORMATS["qwen"].tokens:  # its logit is the mean of those of its letters
             spelt = [ord(letter) - 78 for letter in token if ord(letter) >= 78]
             row = logits[..., longer.token_to_id(token)]
             torch.testing.assert_close(row, logits[..., spelt].mean(-1), atol=1e-12, rtol=1e-12)
     assert tokenizer.get_vocab_size() == 48, "the tokenizer given is as it was"
-    assert with_format(made, longer, "qwen")[0] is made
+    assert with_format(extended, longer, "qwen")[0] is extended
     with pytest.raises(ValueError, match="format='chatml' is unknown, there are compact, qwen, kimi"):
         with_format(model, tokenizer, "chatml")

@@ -36,9 +36,9 @@ def described(tmp_path: Path, config: object):
 
 
 def test_kimi_k25_is_read_from_its_text_config(tmp_path: Path):
-    found = described(tmp_path, KIMI)
-    c = found.model
-    assert found.prefix == "language_model." and found.format == PackedIntegers(bits=4, group=32)
+    description = described(tmp_path, KIMI)
+    c = description.model
+    assert description.prefix == "language_model." and description.format == PackedIntegers(bits=4, group=32)
     assert (c.family, c.num_experts, c.num_experts_per_tok, c.n_group) == ("deepseek_v3", 384, 8, 1)
     assert (c.head_dim, c.v_head_dim, c.rms_norm_eps, c.rope_theta) == (192, 128, 1e-5, 50_000.0)
     assert c.yarn == Yarn(factor=64.0) and c.num_nextn_predict_layers == 0
@@ -111,26 +111,26 @@ NAME = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
 def in_blocks(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and what they stand for in float64, block by block."""
+    """Return codes, scales, and the float64 values that they represent, computed block by block."""
     blocks = [-(-length // size) for length in weight.shape]
     scale, exact = torch.zeros(blocks), torch.zeros(weight.shape, dtype=torch.float64)
     code = torch.zeros(weight.shape).to(torch.float8_e4m3fn)
     for r in range(blocks[0]):
         for c in range(blocks[1]):
-            place = (slice(r * size, (r + 1) * size), slice(c * size, (c + 1) * size))
-            scale[r, c] = weight[place].abs().max() / 448
-            code[place] = (weight[place] / scale[r, c]).to(torch.float8_e4m3fn)
-            exact[place] = code[place].double() * float(scale[r, c])
+            block = (slice(r * size, (r + 1) * size), slice(c * size, (c + 1) * size))
+            scale[r, c] = weight[block].abs().max() / 448
+            code[block] = (weight[block] / scale[r, c]).to(torch.float8_e4m3fn)
+            exact[block] = code[block].double() * float(scale[r, c])
     return code, scale, exact
 
 
 def in_words(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Words of eight codes, scales of groups of 32, and what they stand for in float64, one weight at a time."""
+    """Return words of eight codes, scales of groups of 32, and the float64 values that they represent, one weight at a time."""
     words, scales, exact = [], [], []
     for row in weight.tolist():
         step = [float(torch.tensor(max(map(abs, row[c : c + 32])) / 7).bfloat16()) for c in range(0, len(row), 32)]
         code = [max(-8, min(7, round(value / step[c // 32]))) for c, value in enumerate(row)]
-        word = [sum((code[c + place] + 8) << (4 * place) for place in range(8)) for c in range(0, len(row), 8)]
+        word = [sum((code[c + lane] + 8) << (4 * lane) for lane in range(8)) for c in range(0, len(row), 8)]
         words.append([value - 2**32 if value >= 2**31 else value for value in word])
         scales.append(step)
         exact.append([value * step[c // 32] for c, value in enumerate(code)])
@@ -140,7 +140,7 @@ def in_words(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def blocks(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """DeepSeek-V3 in float8, with blocks of 16 (the sizes cut some of them), and what its weights are."""
+    """Return a DeepSeek-V3 checkpoint in float8, in blocks of 16 of which the sizes cut some, and the values of its weights."""
     path = tmp_path / "fp8"
     save_pretrained(make_model(4, **DEEPSEEK), path, dtype=torch.bfloat16)
     tensors, exact = load_file(path / "model.safetensors"), {}
@@ -152,11 +152,11 @@ def blocks(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
     (path / "config.json").write_text(json.dumps(config))
     scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scale_inv")}
-    (path / "model.safetensors").unlink()  # scales in a file of their own: the weights' files need not hold them
+    (path / "model.safetensors").unlink()  # scales lie in a file of their own, as checkpoints may store them
     save_file(tensors, path / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
     save_file(scales, path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
-    places = {name: f"model-0000{1 + (name in scales)}-of-00002.safetensors" for name in tensors | scales}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    weight_map = {name: f"model-0000{1 + (name in scales)}-of-00002.safetensors" for name in tensors | scales}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return path, exact
 
 
@@ -190,9 +190,9 @@ def kimi(make_model, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("made", ["blocks", "kimi"])
-def test_weights_are_what_a_loop_in_float64_says(request: pytest.FixtureRequest, made: str, dtype: torch.dtype):
-    path, exact = request.getfixturevalue(made)
+@pytest.mark.parametrize("fixture", ["blocks", "kimi"])
+def test_weights_are_what_a_loop_in_float64_says(request: pytest.FixtureRequest, fixture: str, dtype: torch.dtype):
+    path, exact = request.getfixturevalue(fixture)
     model = load_pretrained(path, dtype=dtype)
     views = hugging_face_views(model)
     assert views.keys() == exact.keys()

@@ -23,8 +23,8 @@ def test_angles_stay_float32_in_a_bf16_model(make_model):
     model.to(torch.bfloat16)
     table = model.rope_table(model.embed)
     fresh = make_model(0, rope_theta=10_000.0, max_position_embeddings=4096).to(torch.bfloat16)
-    for kept in (table, fresh.rope_table(fresh.embed)):
-        assert kept.dtype == torch.float32 and torch.equal(kept, before)
+    for angles in (table, fresh.rope_table(fresh.embed)):
+        assert angles.dtype == torch.float32 and torch.equal(angles, before)
     exact = np.cos(np.outer(np.arange(4096), 10_000.0 ** (-np.arange(0, 16, 2) / 16)))
     assert np.abs(table[:, 0].numpy() - exact).max() < 1e-3
 
@@ -40,13 +40,13 @@ def test_packed_rows_equal_separate_rows(make_model, rows: list[list[int]]):
     with torch.no_grad():
         hidden, routings = model.trunk(torch.tensor(sum(rows, [])), packed.position_N, packed.attend)
         logits = hidden @ model.output_weight.T
-        place = 0
+        begin = 0
         for row in rows:
             alone, routes = model(torch.tensor([row]))
-            torch.testing.assert_close(logits[place : place + len(row)], alone[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[begin : begin + len(row)], alone[0], atol=1e-4, rtol=1e-4)
             for index, routing in enumerate(routings):
-                assert torch.equal(routing.experts_NK[place : place + len(row)], routes[0, :, index])
-            place += len(row)
+                assert torch.equal(routing.experts_NK[begin : begin + len(row)], routes[0, :, index])
+            begin += len(row)
 
 
 def test_tokens_and_routes_that_there_are_not_are_named(make_model):
@@ -60,11 +60,11 @@ def test_tokens_and_routes_that_there_are_not_are_named(make_model):
 def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
     model = make_model(7)
     ids = torch.randint(0, 61, (2, 10))
-    own, routes = model(ids)
-    same, again = model(ids, routes)
-    assert torch.equal(own, same) and torch.equal(routes, again)
-    other, forced = model(ids, (routes + 1) % 6)
-    assert torch.equal(forced, (routes + 1) % 6) and not torch.allclose(own, other)
+    logits, routes = model(ids)
+    replayed, again = model(ids, routes)
+    assert torch.equal(logits, replayed) and torch.equal(routes, again)
+    forced_logits, forced = model(ids, (routes + 1) % 6)
+    assert torch.equal(forced, (routes + 1) % 6) and not torch.allclose(logits, forced_logits)
     for wrong in (routes[:, :9], routes[:, :, :1], routes[..., :1], torch.cat([routes, routes], 2)):
         with pytest.raises(ValueError, match="replayed routes are"):
             model(ids, wrong)
@@ -74,13 +74,13 @@ def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
 
 
 def repeated_loss(model: Model, seed: int, period: int) -> float:
-    """Mean cross-entropy of the second half of rows in which random tokens come twice, in nats."""
+    """Return the mean cross-entropy, in nats, of the second half of rows whose random tokens come twice."""
     rows = torch.randint(model.config.vocab_size, (4, period), generator=torch.Generator().manual_seed(seed))
     ids = torch.cat([rows, rows], dim=1)
     with torch.no_grad():
         logits, _ = model(ids)
-    kept = slice(period, 2 * period - 1)
-    return float(torch.nn.functional.cross_entropy(logits[:, kept].flatten(0, 1), ids[:, period + 1 :].flatten()))
+    half = slice(period, 2 * period - 1)
+    return float(torch.nn.functional.cross_entropy(logits[:, half].flatten(0, 1), ids[:, period + 1 :].flatten()))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"hidden_size": 192, "num_key_value_heads": 4}])
@@ -103,11 +103,11 @@ NEVER = frozenset[int]()
 def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
     model = make_model(3)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    made = variant(model, Numerics(expert_bits=4, router_bits=8, router_dtype=torch.bfloat16))
+    changed = variant(model, Numerics(expert_bits=4, router_bits=8, router_dtype=torch.bfloat16))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items()), "a copy"
-    assert not any(weight.requires_grad for weight in made.parameters())
-    assert made.router_dtype == torch.bfloat16 and model.router_dtype is None
-    for name, weight in made.state_dict().items():
+    assert not any(weight.requires_grad for weight in changed.parameters())
+    assert changed.router_dtype == torch.bfloat16 and model.router_dtype is None
+    for name, weight in changed.state_dict().items():
         if name.endswith(("w_in", "w_out")):
             assert torch.equal(weight, rounded(before[name], bits=4, group=32, dim=1)) and weight.dtype == torch.float32
         elif name.endswith("router"):
@@ -119,8 +119,8 @@ def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
 @pytest.mark.parametrize("tied", [False, True])
 def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_output(make_model, tied: bool):
     model = make_model(3, tie_word_embeddings=tied)
-    before, made = dict(model.named_parameters()), as_engine(model, "int8")
-    for name, weight in made.named_parameters():
+    before, quantised = dict(model.named_parameters()), as_engine(model, "int8")
+    for name, weight in quantised.named_parameters():
         if weight.ndim == 1 or (name == "embed" and not tied):
             assert torch.equal(weight, before[name])
             continue
@@ -136,7 +136,7 @@ def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_outp
 def test_every_pair_has_a_gap_that_replay_narrows(make_model, converse, name: str):
     model = make_model(3)
     engine = Engine(variant(model, PAIRS[name].engine), stop=NEVER, slots=24, max_length=96)
-    found = measure_mismatch(variant(model, PAIRS[name].trainer), converse(engine, 24))
-    assert 0 < found["routes_differ"] < 0.1
-    assert 0 < found["on"]["logprob_gap_p99"] < found["off"]["logprob_gap_p99"]
-    assert 0 < found["on"]["k3"] < found["off"]["k3"]
+    mismatch = measure_mismatch(variant(model, PAIRS[name].trainer), converse(engine, 24))
+    assert 0 < mismatch["routes_differ"] < 0.1
+    assert 0 < mismatch["on"]["logprob_gap_p99"] < mismatch["off"]["logprob_gap_p99"]
+    assert 0 < mismatch["on"]["k3"] < mismatch["off"]["k3"]

@@ -86,10 +86,10 @@ def test_a_tokenizer_is_read_from_beside_its_weights_and_what_is_wrong_is_named(
 
 
 def test_a_text_is_neither_padded_nor_given_many_tokens(tokenizer: Tokenizer, tmp_path: Path):
-    held, file = json.loads(tokenizer.to_str()), tmp_path / "tokenizer.json"
+    fields, file = json.loads(tokenizer.to_str()), tmp_path / "tokenizer.json"
     padding = {"strategy": {"Fixed": 10**5}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
-    read = read_tokenizer(json.dumps(held | {"padding": padding}).encode(), file)
+    read = read_tokenizer(json.dumps(fields | {"padding": padding}).encode(), file)
     assert read.encode("ab").ids == tokenizer.encode("ab").ids
     text = {"Sequence": {"id": "A", "type_id": 0}}
     token = {"SpecialToken": {"id": "x", "type_id": 0}}
@@ -99,4 +99,4 @@ def test_a_text_is_neither_padded_nor_given_many_tokens(tokenizer: Tokenizer, tm
         part = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens}
         nested = {"type": "Sequence", "processors": [part]}
         with pytest.raises(ValueError, match="its post_processor adds"):
-            read_tokenizer(json.dumps(held | {"post_processor": nested}).encode(), file)
+            read_tokenizer(json.dumps(fields | {"post_processor": nested}).encode(), file)

@@ -25,18 +25,18 @@ from composer_nb.trainer.settings import override
 
 
 def measured_peak(step: Callable[[], object]) -> int:
-    """Most bytes that were live at once in torch's CPU allocator while `step` ran, of those that it allocated itself."""
+    """Return the peak of bytes that `step` allocated and held in torch's CPU allocator."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        kept = step()
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiling:
+        result = step()
+    assert profiling.profiler is not None and profiling.profiler.kineto_results is not None
+    events = [event for event in profiling.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    del kept
+    del result
     return peak
 
 
@@ -88,10 +88,10 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(sizes: dict[str, Any
     def two_steps() -> object:
         model = Model(c)
         model.recompute = recompute
-        made = FlatOptimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
+        flat_optimizer = FlatOptimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
         for _ in range(2):
-            train_step(model, data, made, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
-        return made
+            train_step(model, data, flat_optimizer, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
+        return flat_optimizer
 
     load = RankLoad(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
     require_bounds(estimate(c, Mesh(), load), measured_peak(two_steps))
@@ -139,7 +139,7 @@ def test_the_command_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert "config.json is missing" in capsys.readouterr().err
     kimi = ["plan", "--model", str(CONFIGS / "kimi_k25.json"), "--mesh", "shard=128,cp=2,ep=8"]
     assert main([*kimi, "--ranks", "256", "--tokens", "32768", "--half", "--recompute", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["weights"] == pytest.approx(4 * 1.026e12 / 256, rel=0.01)
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["weights"] == pytest.approx(4 * 1.026e12 / 256, rel=0.01)
     assert main([*kimi, "--ranks", "256", "--tokens", "32768", "--half", "--memory", "80"]) != 0
     assert "would" in capsys.readouterr().err

@@ -25,30 +25,30 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 def rows(grid: np.ndarray, *axes: int) -> list[list[int]]:
-    """Groups along `axes` of a grid of ranks, by NumPy alone."""
-    others = [axis for axis in range(grid.ndim) if axis not in axes]
-    return grid.transpose(*others, *axes).reshape(-1, math.prod(grid.shape[axis] for axis in axes)).tolist()
+    """Return the groups along `axes` of a grid of ranks, by NumPy alone."""
+    other_axes = [axis for axis in range(grid.ndim) if axis not in axes]
+    return grid.transpose(*other_axes, *axes).reshape(-1, math.prod(grid.shape[axis] for axis in axes)).tolist()
 
 
 @given(meshes())
 def test_groups_are_those_of_two_grids_of_ranks(mesh: Mesh):
     dense = np.arange(mesh.world).reshape(mesh.dense_shape)
     experts = np.arange(mesh.world).reshape(mesh.expert_shape)
-    wanted = {
+    expected = {
         "replicate": rows(dense, 0), "shard": rows(dense, 1), "cp": rows(dense, 2), "fsdp": rows(dense, 1, 2),
         "data": rows(dense, 0, 1), "world": rows(dense, 0, 1, 2), "expert_replicate": rows(experts, 0),
         "expert_shard": rows(experts, 1), "ep": rows(experts, 2),
     }  # fmt: skip
-    assert set(wanted) == set(get_args(Axis))
-    for axis, groups in wanted.items():
+    assert set(expected) == set(get_args(Axis))
+    for axis, groups in expected.items():
         for group in groups:
             assert len(group) == getattr(mesh, axis)
             assert [mesh.place(rank)[axis] for rank in group] == list(range(len(group)))  # type: ignore[index]
 
 
 @given(meshes(), st.integers(1, 4))
-def test_an_expert_group_holds_every_expert_once(mesh: Mesh, each: int):
-    experts = each * mesh.ep
+def test_an_expert_group_holds_every_expert_once(mesh: Mesh, experts_per_rank: int):
+    experts = experts_per_rank * mesh.ep
     mesh.require_experts(experts)
     for group in rows(np.arange(mesh.world).reshape(mesh.expert_shape), 2):
         assert [expert for rank in group for expert in mesh.experts(rank, experts)] == list(range(experts))

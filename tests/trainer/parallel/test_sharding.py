@@ -39,60 +39,64 @@ REPLAY = ReplaySettings(level="ids+order")
 
 
 def streams(config: ModelConfig, count: int, seed: int = 0) -> list[Stream]:
-    """Rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
+    """Return rollouts of uneven lengths, two of each prompt, with routes that the router would not choose."""
     rng = np.random.default_rng(seed)
-    found = []
+    batch = []
     prompt = np.zeros(0, np.int32)
     for number in range(count):
         if number % 2 == 0:
             prompt = rng.integers(0, config.vocab_size, rng.integers(2, 9)).astype(np.int32)
-        rest = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
-        ids = np.concatenate([prompt, rest])
+        completion = rng.integers(0, config.vocab_size, rng.integers(3, 24)).astype(np.int32)
+        ids = np.concatenate([prompt, completion])
         acted = np.arange(len(ids)) >= len(prompt)
         acted[len(prompt) + 2 :: 5] = False
         routes = rng.random((len(ids), config.moe_layers, config.num_experts)).argsort(-1)
         routes = routes[..., : config.num_experts_per_tok].astype(np.uint8)
         routes[: len(prompt)] = np.arange(config.num_experts_per_tok)
-        places, logprob = np.arange(len(ids)), rng.normal(-4, 0.3, len(ids)).astype(np.float32)
+        positions, logprob = np.arange(len(ids)), rng.normal(-4, 0.3, len(ids)).astype(np.float32)
         advantage = np.where(acted, rng.normal(), 0).astype(np.float32)
-        recorded = {"routes": routes, "route_valid": places < len(ids) - 1, "checks": route_checks(places, ids, routes)}
-        found.append(Stream(token_ids=ids, acted=acted, logprob=logprob, advantage=advantage, **recorded))
-    return found
+        recorded = {
+            "routes": routes,
+            "route_valid": positions < len(ids) - 1,
+            "checks": route_checks(positions, ids, routes),
+        }
+        batch.append(Stream(token_ids=ids, acted=acted, logprob=logprob, advantage=advantage, **recorded))
+    return batch
 
 
-def made(config: ModelConfig, dtype: torch.dtype, recompute: bool) -> Model:
+def seeded_model(config: ModelConfig, dtype: torch.dtype, recompute: bool) -> Model:
     torch.manual_seed(1)
     model = Model(config).to(dtype)
     model.recompute = recompute
     return model
 
 
-def learn(learner: Learner, ranks: Ranks, given: list[Stream], steps: range = range(2)) -> list[dict[str, float]]:
+def learn(learner: Learner, ranks: Ranks, batch: list[Stream], steps: range = range(2)) -> list[dict[str, float]]:
     return [
         learner.learn(
-            given, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-3, clip=0.02, microbatch_tokens=48
+            batch, ranks, Random(step), minibatches=2, denominator=500.0, lr=1e-3, clip=0.02, microbatch_tokens=48
         )
         for step in steps
     ]  # fmt: skip
 
 
 def whole(model: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """All weights and gradients, under the names of the model in one piece."""
-    found = {}
+    """Return all weights and gradients, under the names of the undivided model."""
+    tensors = {}
     for name, weight in model.named_parameters():
         assert weight.grad is not None, f"{name} has no gradient"
         pair = [x.full_tensor() if isinstance(x, DTensor) else x for x in (weight.detach(), weight.grad)]
-        found[name.replace(".experts.", ".")] = (pair[0], pair[1])
-    return found
+        tensors[name.replace(".experts.", ".")] = (pair[0], pair[1])
+    return tensors
 
 
-def assert_same(found: Model, expected: Model, within: float) -> None:
-    """Weights, and the gradients of the last optimiser step, to `within` of the largest number of their tensor."""
-    ours = whole(found)
+def assert_same(actual: Model, expected: Model, within: float) -> None:
+    """Assert that weights, and gradients of the last optimiser step, agree to `within` of the largest number of their tensor."""
+    ours = whole(actual)
     for name, theirs in whole(expected).items():
-        for what, one, other in zip(("weight", "gradient"), ours[name], theirs, strict=True):
-            error = float((one - other).abs().max() / other.abs().max())
-            assert error <= within, f"{name}: a {what} is off by {error:.1e}"
+        for kind, tensor, expected_tensor in zip(("weight", "gradient"), ours[name], theirs, strict=True):
+            error = float((tensor - expected_tensor).abs().max() / expected_tensor.abs().max())
+            assert error <= within, f"{name}: a {kind} is off by {error:.1e}"
 
 
 def same(
@@ -108,25 +112,25 @@ def same(
     optimizer: OptimizerSettings = ADAMW,
     batches: int = 2,
 ) -> None:
-    """Batches of two optimiser steps each by the ranks, and by each rank alone."""
+    """Assert that the ranks together learn batches of two optimiser steps as each rank does alone."""
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
-    alone, cut = (made(config, dtype, recompute) for _ in range(2))
+    alone, cut = (seeded_model(config, dtype, recompute) for _ in range(2))
     shard(cut, team)
-    given, settings = streams(config, count), loss or LossSettings(ratio="none")
+    batch, settings = streams(config, count), loss or LossSettings(ratio="none")
     learners = [
         Learner(alone, FlatOptimizer(alone, optimizer), settings),
         Learner(cut, ShardedOptimizer(cut, team, optimizer), settings),
     ]
     for learner in learners:
         learner.replay = replay or learner.replay
-    [one, many] = [
-        learn(learner, ranks, given, range(batches)) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
+    [alone_metrics, cut_metrics] = [
+        learn(learner, ranks, batch, range(batches)) for learner, ranks in zip(learners, (Ranks(), team), strict=True)
     ]
-    for expected, found in zip(one, many, strict=True):
-        if team.mesh.data > 1:  # tokens that rollouts share are counted once a micro-batch, and those are others then
-            expected, found = ({**point, "replay_overlap": 0.0} for point in (expected, found))
-        found = {name: value for name, value in found.items() if not name.startswith("imbalance")}
-        assert found == pytest.approx(expected, rel=max(within, 1e-9), abs=1e-12)
+    for expected, actual in zip(alone_metrics, cut_metrics, strict=True):
+        if team.mesh.data > 1:  # shared tokens count once a micro-batch, and micro-batches differ
+            expected, actual = ({**point, "replay_overlap": 0.0} for point in (expected, actual))
+        actual = {name: value for name, value in actual.items() if not name.startswith("imbalance")}
+        assert actual == pytest.approx(expected, rel=max(within, 1e-9), abs=1e-12)
     assert_same(cut, alone, within)
 
 
@@ -142,32 +146,37 @@ WHOLE_ROLLOUTS = LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_n
 
 
 def _quantised() -> None:
-    """As one process whose experts read the rows that travelled."""
-    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(GQA, 12)
-    alone, cut = (made(GQA, torch.float64, False) for _ in range(2))
+    """Quantised ranks learn as one process whose experts read the rows after transport."""
+    team, batch = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(GQA, 12)
+    alone, cut = (seeded_model(GQA, torch.float64, False) for _ in range(2))
     shard(cut, team, quantised=True)
 
     def rounded(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
         return Model._experts(alone, x + (mx_quantize(x.float()).dequantize(x.dtype) - x).detach(), *values)
 
     alone._experts = rounded  # type: ignore[method-assign]
-    plain = made(GQA, torch.float64, False)
+    plain = seeded_model(GQA, torch.float64, False)
     runs = ((alone, FlatOptimizer(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
     for model, optimizer, ranks in (*runs, (plain, FlatOptimizer(plain), Ranks())):
-        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, given, range(1))
+        learn(Learner(model, optimizer, LossSettings(ratio="none")), ranks, batch, range(1))
     assert_same(cut, alone, 1e-9)
     with pytest.raises(AssertionError, match="is off by"):
         assert_same(cut, plain, 1e-6)
 
 
 def _mixed() -> None:
-    """Layers compute in bfloat16, weights and sums of gradients are float32."""
-    team, given = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
-    alone, cut = (made(MLA, torch.float32, False) for _ in range(2))
+    """Layers compute in bfloat16; weights and sums of gradients are float32."""
+    team, batch = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2)), streams(MLA, 12)
+    alone, cut = (seeded_model(MLA, torch.float32, False) for _ in range(2))
     shard(cut, team, torch.bfloat16)
     runs = ((alone, FlatOptimizer(alone), Ranks()), (cut, ShardedOptimizer(cut, team, ADAMW), team))
-    [one, many] = [learn(Learner(m, o, LossSettings(ratio="none")), ranks, given, range(1))[0] for m, o, ranks in runs]
-    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05) and many["grad_norm"] != one["grad_norm"]
+    [alone_metrics, cut_metrics] = [
+        learn(Learner(m, o, LossSettings(ratio="none")), ranks, batch, range(1))[0] for m, o, ranks in runs
+    ]
+    assert (
+        cut_metrics["grad_norm"] == pytest.approx(alone_metrics["grad_norm"], rel=0.05)
+        and cut_metrics["grad_norm"] != alone_metrics["grad_norm"]
+    )
     assert {weight.dtype for weight in cut.parameters()} == {torch.float32}
     assert {weight.grad.dtype for weight in cut.parameters() if weight.grad is not None} == {torch.float32}
 
@@ -195,21 +204,21 @@ EIGHT = {"all": partial(same, GQA, MeshSettings(shard=4, cp=2, ep=8), replay=REP
 
 def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
     team = Team(Mesh.of(mesh, torch.distributed.get_world_size()))
-    model = shard(made(MLA, torch.float32, False), team)
+    model = shard(seeded_model(MLA, torch.float32, False), team)
     optimizer = ShardedOptimizer(model, team, OptimizerSettings(), published=torch.bfloat16)
     return Learner(model, optimizer, LossSettings(ratio="none")), team
 
 
 def _saves(folder: Path) -> None:
-    """A step, a checkpoint that is written while the next step is learnt, and what that comes to."""
+    """Learn a step, write its checkpoint during the next step, and store the state after that step."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=8))
-    given = streams(MLA, 6)
-    learn(learner, team, given, range(1))
+    batch = streams(MLA, 6)
+    learn(learner, team, batch, range(1))
     saving = save(learner.optimizer, folder / "saved", torch.distributed.new_group(backend="gloo"))
-    learn(learner, team, given, range(1, 2))
+    learn(learner, team, batch, range(1, 2))
     saving.result()
-    found = learner.optimizer.state()
-    state = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    divided = learner.optimizer.state()
+    state = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in divided.items()}
     if team.first:
         torch.save(state, folder / "next.pt")
 
@@ -219,17 +228,17 @@ def _goes_on(folder: Path) -> None:
     restore(learner.optimizer, folder / "saved")
     learn(learner, team, streams(MLA, 6), range(1, 2))
     for name, expected in torch.load(folder / "next.pt").items():
-        found = learner.optimizer.state()[name]
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        actual = learner.optimizer.state()[name]
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def _publishes(folder: Path) -> None:
-    """What the ranks hold makes up what one process would publish, nothing twice."""
+    """The shares of the ranks add up to what one process publishes, with nothing twice."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
     learn(learner, team, streams(MLA, 6), range(1))
     parts = team.gather(published_share(learner.model, team))
-    alone = made(MLA, torch.float32, False)
+    alone = seeded_model(MLA, torch.float32, False)
     optimizer = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
     learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))
     expected = published(alone)
@@ -248,7 +257,7 @@ def test_a_checkpoint_of_eight_ranks_goes_on_on_two_and_on_one(tmp_path: Path):
     on_ranks(8, {"saves": _saves, "publishes": _publishes}, tmp_path, tmp_path)
     on_ranks(2, {"goes on": _goes_on}, tmp_path / "2", tmp_path)
     on_ranks(1, {"goes on": _goes_on}, tmp_path / "1", tmp_path)
-    model = made(MLA, torch.float32, False)
+    model = seeded_model(MLA, torch.float32, False)
     optimizer = FlatOptimizer(model, ADAMW, published=torch.bfloat16)
     learner = Learner(model, optimizer, LossSettings(ratio="none"))
     optimizer.load(whole_state(tmp_path / "saved", model))

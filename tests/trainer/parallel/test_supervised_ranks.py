@@ -30,17 +30,17 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override
 from tests.trainer.forked import on_ranks
-from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, made
+from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, seeded_model
 
 
 def rows(count: int, seed: int = 0) -> list[TokenRow]:
-    """Rows of uneven lengths with tokens of weight 0, between, and 1; the first two begin alike."""
+    """Return rows of uneven lengths whose tokens have weights 0, 0.25 and 1; the first two begin alike."""
     rng = np.random.default_rng(seed)
-    found = [rng.integers(0, GQA.vocab_size, n).astype(np.int32) for n in rng.integers(4, 30, count)]
+    token_ids = [rng.integers(0, GQA.vocab_size, n).astype(np.int32) for n in rng.integers(4, 30, count)]
     if count > 1:
-        found[1][:3] = found[0][:3]
+        token_ids[1][:3] = token_ids[0][:3]
     return [
-        TokenRow(ids, rng.choice([0.0, 0.25, 1.0], len(ids), p=[0.3, 0.3, 0.4]).astype(np.float32)) for ids in found
+        TokenRow(ids, rng.choice([0.0, 0.25, 1.0], len(ids), p=[0.3, 0.3, 0.4]).astype(np.float32)) for ids in token_ids
     ]
 
 
@@ -49,10 +49,10 @@ BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
 
 
 def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None:
-    """Each batch's metrics and held-out loss, and the weights afterwards, as in one process (float64). A balance loss is a mean
-    over ranks; in one process, over the rows that each of them has."""
+    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64). A
+    balance loss is a mean over ranks; in one process, over the rows of each rank."""
     team = Team(Mesh.of(mesh, dist.get_world_size()))
-    alone, cut = (made(config, torch.float64, False) for _ in range(2))
+    alone, cut = (seeded_model(config, torch.float64, False) for _ in range(2))
     shard(cut, team)
     optimizer = OptimizerSettings(name="muon") if muon else OptimizerSettings()
     pairs = (
@@ -60,15 +60,15 @@ def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None
         (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
     )
     for batch in BATCHES:
-        mine = {id(model): batch if ranks.world == 1 else rows_of_rank(batch, team) for model, _, ranks in pairs}
-        one, many = (
+        share = {id(model): batch if ranks.world == 1 else rows_of_rank(batch, team) for model, _, ranks in pairs}
+        alone_metrics, cut_metrics = (
             {
                 "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
-                **train_step(model, mine[id(model)], optimizer, ranks, lr=1e-3, balance=0.0, clip=0.5),
+                **train_step(model, share[id(model)], optimizer, ranks, lr=1e-3, balance=0.0, clip=0.5),
             }
             for model, optimizer, ranks in pairs
         )
-        assert many == pytest.approx(one, rel=1e-9, nan_ok=True)
+        assert cut_metrics == pytest.approx(alone_metrics, rel=1e-9, nan_ok=True)
     assert_same(cut, alone, 1e-11)
 
 
@@ -79,7 +79,7 @@ DENSE = replace(GQA, family="qwen2", intermediate_size=40, moe_intermediate_size
 def _balanced() -> None:
     """Ranks on a mesh balance experts as ranks with whole copies do."""
     team = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2))
-    alone, cut = (made(GQA, torch.float64, False) for _ in range(2))
+    alone, cut = (seeded_model(GQA, torch.float64, False) for _ in range(2))
     shard(cut, team)
     plain = Ranks()
     plain.rank, plain.world = team.rank, team.world
@@ -94,26 +94,26 @@ def _saved(folder: Path) -> None:
     """The ranks' files together are the checkpoint that one process writes."""
     team = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2))
     config = replace(MLA, num_nextn_predict_layers=1)
-    cut, alone = (biased(made(config, torch.float32, False)) for _ in range(2))
+    cut, alone = (biased(seeded_model(config, torch.float32, False)) for _ in range(2))
     shard(cut, team)
     cut.companions = {"tokenizer.json": b"{}"}
     save_sharded(cut, team, folder / "cut")
     assert (folder / "cut" / INDEX).is_file() and (folder / "cut" / "tokenizer.json").read_text() == "{}"
     assert not list(folder.glob("cut*.part")), "the folder appears at once"
     save_pretrained(alone, folder / f"alone-{team.rank}", dtype=torch.bfloat16)
-    found, expected = load_pretrained(folder / "cut"), load_pretrained(folder / f"alone-{team.rank}")
-    assert found.config == expected.config
+    loaded, expected = load_pretrained(folder / "cut"), load_pretrained(folder / f"alone-{team.rank}")
+    assert loaded.config == expected.config
     for name, weight in expected.named_parameters():
-        assert torch.equal(found.get_parameter(name), weight), name
-    again = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
-    for model in (found, expected, again):
+        assert torch.equal(loaded.get_parameter(name), weight), name
+    resharded = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
+    for model in (loaded, expected, resharded):
         assert biases(model) == {"_layers.1": 0.5, "_aheads.0.layer": 0.5}
     expected_cut = shard(expected, team)
-    for one, other in zip(shards(again), shards(expected_cut), strict=True):
-        assert torch.equal(one, other)
-    assert again.companions == cut.companions
+    for tensor, expected_tensor in zip(shards(resharded), shards(expected_cut), strict=True):
+        assert torch.equal(tensor, expected_tensor)
+    assert resharded.companions == cut.companions
     team.barrier()
-    save_sharded(cut, team, folder / "cut")  # over the one before
+    save_sharded(cut, team, folder / "cut")  # replaces the first one
     assert not list(folder.glob("cut*.part"))
 
 
@@ -143,7 +143,7 @@ def shards(model: Model) -> list[torch.Tensor]:
 def _resumed(folder: Path) -> None:
     """A stage that is cut off between two checkpoints ends with the numbers of one that is not."""
     settings = override(Settings(), {"ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "until": "sft"})
-    team, found = Team(Mesh.of(settings.mesh, 2)), dict[str, tuple[list[dict[str, float]], Model]]()
+    team, results = Team(Mesh.of(settings.mesh, 2)), dict[str, tuple[list[dict[str, float]], Model]]()
     if team.first:
         for name in ("whole", "cut"):
             RunDir(folder / name)
@@ -161,16 +161,16 @@ def _resumed(folder: Path) -> None:
         s = Stages(RunDir(folder / name), settings, team, Sandboxes(), lambda line: None)
         for last in cuts:
             with pytest.raises(InterruptedError):
-                _train(s, s.divided(made(GQA, torch.float32, False)), plan, batches(last), {})
+                _train(s, s.divided(seeded_model(GQA, torch.float32, False)), plan, batches(last), {})
             team.barrier()
-        model = s.divided(made(GQA, torch.float32, False))
+        model = s.divided(seeded_model(GQA, torch.float32, False))
         cross_entropy(model, BATCHES[0], team)  # as before rehearsal and before the long-context phase
         _train(s, model, plan, batches(plan.steps), {})
         team.barrier()
-        found[name] = s.run.steps("sft"), model
-    assert found["cut"][0] == found["whole"][0] and len(found["cut"][0]) == 10
-    for one, other in zip(*(shards(model) for _, model in found.values()), strict=True):
-        assert torch.equal(one, other)
+        results[name] = s.run.steps("sft"), model
+    assert results["cut"][0] == results["whole"][0] and len(results["cut"][0]) == 10
+    for tensor, expected_tensor in zip(*(shards(model) for _, model in results.values()), strict=True):
+        assert torch.equal(tensor, expected_tensor)
     [checkpoint] = (folder / "cut" / "checkpoints").iterdir()
     assert checkpoint.name == "sft-000020.ranks"
 

@@ -33,27 +33,27 @@ def scored(folder: Path, solved: Mapping[str, list[bool]], policy: str = "final"
 
 def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run, report = copy_of(tiny_run), build_report(tiny_run)
-    found = compare(tiny_run, run)
-    assert found["settings"] == found["provenance"] == {} and list(found["eval"]) == list(report["eval"])
-    for name, part in found["eval"].items():
+    comparison = compare(tiny_run, run)
+    assert comparison["settings"] == comparison["provenance"] == {} and list(comparison["eval"]) == list(report["eval"])
+    for name, part in comparison["eval"].items():
         counts = [report["eval"][name]["n_tasks"]] * 2
         assert part["difference"] == {"pass_at_1": 0.0, "ci95": [0.0, 0.0], "paired": True, "n_tasks": counts}
         assert part["scores"][0] == part["scores"][1] and part["scores"][0]["ci95"] == report["eval"][name]["ci95"]
-    assert found["train"]["steps"] == [3, 3] and found["wall_s"]["rl"] == [report["wall_s"]["rl"]] * 2
+    assert comparison["train"]["steps"] == [3, 3] and comparison["wall_s"]["rl"] == [report["wall_s"]["rl"]] * 2
 
     settings = json.loads((run.path / "settings.json").read_text())
     settings["rl"]["lr"], settings["seed"] = 0.5, 7
     (run.path / "settings.json").write_text(json.dumps(settings))
     with run.connect() as db:
         db.execute("DELETE FROM stage WHERE name IN ('eval_final', 'numerics')")
-    found = compare(tiny_run, run)
-    assert found["settings"] == {"seed": [0, 7], "rl.lr": [Settings().rl.lr, 0.5]}
-    del settings["mesh"], settings["loss"], settings["engine"]["numerics"]  # of a run from before there were these
+    comparison = compare(tiny_run, run)
+    assert comparison["settings"] == {"seed": [0, 7], "rl.lr": [Settings().rl.lr, 0.5]}
+    del settings["mesh"], settings["loss"], settings["engine"]["numerics"]  # as in an older run
     settings["data"]["code"] = "<b>[red]"
     (run.path / "settings.json").write_text(json.dumps(settings))
     again = compare(tiny_run, run)
-    assert again["settings"] == found["settings"] | {"data.code": [Settings().data.code, "<b>[red]"]}
-    assert [one["complete"] for one in again["runs"]] == [True, False]
+    assert again["settings"] == comparison["settings"] | {"data.code": [Settings().data.code, "<b>[red]"]}
+    assert [row["complete"] for row in again["runs"]] == [True, False]
     assert again["eval"]["final"]["scores"][1] is None and "difference" not in again["eval"]["final"]
     Console(file=(out := io.StringIO()), width=160).print(table(again))
     for text in ("data.code", "<b>[red]", "midtrained", "paired by task", "code and machine: none", "staleness_mean"):
@@ -65,15 +65,15 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
 
 
 def test_a_paired_difference_is_the_gain_that_a_report_takes_within_one_run(tmp_path: Path):
-    """The same two sets of attempts, once as two policies of one run, once as one policy of two."""
+    """The same two sets of attempts are two policies of one run, and one policy of two runs."""
     random, tasks = np.random.default_rng(3), [f"t{number}" for number in range(16)]
     old, new = ({task: list(random.random(4) < share) for task in tasks} for share in (0.3, 0.6))
-    run, other = scored(tmp_path / "1", new), scored(tmp_path / "2", old)
+    run, old_run = scored(tmp_path / "1", new), scored(tmp_path / "2", old)
     scored(run.path, old, "midtrained")
     gain = gained(run, {"midtrained": {}, "final": {}})
-    found = difference(other, run, "final", set(tasks))
-    assert found["ci95"] == gain["ci95"] and found["paired"] and found["n_tasks"] == [len(tasks)] * 2
-    assert found["pass_at_1"] == pytest.approx(np.mean([np.mean(new[task]) - np.mean(old[task]) for task in tasks]))
+    gap = difference(old_run, run, "final", set(tasks))
+    assert gap["ci95"] == gain["ci95"] and gap["paired"] and gap["n_tasks"] == [len(tasks)] * 2
+    assert gap["pass_at_1"] == pytest.approx(np.mean([np.mean(new[task]) - np.mean(old[task]) for task in tasks]))
 
 
 def test_runs_on_other_tasks_are_compared_unpaired(tmp_path: Path):
@@ -81,12 +81,12 @@ def test_runs_on_other_tasks_are_compared_unpaired(tmp_path: Path):
     old = {f"a{n}": list(random.random(4) < 0.3) for n in range(300)}
     new = {f"b{n}": list(random.random(4) < 0.5) for n in range(200)}
     first, second = scored(tmp_path / "1", old), scored(tmp_path / "2", new)
-    found = difference(first, second, "final", set())
+    gap = difference(first, second, "final", set())
     means = [np.array([np.mean(tries) for tries in solved.values()]) for solved in (old, new)]
     expected = means[1].mean() - means[0].mean()
     error = np.sqrt(sum(values.var() / len(values) for values in means))
-    assert found["pass_at_1"] == pytest.approx(expected) and not found["paired"] and found["n_tasks"] == [300, 200]
-    assert found["ci95"] == pytest.approx([expected - 1.96 * error, expected + 1.96 * error], abs=0.15 * error)
+    assert gap["pass_at_1"] == pytest.approx(expected) and not gap["paired"] and gap["n_tasks"] == [300, 200]
+    assert gap["ci95"] == pytest.approx([expected - 1.96 * error, expected + 1.96 * error], abs=0.15 * error)
 
 
 def test_a_task_is_shared_only_if_all_of_it_is_the_same(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):

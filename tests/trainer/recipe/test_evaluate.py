@@ -25,11 +25,11 @@ def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypa
 
     monkeypatch.setattr(report, "solved_by_task", solved)
     score = {"pass_within": {"12": 0.0}}
-    found = report.gained(SimpleNamespace(), {name: score for name in sampled})  # type: ignore[arg-type]
-    assert (found["pass_at_1"], found["pass_greedy"], found["best_of_k"]) == (0.25, 1.0, 0.0)
+    gain = report.gained(SimpleNamespace(), {name: score for name in sampled})  # type: ignore[arg-type]
+    assert (gain["pass_at_1"], gain["pass_greedy"], gain["best_of_k"]) == (0.25, 1.0, 0.0)
     over = {"pass_at_1": np.mean([0.5, -0.25, 0.25]), "pass_greedy": 0.0, "best_of_k": 0.0}
-    assert found["over_stronger"] == pytest.approx(over)
-    within = found["within_12"]["heldout"]
+    assert gain["over_stronger"] == pytest.approx(over)
+    within = gain["within_12"]["heldout"]
     assert (within["over"], within["gain"], within["n_tasks"]) == ("start", over["pass_at_1"], 3)
 
 
@@ -48,18 +48,18 @@ def test_the_best_factor_is_kept(
     with torch.no_grad():
         model.final_norm.fill_(0.5)
 
-    def attempts(s: Any, given: Model, tasks: Any, samples: int, temperature: float) -> list[Any]:
+    def attempts(s: Any, candidate: Model, tasks: Any, samples: int, temperature: float) -> list[Any]:
         assert temperature == 1.0
-        count = solved[float(given.final_norm[0].detach()) / 0.5]
+        count = solved[float(candidate.final_norm[0].detach()) / 0.5]
         return [SimpleNamespace(grade=SimpleNamespace(passed=n < count)) for n in range(samples)]
 
     monkeypatch.setattr(recipe, "evaluate_model", attempts)
-    told: list[str] = []
-    s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=told.append)
+    lines: list[str] = []
+    s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=lines.append)
     s.settings = override(Settings(), {"sft.sharpness": factors})
     info: dict[str, Any] = {}
     recipe.calibrate(s, model, info)
-    assert info.get("sharpness") == best and len(told) == (best is not None)
+    assert info.get("sharpness") == best and len(lines) == (best is not None)
     share = solved.get(best or 0.0, 0) / 2
     assert info.get("sharpness_ci95", {}).get(str(best)) == (None if best is None else [share, share]), "of one task"
     assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))

@@ -51,9 +51,9 @@ def launcher(run: RunDir, program: str = LAUNCHER) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    made = create(tmp_path / "runs", "tour")
-    write_json(made.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
-    return made
+    run_dir = create(tmp_path / "runs", "tour")
+    write_json(run_dir.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
+    return run_dir
 
 
 @pytest.fixture
@@ -83,28 +83,28 @@ def go(run: Path) -> None:
 
 def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_launch", lambda run, settings, say: None)
-    said: list[str] = []
+    lines: list[str] = []
 
     def call(**dotted: object) -> RunDir:
         settings = override(Settings(), {"seed": 1, **dotted})
-        return start_or_resume(None, settings, runs=tmp_path / "runs", resume=True, say=said.append)
+        return start_or_resume(None, settings, runs=tmp_path / "runs", resume=True, say=lines.append)
 
     first = call()
-    assert call().path == first.path and not said
-    assert call(**{"rl.gate": False}).path == first.path and not said
+    assert call().path == first.path and not lines
+    assert call(**{"rl.gate": False}).path == first.path and not lines
     assert not from_dict(first.settings()).rl.gate, "a refused run goes on without its gate"
     assert call().path == first.path and from_dict(first.settings()).rl.gate
-    other = call(seed=2)
-    assert other.path != first.path
+    new_run = call(seed=2)
+    assert new_run.path != first.path
     newest = tmp_path / "runs" / "tour"
-    assert said == [f"{first.path} was begun with seed=1, now 2; {newest} is now the new run {other.path.name}"]
+    assert lines == [f"{first.path} was begun with seed=1, now 2; {newest} is now the new run {new_run.path.name}"]
     with pytest.raises(FileNotFoundError, match="no task file"):
         call(**{"env.tasks": str(tmp_path / "nowhere")})
-    assert len(said) == 1, "what is refused is no new run"
-    made = other.path / "provenance.json"
-    write_json(made, json.loads(made.read_text()) | {"package_digest": "another"})
-    assert call(seed=2).path != other.path
-    assert said[-1].startswith(f"{other.path} was begun by another version of this package; ")
+    assert len(lines) == 1, "what is refused is no new run"
+    provenance_path = new_run.path / "provenance.json"
+    write_json(provenance_path, json.loads(provenance_path.read_text()) | {"package_digest": "another"})
+    assert call(seed=2).path != new_run.path
+    assert lines[-1].startswith(f"{new_run.path} was begun by another version of this package; ")
     (tmp_path / "runs" / "tour").unlink()
     (tmp_path / "runs" / "tour").symlink_to("gone")
     assert call().path.is_dir()
@@ -122,12 +122,12 @@ def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ra
 
 
 def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
-    """Otherwise a child that outlives its launcher would keep everybody out."""
+    """Otherwise a child that outlives its launcher would block every other launch."""
     worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$9\n")
     go(run.path)
     for rank in range(2):
-        held = (tmp_path / f"open-{rank}").read_text()
-        assert f"rank{rank}.log" in held and "launch.lock" not in held
+        open_files = (tmp_path / f"open-{rank}").read_text()
+        assert f"rank{rank}.log" in open_files and "launch.lock" not in open_files
 
 
 @pytest.mark.parametrize(
@@ -171,24 +171,24 @@ def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_n
     run = create(tmp_path, "lost")
     ends = [RunFailed("services ended with 1: it said nothing (services.log)", 1), RunFailed("gone", LOST), None]
 
-    def one(*given: object) -> None:
+    def run_once(*args: object) -> None:
         if (end := ends.pop(0)) is not None:
             raise end
 
-    monkeypatch.setattr(launch, "_run_processes", one)
-    said: list[str] = []
-    launch._run_services(run, said.append)
-    assert ends == [] and len(said) == 2
+    monkeypatch.setattr(launch, "_run_processes", run_once)
+    lines: list[str] = []
+    launch._run_services(run, lines.append)
+    assert ends == [] and len(lines) == 2
     ends = [RunFailed("services ended with 1: rl.lr is too high (services.log)", 1)]
     with pytest.raises(RunFailed, match="rl.lr"):
-        launch._run_services(run, said.append)
+        launch._run_services(run, lines.append)
 
 
 def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:
-    process, begun, said = launcher(run), threading.Event(), list[str]()
+    process, begun, lines = launcher(run), threading.Event(), list[str]()
 
     def say(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         begun.set()
 
     follower = threading.Thread(target=follow, args=(run.path, say))
@@ -198,19 +198,19 @@ def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:
     assert holder(run.path / "launch.lock") == process.pid
     assert stop(run.path) and process.wait() == 1
     follower.join(120)
-    assert said == ["step 1", "KeyboardInterrupt"] and not stop(run.path)
+    assert lines == ["step 1", "KeyboardInterrupt"] and not stop(run.path)
 
 
 def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_said(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process, said = launcher(run, LAUNCHER.replace("signal.default_int_handler", "signal.SIG_IGN")), list[str]()
+    process, lines = launcher(run, LAUNCHER.replace("signal.default_int_handler", "signal.SIG_IGN")), list[str]()
     monkeypatch.setattr(detached, "END_S", 0.5)
     monkeypatch.setattr(head, "SAY_S", 0.1)
-    assert stop(run.path, said.append) and process.wait() == -signal.SIGKILL
-    assert said[0] == f"{run.path.name}: process {process.pid} is asked to end its ranks, services and sandboxes"
-    assert all(line.startswith(f"waiting for process {process.pid} to end, ") for line in said[1:-1])
-    assert said[-1] == f"process {process.pid} was killed: it had not ended within 0.5 s"
+    assert stop(run.path, lines.append) and process.wait() == -signal.SIGKILL
+    assert lines[0] == f"{run.path.name}: process {process.pid} is asked to end its ranks, services and sandboxes"
+    assert all(line.startswith(f"waiting for process {process.pid} to end, ") for line in lines[1:-1])
+    assert lines[-1] == f"process {process.pid} was killed: it had not ended within 0.5 s"
     assert main(["stop", str(run.path)]) == 0, "nothing lives"
 
 

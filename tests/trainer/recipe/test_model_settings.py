@@ -15,24 +15,24 @@ CONFIG = ModelConfig(**SIZES, max_position_embeddings=64)
 
 def model(recipe: str = "bf16") -> Model:
     torch.manual_seed(0)
-    made = Model(CONFIG)
-    made.kernels = override(Settings(), {"kernels.recipe": recipe}).kernels
-    return made
+    net = Model(CONFIG)
+    net.kernels = override(Settings(), {"kernels.recipe": recipe}).kernels
+    return net
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_engine_and_trainer_read_the_same_numbers(recipe: str):
-    """What the engine decodes one by one is what a forward pass over all of it gives."""
+    """Tokens decoded one by one have the log-probabilities of a forward pass over all of them."""
     net = model(recipe)
     assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe=recipe)
     assert pack(net) is None and pack(model()) is not None, "the compiled engine has no formats"
     engine = Engine(net, stop=frozenset(), slots=4, max_length=64, temperature=1.0)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    done = engine.generate([Request(rollout=n, token_ids=ids, max_tokens=20) for n, ids in enumerate(prompts)])
-    single = done[1]
+    completions = engine.generate([Request(rollout=n, token_ids=ids, max_tokens=20) for n, ids in enumerate(prompts)])
+    single = completions[1]
     plain = Engine(model(), stop=frozenset(), slots=4, max_length=64)
-    other = plain.generate([Request(rollout=1, token_ids=prompts[1], max_tokens=20)])[0]
-    assert other.logprobs != single.logprobs
+    plain_completion = plain.generate([Request(rollout=1, token_ids=prompts[1], max_tokens=20)])[0]
+    assert plain_completion.logprobs != single.logprobs
     ids = torch.tensor([[*prompts[1], *single.token_ids]])
     with torch.no_grad():
         logits, _ = net(ids)

@@ -45,8 +45,11 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(path.read_text())
     make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
-    none = ("data.mistaken_demonstrations", "data.structure_tasks", "data.told", "sft.steps")
-    values: dict[str, Any] = dict.fromkeys(none, 0) | {"data.code": str(tmp_path / "corpus"), "data.level": "functions"}
+    zeroed = ("data.mistaken_demonstrations", "data.structure_tasks", "data.told", "sft.steps")
+    values: dict[str, Any] = dict.fromkeys(zeroed, 0) | {
+        "data.code": str(tmp_path / "corpus"),
+        "data.level": "functions",
+    }
     values |= {"data.demonstrations": 8, "data.rl_tasks": 12, "data.heldout_tasks": 4, "data.tune_tasks": 4, "ranks": 1}
     values |= {"until": "midtrain", "midtrain.infill.share": 0.5}
     values |= {"midtrain.draft_steps": 3, "midtrain.draft_weight": 0.1}
@@ -61,9 +64,9 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
     assert len(set(gap_tokens(tokenizer))) == 3
     heldout = code_rows(read_corpus(str(tmp_path / "corpus")).validation, tokenizer, 1.0, limit=48)
     assert not any(set(gap_tokens(tokenizer)) & set(row.token_ids.tolist()) for row in heldout)
-    said: list[str] = []
-    start_or_resume(run.path, say=said.append)
-    assert len(said) == 1 and "the run is complete" in said[0]
+    lines: list[str] = []
+    start_or_resume(run.path, say=lines.append)
+    assert len(lines) == 1 and "the run is complete" in lines[0]
 
 
 @pytest.mark.whole
@@ -75,8 +78,8 @@ def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy
     settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
     with Sandboxes() as sandboxes:
         run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
-    head, own = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
-    assert head is not None and own is not None and torch.equal(head.join.weight, own.join.weight)
+    final, midtrained = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
+    assert final is not None and midtrained is not None and torch.equal(final.join.weight, midtrained.join.weight)
 
 
 SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}
@@ -98,13 +101,13 @@ def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
         config = load_pretrained(run.path / "weights" / name).config
         assert config.max_position_embeddings == 512 and config.yarn.factor == 2, name
     assert load_pretrained(run.path / "weights" / "midtrained").config.max_position_embeddings == 256
-    found = build_report(run)["extend"]
-    assert found["steps"] == 4 and found["last"]["heldout_long_loss"] < found["before"]["stretched"]
-    assert found["before"]["plain"] != found["before"]["stretched"]
+    extension = build_report(run)["extend"]
+    assert extension["steps"] == 4 and extension["last"]["heldout_long_loss"] < extension["before"]["stretched"]
+    assert extension["before"]["plain"] != extension["before"]["stretched"]
     assert "extend" in json.loads((run.path / "settings.json").read_text())
     assert pictures(run)
-    again = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
-    assert (again.path / "weights" / "extended").is_dir() and again.finished("extend")
+    forked = fork(run, override(settings, {"rl_seed": 1}), runs=tmp_path, name="fork")
+    assert (forked.path / "weights" / "extended").is_dir() and forked.finished("extend")
 
 
 KINDS = MICRO | {
@@ -134,5 +137,5 @@ def test_every_kind_is_trained_on_and_scored(tmp_path: Path, capsys: pytest.Capt
     assert set(report["eval"]["final"]["by_kind"]) == set(kinds["heldout"])
     assert cli.main(["tour", "--set", "data.kinds=[bug,poem]"]) == 2
     assert cli.main(["tour", "--set", "data.kinds=[lint]", "--set", "data.level=functions"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "data.kinds" in said[0] and "are bugs" in said[1]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "data.kinds" in errors[0] and "are bugs" in errors[1]

@@ -60,10 +60,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tasks_that_nothing_guards_are_named(tasks: Path):
-    made = load_tasks(tasks)
-    bare = [with_plan(task, replace(plan_of(task), twins=(), calls=())) for task in made]
-    assert unguarded(bare) == [task.id for task in made]
-    assert set(unguarded(made)) == {task.id for task in made if guard_of(task).by == "none"} != set(unguarded(bare))
+    loaded = load_tasks(tasks)
+    bare = [with_plan(task, replace(plan_of(task), twins=(), calls=())) for task in loaded]
+    assert unguarded(bare) == [task.id for task in loaded]
+    assert set(unguarded(loaded)) == {task.id for task in loaded if guard_of(task).by == "none"} != set(unguarded(bare))
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +75,26 @@ def loop(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, list[str]]]:
-    """`rl(name, settings)`: RL of that run as services, once more; with what it said. `cut`: it is killed after so many commands,
-    and resumed."""
+    """`rl(name, cut, **changes)`: RL of that run again, as services; gives its run, settings and lines. With `cut` it is killed
+    after so many commands, and resumed."""
 
     def go(name: str, cut: int = 0, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
-        known = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
-        settings = override(known, {"env.tasks": loop.settings()["env"]["tasks"], **IN_STEP, **changes})
-        run, actors, said = fork(loop, settings, runs=tmp_path, name=name), Threads(), list[str]()
+        base = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
+        settings = override(base, {"env.tasks": loop.settings()["env"]["tasks"], **IN_STEP, **changes})
+        run, actors, lines = fork(loop, settings, runs=tmp_path, name=name), Threads(), list[str]()
         if cut:
-            said += cut_off(run, settings, cut)
+            lines += cut_off(run, settings, cut)
         try:
-            run.finish("rl", 1.0, Coordinator(run, settings, actors, said.append).go())
+            run.finish("rl", 1.0, Coordinator(run, settings, actors, lines.append).go())
         finally:
             actors.close()
-        return run, settings, said
+        return run, settings, lines
 
     return go
 
 
-def made(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
-    """Versions, final weights and rollouts of a run."""
+def results_of(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
+    """Return the versions, final weights and rollouts of a run."""
     columns = ["task_id", "token_ids", "logprob", "policy_version", "reward", "advantage", "status"]
     stored = [
         pq.read_table(path, columns=columns).to_pylist() for path in sorted(run.path.glob("rollouts/rl_*.parquet"))
@@ -105,32 +105,34 @@ def made(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:
 
 def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None:
     report = build_report(loop)
-    found = report["fidelity"]
-    assert found["calls"] > 10 and found["differences"] == [] and report["complete"]
-    said = dict(fact_rows(report))["training and the product"]
-    assert said == f"no difference in {found['calls']} calls, byte by byte"
+    fidelity = report["fidelity"]
+    assert fidelity["calls"] > 10 and fidelity["differences"] == [] and report["complete"]
+    fact = dict(fact_rows(report))["training and the product"]
+    assert fact == f"no difference in {fidelity['calls']} calls, byte by byte"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let calls of tools take longer."""
+    """Make the n-th call of a tool take `seconds(n)` longer."""
     answer, number = ToolSet.answer, count()
 
-    def slowly(tools: ToolSet, *given: Any) -> Any:
+    def slowly(tools: ToolSet, *args: Any) -> Any:
         time.sleep(seconds(next(number)))
-        return answer(tools, *given)
+        return answer(tools, *args)
 
     monkeypatch.setattr(ToolSet, "answer", slowly)
 
 
 def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the calls take, also beyond the time after which a silent worker counts as hung, and although it is killed in
-    the middle of the second batch."""
+    """The result depends neither on how long calls take, even beyond the time after which a silent worker counts as hung, nor on
+    a kill in the middle of the second batch."""
     first, _, _ = rl("first")
     with monkeypatch.context() as patch:
         slow(patch, lambda number: (0.0, 0.1, 0.7)[number % 3] if number else 5.0)
-        second, _, said = rl("second", cut=4, **{"services.hang_s": 4.0})
-    assert not any("said nothing" in line for line in said)
-    assert made(first) == made(second) and made(first)[1] != (WEIGHTS / "model.safetensors").read_bytes()
+        second, _, lines = rl("second", cut=4, **{"services.hang_s": 4.0})
+    assert not any("said nothing" in line for line in lines)
+    assert (
+        results_of(first) == results_of(second) and results_of(first)[1] != (WEIGHTS / "model.safetensors").read_bytes()
+    )
     for run in (first, second):
         info = run.finished("rl")
         assert info is not None and sum(run.ledger().values()) == info["sampled"] > 0
@@ -142,17 +144,17 @@ Boxes = Callable[..., Sandbox]
 
 
 def killed(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, which: set[int], dead: list[Sandbox]
+    patch: pytest.MonkeyPatch, owner: Any, name: str, box_of: Boxes, numbers: set[int], dead: list[Sandbox]
 ) -> None:
-    """End the sandboxes of these calls of a function from outside, as a machine does that is short of memory; each once."""
+    """Kill the sandboxes of these calls of a function, each once, as a machine does that runs out of memory."""
     original, number = getattr(owner, name), count()
 
-    def shot(*given: Any, **more: Any) -> Any:
-        box = box_of(*given)
-        if next(number) in which and all(box is not each for each in dead):
+    def shot(*args: Any, **kwargs: Any) -> Any:
+        box = box_of(*args)
+        if next(number) in numbers and all(box is not dead_box for dead_box in dead):
             dead.append(box)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]
-        return original(*given, **more)
+        return original(*args, **kwargs)
 
     patch.setattr(owner, name, shot)
 
@@ -176,9 +178,9 @@ def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest
 @pytest.mark.docker
 def test_rl_in_containers_of_docker(tasks: Path, tmp_path: Path, docker_client: Any) -> None:
     words = ["rl", "--model", str(WEIGHTS), "--tasks", str(tasks), "--out", str(tmp_path / "rl")]
-    given = SMALL | {"env.backend": "docker", "services.on": True, "services.engines": 1}
-    given |= {"reward.weights": '{"solved": 1.0}'}
-    assert main([*words, *(part for name, value in given.items() for part in ("--set", f"{name}={value}"))]) == 0
+    values = SMALL | {"env.backend": "docker", "services.on": True, "services.engines": 1}
+    values |= {"reward.weights": '{"solved": 1.0}'}
+    assert main([*words, *(part for name, value in values.items() for part in ("--set", f"{name}={value}"))]) == 0
     report = build_report(RunDir((tmp_path / "rl").resolve()))
     assert report["complete"] and report["train"]["steps"] == 2 and report["rewards"]["rollouts"] == 12
     assert report["fidelity"]["differences"] == [] and report["train"]["tokens_accounted"] == 1.0

@@ -53,8 +53,8 @@ def checkpoint(tmp_path: Path, make_model: Callable[..., Model], tokenizer: Toke
     return tmp_path / "model"
 
 
-def own(number: int, **changes: Any) -> Task:
-    """A task that shares nothing with one of another number."""
+def own_task(number: int, **changes: Any) -> Task:
+    """Return a task that shares nothing with those of other numbers."""
     source = f"def f{number}(x):\n    return x + {number}\n"
     tests = {"hidden.py": "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"}
     values: dict[str, Any] = {"id": f"own-{number}", "instruction": f"add {number}", "tests": tests}
@@ -97,12 +97,12 @@ def test_a_checkpoint_is_refused_where_it_does_not_fit(checkpoint: Path, tmp_pat
 
 def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenizer) -> None:
     assert format_of(checkpoint) == "compact"
-    other = Tokenizer.from_str(tokenizer.to_str().replace("<|call|>", "<|gone|>"))
-    other.save(str(checkpoint / "tokenizer.json"))
+    foreign = Tokenizer.from_str(tokenizer.to_str().replace("<|call|>", "<|gone|>"))
+    foreign.save(str(checkpoint / "tokenizer.json"))
     with pytest.raises(ValueError, match="the tokens of no chat format.*composer-nb convert .* DIR --format qwen"):
         format_of(checkpoint)
-    other.add_special_tokens(list(FORMATS["qwen"].tokens))
-    other.save(str(checkpoint / "tokenizer.json"))
+    foreign.add_special_tokens(list(FORMATS["qwen"].tokens))
+    foreign.save(str(checkpoint / "tokenizer.json"))
     assert format_of(checkpoint) == "qwen"
 
 
@@ -110,7 +110,7 @@ def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenize
 
 
 def test_dealing_is_deterministic_and_complete() -> None:
-    tasks = [own(number) for number in range(100)]
+    tasks = [own_task(number) for number in range(100)]
     for data, sizes in ((DataSettings(), (20, 10, 70)), (DataSettings(heldout_tasks=4, tune_tasks=2), (4, 2, 94))):
         dealt = deal_tasks(tasks, data)
         assert {kind: len(part) for kind, part in dealt.items()} == dict(
@@ -127,44 +127,50 @@ def side(dealt: dict[str, list[Task]], tasks: Iterable[Task]) -> set[str]:
 
 def test_tasks_that_have_something_in_common_stay_on_one_side() -> None:
     text = "def g(x):\n    return 2 * x\n\n\ndef f(x):\n    return x\n"
-    other = "import os\n\n\ndef g(x):\n    return 2 * x\n"
-    place = {"repository": "r", "places": json.dumps(["a.py::g"])}
+    other_source = "import os\n\n\ndef g(x):\n    return 2 * x\n"
+    origin = {"repository": "r", "places": json.dumps(["a.py::g"])}
     pairs = [
-        [own(200), own(201, instruction="add 200")],
-        [own(210), own(211, solution={"f.py": "def f210(x):\n    return x + 210\n"})],
-        [own(220, metadata=place), own(221, metadata=place | {"places": json.dumps(["a.py::g", "b.py::h"])})],
-        [own(230, metadata={"structure": "s"}), own(231, metadata={"structure": "s"})],
+        [own_task(200), own_task(201, instruction="add 200")],
+        [own_task(210), own_task(211, solution={"f.py": "def f210(x):\n    return x + 210\n"})],
         [
-            own(240, files={"f.py": text.replace("2 *", "3 *")}, solution={"f.py": text}),
-            own(241, files={"f.py": other.replace("2 *", "4 *")}, solution={"f.py": other}),
+            own_task(220, metadata=origin),
+            own_task(221, metadata=origin | {"places": json.dumps(["a.py::g", "b.py::h"])}),
+        ],
+        [own_task(230, metadata={"structure": "s"}), own_task(231, metadata={"structure": "s"})],
+        [
+            own_task(240, files={"f.py": text.replace("2 *", "3 *")}, solution={"f.py": text}),
+            own_task(241, files={"f.py": other_source.replace("2 *", "4 *")}, solution={"f.py": other_source}),
         ],
     ]
-    tasks = [own(number) for number in range(20)]
+    tasks = [own_task(number) for number in range(20)]
     for data in (DataSettings(), DataSettings(heldout_tasks=2, tune_tasks=1)):
         dealt = deal_tasks([*tasks, *(task for pair in pairs for task in pair)], data)
         assert all(len(side(dealt, pair)) == 1 for pair in pairs)
 
 
 def test_few_tasks_still_make_three_sides_and_fewer_are_refused() -> None:
-    assert [len(part) for part in deal_tasks([own(n) for n in range(3)], DataSettings()).values()] == [1, 1, 1]
-    alike = [own(number, instruction="same") for number in range(50)]
-    dealt = deal_tasks([*alike, own(60), own(61)], DataSettings())
+    assert [len(part) for part in deal_tasks([own_task(n) for n in range(3)], DataSettings()).values()] == [1, 1, 1]
+    alike = [own_task(number, instruction="same") for number in range(50)]
+    dealt = deal_tasks([*alike, own_task(60), own_task(61)], DataSettings())
     assert [len(part) for part in dealt.values()] == [1, 1, 50]
     with pytest.raises(ValueError, match=r"env\.tasks: at least 3 tasks must share no instruction or place; 2 do"):
-        deal_tasks([*alike, own(60)], DataSettings())
+        deal_tasks([*alike, own_task(60)], DataSettings())
 
 
 def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    three = [own(number) for number in range(3)]
-    script = own(4, grader="script", tests={"test.sh": "true"}, solution={})
-    other = planned(7).model_copy(update={"tests": {"test_f.py": "def test_1(): pass\n"}})
+    three = [own_task(number) for number in range(3)]
+    script = own_task(4, grader="script", tests={"test.sh": "true"}, solution={})
+    mismatched = planned(7).model_copy(update={"tests": {"test_f.py": "def test_1(): pass\n"}})
     messages = {
         "holds no task": [],
         "at least 3 tasks": three[:2],
         "task own-4: has the grader `script`": [*three, script],
-        "task own-5: has no plan of its tests": [*three, own(5, **HIDDEN)],
-        "env.tasks: task own-6: not a plan of hidden tests: ": [*three, own(6, **HIDDEN, metadata={PLAN: '{"x": 1}'})],
-        "own-7: its plan was made for other hidden tests": [*three, other],
+        "task own-5: has no plan of its tests": [*three, own_task(5, **HIDDEN)],
+        "env.tasks: task own-6: not a plan of hidden tests: ": [
+            *three,
+            own_task(6, **HIDDEN, metadata={PLAN: '{"x": 1}'}),
+        ],
+        "own-7: its plan was made for other hidden tests": [*three, mismatched],
         "in the image gone, which bwrap does not have": [*three, planned(8, image="gone")],
         "are missing or not those": [*three, planned(8, **{PACKAGES: "gone"})],
     }
@@ -178,15 +184,15 @@ HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0
 
 
 def planned(number: int, **metadata: str) -> Task:
-    """A task of the grader `pytest`."""
-    task = own(number, **HIDDEN, metadata=metadata)
+    """Return a task of the grader `pytest`, with its plan."""
+    task = own_task(number, **HIDDEN, metadata=metadata)
     return with_plan(task, GradePlan(digest=digest(task), tests={}))
 
 
 def test_tasks_of_ones_own_are_dealt_into_the_run_and_demonstrations_are_not_held_out(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    tasks = [own(number) for number in range(30)]
+    tasks = [own_task(number) for number in range(30)]
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     values = {**ALONE, "env.tasks": str(tmp_path / "tasks.jsonl"), "model.start": str(checkpoint)}
     s = stages(tmp_path, override(Settings(), {**values, "limits.tokens": 200}))
@@ -197,12 +203,12 @@ def test_tasks_of_ones_own_are_dealt_into_the_run_and_demonstrations_are_not_hel
     info = s.run.finished("data")
     assert info is not None and info["tasks"] == {"heldout": 6, "tune": 3, "rl": 21}
     assert not chunks(s.settings, dealt)
-    shown = override(s.settings, {"data.demonstrations": 5, "data.mistaken_demonstrations": 2048})
-    made = {chunk.kind: chunk for chunk in chunks(shown, dealt)}
-    assert {kind: len(chunk.own_tasks) for kind, chunk in made.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
+    demonstrating = override(s.settings, {"data.demonstrations": 5, "data.mistaken_demonstrations": 2048})
+    chunk_of = {chunk.kind: chunk for chunk in chunks(demonstrating, dealt)}
+    assert {kind: len(chunk.own_tasks) for kind, chunk in chunk_of.items()} == {"tune": 3, "mistaken": 21, "clean": 5}
     assert (
-        side(dealt, [*made["clean"].own_tasks, *made["mistaken"].own_tasks]) == {"rl"}
-        and made["mistaken"].mistake_rate == 0.5
+        side(dealt, [*chunk_of["clean"].own_tasks, *chunk_of["mistaken"].own_tasks]) == {"rl"}
+        and chunk_of["mistaken"].mistake_rate == 0.5
     )
 
 
@@ -227,17 +233,21 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
     values |= {"rl.steps": 1, "rl.prompts": 1, "sft.steps": 0, "model.start": str(checkpoint), "limits.tokens": 512}
     values |= {"midtrain.steps": 4, "midtrain.code_first": 1.0, "midtrain.rehearsal": 0.5, "engine.slots": 8}
     s = stages(tmp_path, override(Settings(), values))
-    seen: list[Any] = []
-    monkeypatch.setattr(recipe, "supervise", lambda model, optimizer, batches, *_: seen.append([*batches]) or iter(()))
+    supervised: list[Any] = []
+    monkeypatch.setattr(
+        recipe, "supervise", lambda model, optimizer, batches, *_: supervised.append([*batches]) or iter(())
+    )
     with s.sandboxes:
         for stage in (make_tokenizer, make_data, midtrain):
             stage(s)
-    own = s.rows("own")
-    begin, wrote = s.tokenizer().token_to_id("<|bos|>"), {row.token_ids.tobytes() for row in own}
-    assert all(len(row.token_ids) == 256 and row.token_ids[0] == begin for row in own) and len(wrote) == len(own)
-    held = {row.token_ids.tobytes() for row in own[: recipe.HELD]}
-    rows = [row.token_ids.tobytes() for batch in seen[0] for row in batch]
-    assert 0.2 < sum(row in wrote for row in rows) / len(rows) < 0.8 and not held & {*rows}
+    own_rows = s.rows("own")
+    begin, wrote = s.tokenizer().token_to_id("<|bos|>"), {row.token_ids.tobytes() for row in own_rows}
+    assert all(len(row.token_ids) == 256 and row.token_ids[0] == begin for row in own_rows) and len(wrote) == len(
+        own_rows
+    )
+    heldout = {row.token_ids.tobytes() for row in own_rows[: recipe.HELD]}
+    rows = [row.token_ids.tobytes() for batch in supervised[0] for row in batch]
+    assert 0.2 < sum(row in wrote for row in rows) / len(rows) < 0.8 and not heldout & {*rows}
     info = s.run.finished("midtrain")
     assert info is not None and info["own_loss_before"] < 5.2, "less than the 5.6 of a guess: it wrote this"
     with pytest.raises(ValueError, match=r"midtrain.rehearsal: needs model.start"):
@@ -248,7 +258,7 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
     """The environment of the documents, as a module that can be imported."""
     page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text(encoding="utf-8")
     [code] = [part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "class Mine" in part]
@@ -257,21 +267,21 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
     return EnvSettings(tasks="mine_of_the_docs:Mine")
 
 
-def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettings, tokenizer: Tokenizer) -> None:
-    tasks = own_tasks(mine)
+def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(documented: EnvSettings, tokenizer: Tokenizer) -> None:
+    tasks = own_tasks(documented)
     assert len(tasks) == 40 and all(deal_tasks(tasks, DataSettings()).values())
     read, count, end = (
-        turn([ToolCall(name=name, arguments=given)])
-        for name, given in (("read_file", {"path": "f.py"}), ("count_lines", {"path": "f.py"}), ("finish", {}))
+        turn([ToolCall(name=name, arguments=arguments)])
+        for name, arguments in (("read_file", {"path": "f.py"}), ("count_lines", {"path": "f.py"}), ("finish", {}))
     )
     mend = turn([ToolCall(name="edit_line", arguments={"path": "f.py", "line": 2, "text": "return x + 7"})])
     with Sandboxes() as sandboxes:
-        agent = make_agent(mine, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
-        policy = ScriptedPolicy(agent.renderer, lambda rollout: (said for said in (read, count, mend, end)))
-        [(_, done)] = drive([agent.attempt(tasks[6], 0)], policy, sandboxes)
-    assert done.grade.passed and done.rollout.turns[1].observation == "2" and not done.rollout.invalid_calls
-    own: Any = mine.own
-    [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), own.reward)
+        agent = make_agent(documented, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
+        policy = ScriptedPolicy(agent.renderer, lambda rollout: (message for message in (read, count, mend, end)))
+        [(_, attempt)] = drive([agent.attempt(tasks[6], 0)], policy, sandboxes)
+    assert attempt.grade.passed and attempt.rollout.turns[1].observation == "2" and not attempt.rollout.invalid_calls
+    own_environment: Any = documented.own
+    [[scored]] = score_groups([[attempt]], RewardSettings(), LossSettings(), own_environment.reward)
     assert scored.reward.total == pytest.approx(0.96) and scored.reward.terms == {"own": pytest.approx(0.96)}
 
 
@@ -298,7 +308,7 @@ FAULTY = {
     "Exits": ("def tasks(self): raise SystemExit(0)", r"tasks\(\) ended in SystemExit: 0 \(.*_env.py:\d+\)"),
     "Empty": ("def tasks(self): return []", r"tasks\(\) has no task"),
     "Texts": ("def tasks(self): return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
-    "Twice": ("def tasks(self): return [own(0), own(0)]", r"tasks\(\) gives the id 'own-0' more than once"),
+    "Twice": ("def tasks(self): return [own_task(0), own_task(0)]", r"tasks\(\) gives the id 'own-0' more than once"),
     # What the class is.
     "Breaks": ("def __init__(self): raise RuntimeError('no data')", "can be imported .*RuntimeError.*no data"),
     "Names": ("tools = ['grep']", "tools must be a ToolSet, and is list"),
@@ -322,8 +332,8 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "Tools": "tools = ToolSet.tiny()",
     }
     head = "import time\nfrom composer_nb.harness.tools.toolset import ToolSet\n"
-    head += "from tests.trainer.recipe.test_prepare import own\n"
-    head += "class Tasks:\n    def tasks(self):\n        return [own(n) for n in range(9)]\n"
+    head += "from tests.trainer.recipe.test_prepare import own_task\n"
+    head += "class Tasks:\n    def tasks(self):\n        return [own_task(n) for n in range(9)]\n"
     classes = (f"class {name}(Tasks):\n    {body}\n" for name, body in bodies.items())
     (tmp_path / "faulty_env.py").write_text("\n".join([head, *classes]))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -64,11 +64,11 @@ def weights(run: RunDir) -> dict[str, bytes]:
     return {name: (run.path / "weights" / name / "model.safetensors").read_bytes() for name in WEIGHTS}
 
 
-def same(one: RunDir, other: RunDir) -> None:
-    assert metrics(one) == metrics(other)
-    assert sampled(one) == sampled(other)
-    assert one.ledger() == other.ledger()
-    assert weights(one) == weights(other)
+def same(first: RunDir, second: RunDir) -> None:
+    assert metrics(first) == metrics(second)
+    assert sampled(first) == sampled(second)
+    assert first.ledger() == second.ledger()
+    assert weights(first) == weights(second)
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +153,14 @@ def test_own_tasks_go_round_and_no_prompt_counts_twice(whole: RunDir, tmp_path: 
     save_tasks(load_tasks(whole.path / "data" / "rl.jsonl")[:8], tmp_path / "tasks.jsonl")
     out, model = tmp_path / "runs" / "mine", whole.path / "weights" / "start"
     words = ["rl", "--model", str(model), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out)]
-    kept = ("rl.steps", "rl.group", "rl.prompts", "rl.checkpoint_every", "limits.tokens", "limits.turn_tokens")
-    dotted = {name: MICRO[name] for name in kept} | {"ranks": 1, "services.on": False, "eval.samples": 1}
+    names = ("rl.steps", "rl.group", "rl.prompts", "rl.checkpoint_every", "limits.tokens", "limits.turn_tokens")
+    dotted = {name: MICRO[name] for name in names} | {"ranks": 1, "services.on": False, "eval.samples": 1}
     words += [word for name, value in dotted.items() for word in ("--set", f"{name}={value}")]
     assert cli.main(words) == 0
     run = RunDir(out.resolve())
     rows = [row["task_id"] for name, part in sampled(run).items() if name.startswith("rl_") for row in part]
-    own = {task.id for task in load_tasks(run.path / "data" / "rl.jsonl")}
-    assert len(own) == 6 and len(rows) == 4 * 2 * 4 and set(rows) == own
+    task_ids = {task.id for task in load_tasks(run.path / "data" / "rl.jsonl")}
+    assert len(task_ids) == 6 and len(rows) == 4 * 2 * 4 and set(rows) == task_ids
     fates = prompts(run.path)
     assert fates is not None and fates.trained == tuple(range(8)) and not fates.twice and not fates.skipped
     assert (out / "report.html").is_file() and from_dict(run.settings()).env.renderer == "compact"

@@ -30,15 +30,15 @@ def test_the_gap_of_a_bf16_engine_is_that_of_a_loop_over_its_rollouts(make_model
     model = make_model(3)
     engine = Engine(make_model(3).to(torch.bfloat16), stop=NEVER, slots=24, max_length=96)
     attempts = converse(engine, 24)
-    found = measure_mismatch(model, attempts)
-    assert found["on"]["logprob_gap_p50"] > 1e-3
+    mismatch = measure_mismatch(model, attempts)
+    assert mismatch["on"]["logprob_gap_p50"] > 1e-3
     again = measure_mismatch(model, attempts, budget=64)
-    assert again["routes_differ"] == pytest.approx(found["routes_differ"], rel=0.05), "beginnings are cut otherwise"
-    assert again["off"] == pytest.approx(found["off"], rel=1e-2), "however it is cut"
+    assert again["routes_differ"] == pytest.approx(mismatch["routes_differ"], rel=0.05), "beginnings are cut otherwise"
+    assert again["off"] == pytest.approx(mismatch["off"], rel=1e-2), "however it is cut"
 
     gaps, different, pairs = [], 0, 0
-    for done in attempts:
-        [segment] = done.rollout.segments
+    for attempt in attempts:
+        [segment] = attempt.rollout.segments
         ids = torch.from_numpy(segment.token_ids).long()[None]
         with torch.no_grad():
             logits, routes = model(ids)
@@ -47,22 +47,22 @@ def test_the_gap_of_a_bf16_engine_is_that_of_a_loop_over_its_rollouts(make_model
         ours, theirs = np.sort(routes[0, :-1].numpy(), -1), np.sort(segment.trace.routes[:-1], -1)
         different, pairs = different + int((ours != theirs).any(-1).sum()), pairs + ours.shape[0] * ours.shape[1]
     gap = np.abs(np.concatenate(gaps))
-    assert found["off"]["logprob_gap_p50"] == pytest.approx(np.quantile(gap, 0.5), rel=1e-2)
-    assert found["off"]["logprob_gap_p99"] == pytest.approx(np.quantile(gap, 0.99), rel=1e-2)
-    assert found["routes_differ"] == pytest.approx(different / pairs, rel=0.05)
+    assert mismatch["off"]["logprob_gap_p50"] == pytest.approx(np.quantile(gap, 0.5), rel=1e-2)
+    assert mismatch["off"]["logprob_gap_p99"] == pytest.approx(np.quantile(gap, 0.99), rel=1e-2)
+    assert mismatch["routes_differ"] == pytest.approx(different / pairs, rel=0.05)
 
 
 def test_wrong_routes_are_seen_in_both_numbers(make_model, converse):
     model = make_model(3)
     attempts = converse(Engine(model, stop=NEVER, slots=4, max_length=96), 4)
-    for done in attempts:
-        [segment] = done.rollout.segments
-        trace, places = segment.trace, np.arange(len(segment.token_ids))
+    for attempt in attempts:
+        [segment] = attempt.rollout.segments
+        trace, positions = segment.trace, np.arange(len(segment.token_ids))
         trace.routes[:] = (trace.routes + 1) % 6
-        trace.checks[:] = route_checks(places, segment.token_ids, trace.routes)
-    found = measure_mismatch(model, attempts)
-    assert found["routes_differ"] > 0.5
-    assert found["on"]["logprob_gap_p50"] > 0.01 and found["off"]["logprob_gap_p99"] < 5e-5
+        trace.checks[:] = route_checks(positions, segment.token_ids, trace.routes)
+    mismatch = measure_mismatch(model, attempts)
+    assert mismatch["routes_differ"] > 0.5
+    assert mismatch["on"]["logprob_gap_p50"] > 0.01 and mismatch["off"]["logprob_gap_p99"] < 5e-5
 
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "microbatch_tokens": 64}
@@ -70,8 +70,10 @@ SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
 
 
 def streams_of(attempts: Any) -> list[Stream]:
-    made = [Scored(attempt=a, reward=Reward(total=0.0), advantage=1.0 - n % 3) for n, a in enumerate(attempts)]
-    return [stream for scored in made for stream in to_streams(scored)]
+    scored_attempts = [
+        Scored(attempt=a, reward=Reward(total=0.0), advantage=1.0 - n % 3) for n, a in enumerate(attempts)
+    ]
+    return [stream for scored in scored_attempts for stream in to_streams(scored)]
 
 
 @pytest.fixture
@@ -115,30 +117,30 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     model = make_model(3, **SHARP)
     trunk = model.trunk
 
-    def watched(ids: Any, at: Any, attend: Any, replay: Any = None, *more: Any) -> Any:
+    def watched(ids: Any, at: Any, attend: Any, replay: Any = None, *args: Any) -> Any:
         if replay is not None and torch.is_grad_enabled():
             used.append(replay.experts)
-        return trunk(ids, at, attend, replay, *more)
+        return trunk(ids, at, attend, replay, *args)
 
     fresh, order = make_model(3, **SHARP), []
     model.trunk = watched  # type: ignore[method-assign]
     bare = [replace(s, routes=s.routes[:0], route_valid=s.route_valid[:0], checks=s.checks[:0]) for s in streams]
     settings = ReplaySettings(level="ids+order", source="trainer")
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=settings)
-    made = Learner._batch
+    make_batch = Learner._batch
 
     def noted(self: Learner, chunk: Any, ranks: Ranks) -> Any:
         order.append(chunk)
-        return made(self, chunk, ranks)
+        return make_batch(self, chunk, ranks)
 
     monkeypatch.setattr(Learner, "_batch", noted)
     metrics = learner.learn(bare, Ranks(), Random(0), **{**LEARN, "lr": 0.05})
     assert len(used) == len(order) > 2 and metrics["replay_overlap"] < 1, "the router has moved on"
     for experts, chunk in zip(used, order, strict=True):
-        seen: list[Any] = []
+        routings: list[Any] = []
         with torch.no_grad():
-            score(fresh, flatten(chunk), routed=seen)
-        assert torch.equal(experts, torch.stack([r.experts_NK for r in seen], 1))
+            score(fresh, flatten(chunk), routed=routings)
+        assert torch.equal(experts, torch.stack([r.experts_NK for r in routings], 1))
 
 
 def test_tokens_without_routes_are_allowed_up_to_a_share(make_model, streams):
@@ -150,38 +152,41 @@ def test_tokens_without_routes_are_allowed_up_to_a_share(make_model, streams):
         holes.append(replace(stream, route_valid=valid))
     with pytest.raises(ValueError, match="token 1 of .* was forwarded and has no routes$"):
         require_routes(holes, model.config, FULL)
-    some = replace(FULL, missing=0.5)
-    require_routes(holes, model.config, some)
+    tolerant = replace(FULL, missing=0.5)
+    require_routes(holes, model.config, tolerant)
     with pytest.raises(ValueError, match="replay.missing is 1.0%"):
         require_routes(holes, model.config, replace(FULL, missing=0.01))
-    batch = flatten(holes, some)
+    batch = flatten(holes, tolerant)
     assert batch.recorded is not None and batch.recorded.valid_N is not None
     assert int((~batch.recorded.valid_N).sum()) > 0
-    _, metrics = learnt(model, holes, some)
+    _, metrics = learnt(model, holes, tolerant)
     assert np.isfinite(metrics["grad_norm"])
 
 
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL, ReplaySettings(level="weights")])
 def test_recomputed_layers_give_the_same_gradients_on_the_same_routes(make_model, streams, replay: ReplaySettings):
-    found = []
+    results = []
     for recompute in (False, True):
         model = make_model(3, **SHARP)
         model.recompute = recompute
         learner, metrics = learnt(model, streams, replay)
-        found.append((learner.optimizer.weights.clone(), metrics))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+        results.append((learner.optimizer.weights.clone(), metrics))
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
 
 def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
-    one = streams[0]
-    other = replace(one, gates=one.gates * np.float32(0.5))
-    assert len(flatten([one, other], FULL).inputs_N) == len(one.token_ids) - 1
-    assert len(flatten([one, other], ReplaySettings(level="weights")).inputs_N) == 2 * (len(one.token_ids) - 1)
-    bare = replace(one, gates=one.gates[:0])
+    stream = streams[0]
+    halved = replace(stream, gates=stream.gates * np.float32(0.5))
+    assert len(flatten([stream, halved], FULL).inputs_N) == len(stream.token_ids) - 1
+    assert len(flatten([stream, halved], ReplaySettings(level="weights")).inputs_N) == 2 * (len(stream.token_ids) - 1)
+    bare = replace(stream, gates=stream.gates[:0])
     weights = ReplaySettings(level="weights")
-    for wrong in (bare, replace(one, gates=one.gates.astype(np.float64))):
+    for wrong in (bare, replace(stream, gates=stream.gates.astype(np.float64))):
         with pytest.raises(ValueError, match=r"stream 0 of 1 cannot be replayed: gates of .*replay.level is 'weights'"):
             flatten([wrong], weights)
-    for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
+    for wrong in (
+        replace(stream, gates=stream.gates * np.float32("nan")),
+        replace(stream, gates=stream.gates * np.float32(0.5)),
+    ):
         with pytest.raises(ValueError, match="do not add up to 1"):
             require_routes([wrong], make_model(3, **SHARP).config, weights)

@@ -57,16 +57,16 @@ def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], R
     with closing(sqlite3.connect(run.path / "run.db")) as db, db:
         for name in order[reached:]:
             db.execute("DELETE FROM stage WHERE name = ?", (name,))
-            for other in ("step", "ledger", "checkpoint"):
-                db.execute(f"DELETE FROM {other} WHERE stage = ?", (name,))
-    found = build_report(run)
-    assert found["complete"] is False and set(found["stages"]) == set(order[:reached])
+            for table_name in ("step", "ledger", "checkpoint"):
+                db.execute(f"DELETE FROM {table_name} WHERE stage = ?", (name,))
+    report = build_report(run)
+    assert report["complete"] is False and set(report["stages"]) == set(order[:reached])
     present = {"eval": "eval_base", "midtrain": "midtrain", "train": "rl", "gain": "eval_final", "replay": "numerics"}
     for part, stage in present.items():
-        assert (part in found) == (stage in order[:reached]), part
-    Console(file=(run.path / "shown").open("w"), width=130).print(table(found))
-    shown = (run.path / "shown").read_text()
-    assert "still to come" in shown and ("What RL gains is not known yet" in shown) == ("gain" not in found)
+        assert (part in report) == (stage in order[:reached]), part
+    Console(file=(run.path / "shown").open("w"), width=130).print(table(report))
+    text = (run.path / "shown").read_text()
+    assert "still to come" in text and ("What RL gains is not known yet" in text) == ("gain" not in report)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_verdict_says_what_rl_gained_and_what_became_worse(gain: float, ci95: 
     scores = {"start": BOTH | {"best_of_k": 0.8, "invalid_call_rate": 0.1}}
     scores["final"] = BOTH | {"best_of_k": 0.7, "invalid_call_rate": 0.2}
     report = {"complete": True, "eval": scores, "gain": {"within_12": {"heldout": within, "structures": within}}}
-    told = verdict(report)
-    assert "in 12 calls than “start”, the stronger policy before it" in told and all(each in told for each in words)
-    assert told.endswith("Worse than before RL, without intervals: best of k 0.80 → 0.70, invalid calls 0.10 → 0.20.")
+    text = verdict(report)
+    assert "in 12 calls than “start”, the stronger policy before it" in text and all(phrase in text for phrase in words)
+    assert text.endswith("Worse than before RL, without intervals: best of k 0.80 → 0.70, invalid calls 0.10 → 0.20.")
 
 
 def made_up_run(path: Path) -> RunDir:
@@ -163,15 +163,17 @@ def test_the_step_to_look_at_is_the_last_that_taught_and_its_weights_are_those_b
 def test_the_page_needs_nothing_but_itself(tiny_run, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     figure = Figure([bars("a dot", [{"name": "x", "value": 1.0}])])
-    found = write_report(run, {"dot": ("a <dot>", figure)})
+    report = write_report(run, {"dot": ("a <dot>", figure)})
     page = (run.path / "report.html").read_text()
-    assert json.loads((run.path / "report.json").read_text()) == found
+    assert json.loads((run.path / "report.json").read_text()) == report
     assert "://" not in page.replace("http-equiv", "") and "href" not in page and "<script" not in page
     assert page.count("src=") == 0 and page.count("<svg") == 1
-    final = f"{found['eval']['final']['pass_at_1']:.3f}"
-    parts = [verdict(found), "a &lt;dot&gt;", "<h2>Held-out", final, "<h2>The run", "<h2>A rollout", "Provenance"]
-    places = [page.find(part) for part in parts]
-    assert -1 < min(places) and places == sorted(places), "the verdict, a figure, numbers, a rollout, and the rest"
+    final = f"{report['eval']['final']['pass_at_1']:.3f}"
+    parts = [verdict(report), "a &lt;dot&gt;", "<h2>Held-out", final, "<h2>The run", "<h2>A rollout", "Provenance"]
+    positions = [page.find(part) for part in parts]
+    assert -1 < min(positions) and positions == sorted(positions), (
+        "the verdict, a figure, numbers, a rollout, and the rest"
+    )
     assert (run.path / "figures" / "dot.svg").read_text().startswith("<svg")
     assert (run.path / "figures" / "dot.csv").read_text().split() == ["panel,name,value", "a", "dot,x,1.0"]
 

@@ -48,18 +48,18 @@ def step(reward: float = 0.0, wall: float = 1.0) -> dict[str, Any]:
 
 
 def train(run: RunDir, steps: int, after: int = 0) -> None:
-    """RL whose rollouts and steps take no time, until `steps` are done and `after` more rollouts: a real orchestrator, a real
-    journal, and what belongs together in one transaction."""
+    """Run RL whose rollouts and steps take no time, until `steps` steps and `after` more rollouts are done. Orchestrator, journal
+    and transactions are real."""
     orchestrator = Orchestrator(Schedule(prompts=2, group=2, ahead=1, bound=2))
     journal = Journal(run)
     waiting: list[Event] = [Joined(at=0.0, worker="engine-1", capacity=5)]
-    left = after
+    remaining = after
     while waiting:
         event = waiting.pop(0)
         if orchestrator.version == steps and isinstance(event, Finished):
-            if not left:
+            if not remaining:
                 continue
-            left -= 1
+            remaining -= 1
         with journal.transaction():
             if isinstance(event, Trained):
                 tokens = SAMPLED * 4
@@ -84,23 +84,23 @@ def train(run: RunDir, steps: int, after: int = 0) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run that was made and not started."""
-    made = RunDir(tmp_path / "runs" / "it")
-    write_json(made.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 0.0})))
-    return made
+    """A run that was created and not started."""
+    run_dir = RunDir(tmp_path / "runs" / "it")
+    write_json(run_dir.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 0.0})))
+    return run_dir
 
 
 def test_a_finished_run_is_seen_whole_and_left_as_it_is(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]) -> None:
     run = copy_of(tiny_run)
     before = tree(run.path)
-    seen = read_status(run.path)
+    status = read_status(run.path)
     assert tree(run.path) == before
-    assert (seen.state, seen.stage, seen.pid, seen.left_s) == ("complete", "", None, None)
-    assert list(seen.steps) == run.steps("rl") and (seen.steps_done, seen.total) == (3, 3)
-    assert dict(seen.ledger) == run.ledger() and seen.sampled is None
-    assert sum(seen.ledger.values()) == sum(point["sampled"] for point in seen.steps)
-    assert seen.last_line.startswith("the run is complete") and "numerics" in seen.stages
-    assert (seen.served, seen.slots, seen.engines, seen.bound) == (None, (), (), 0)
+    assert (status.state, status.stage, status.pid, status.left_s) == ("complete", "", None, None)
+    assert list(status.steps) == run.steps("rl") and (status.steps_done, status.total) == (3, 3)
+    assert dict(status.ledger) == run.ledger() and status.sampled is None
+    assert sum(status.ledger.values()) == sum(point["sampled"] for point in status.steps)
+    assert status.last_line.startswith("the run is complete") and "numerics" in status.stages
+    assert (status.served, status.slots, status.engines, status.bound) == (None, (), (), 0)
     (run.path / "said.log").unlink()
     assert read_status(run.path).state == "complete", "its stages say so as well"
 
@@ -120,18 +120,19 @@ def test_looking_makes_no_run_and_changes_none(run: RunDir, tmp_path: Path) -> N
 
 
 def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
-    seen = read_status(run.path)
-    assert (seen.state, seen.last_line, seen.stage, seen.steps_done) == ("dead", "", "tokenizer", 0)
-    said, began = run.path / "said.log", time.time()
-    said.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
-    assert wait_until(run.path, lambda seen: False, 60.0).state == "dead", "a run that is over changes no more"
+    status = read_status(run.path)
+    assert (status.state, status.last_line, status.stage, status.steps_done) == ("dead", "", "tokenizer", 0)
+    log_path, began = run.path / "said.log", time.time()
+    log_path.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
+    assert wait_until(run.path, lambda status: False, 60.0).state == "dead", "a run that is over changes no more"
     with live(run):
-        seen = wait_until(run.path, lambda seen: seen.state == "live", 60.0)
-        assert (seen.state, seen.pid, seen.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
-        assert seen.quiet_s is not None and 0 <= seen.quiet_s <= time.time() - began + 1  # whole seconds on some disks
+        status = wait_until(run.path, lambda status: status.state == "live", 60.0)
+        assert (status.state, status.pid, status.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
+        # Some disks store times in whole seconds.
+        assert status.quiet_s is not None and 0 <= status.quiet_s <= time.time() - began + 1
         with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'midtrain 20/100: loss 1.0'"):
-            wait_until(run.path, lambda seen: False, 0.1)
-    said.write_text("a\nthe run is complete after 3 s: here\n")
+            wait_until(run.path, lambda status: False, 0.1)
+    log_path.write_text("a\nthe run is complete after 3 s: here\n")
     assert (read_status(run.path).state, read_status(run.path).stage) == ("complete", "")
 
 
@@ -143,15 +144,20 @@ def test_how_far_it_is_and_what_is_left(run: RunDir) -> None:
     finish("tokenizer", "data")
     run.commit("midtrain", 500, {}, [(500, {"loss": 1.0})], seconds=10.0)
     with live(run):
-        seen = read_status(run.path)
-        assert (seen.stage, seen.steps_done, seen.total, seen.left_s) == ("midtrain", 500, 1600, pytest.approx(22.0))
+        status = read_status(run.path)
+        assert (status.stage, status.steps_done, status.total, status.left_s) == (
+            "midtrain",
+            500,
+            1600,
+            pytest.approx(22.0),
+        )
     finish("midtrain", "sft", "eval_base", "eval_midtrained", "eval_start")
     walls = [60.0, *[2.0] * 5]  # the first step waited for the services to start
     run.commit("rl", 6, {}, [(at + 1, step(wall=wall)) for at, wall in enumerate(walls)])
     assert read_status(run.path).left_s is None, "nobody works on it"
     with live(run):
-        seen = read_status(run.path)
-        assert (seen.stage, seen.steps_done, seen.total, seen.left_s) == ("rl", 6, 20, pytest.approx(28.0))
+        status = read_status(run.path)
+        assert (status.stage, status.steps_done, status.total, status.left_s) == ("rl", 6, 20, pytest.approx(28.0))
         write_json(run.path / "settings.json", to_dict(override(Settings(), {"rl.steps": 20, "rl.max_seconds": 75.0})))
         assert read_status(run.path).left_s == pytest.approx(5.0), "its time will be up"
 
@@ -170,29 +176,31 @@ def test_a_line_that_is_being_written_is_not_read(run: RunDir) -> None:
 
 
 def test_the_books_add_up_at_every_moment_of_a_run_that_writes(run: RunDir) -> None:
-    seen: list[Status] = []
+    statuses: list[Status] = []
     with live(run):
         writer = threading.Thread(target=train, args=(run, 300))
         writer.start()
         while writer.is_alive():
-            seen.append(read_status(run.path))
+            statuses.append(read_status(run.path))
         writer.join()
-        seen.append(read_status(run.path))
-    counted = [one for one in seen if one.sampled is not None]
-    assert all(sum(one.ledger.values()) == one.sampled for one in counted)
-    assert all(len(one.steps) == one.trained == one.versions for one in counted)
-    assert counted[-1].trained == 300 and len({one.sampled for one in counted}) > 3, "it was seen at several moments"
+        statuses.append(read_status(run.path))
+    counted = [status for status in statuses if status.sampled is not None]
+    assert all(sum(status.ledger.values()) == status.sampled for status in counted)
+    assert all(len(status.steps) == status.trained == status.versions for status in counted)
+    assert counted[-1].trained == 300 and len({status.sampled for status in counted}) > 3, (
+        "it was seen at several moments"
+    )
 
 
 def test_work_under_way_is_that_of_the_orchestrator(run: RunDir) -> None:
     train(run, 3, after=1)
-    seen = read_status(run.path)
-    assert seen.trained == 3 and seen.served == 3 and not seen.engines
+    status = read_status(run.path)
+    assert status.trained == 3 and status.served == 3 and not status.engines
     snapshot = json.loads(run.query("SELECT snapshot FROM orchestrator")[0][0])
-    assert [slot.slot for slot in seen.slots] == [group["slot"] for group in snapshot["groups"]] != []
-    assert sum(slot.finished for slot in seen.slots) * SAMPLED == snapshot["held_tokens"] == seen.ledger["held"] > 0
-    assert sum(slot.running for slot in seen.slots) > 0
-    assert all(slot.size == 2 >= slot.finished + slot.running for slot in seen.slots)
+    assert [slot.slot for slot in status.slots] == [group["slot"] for group in snapshot["groups"]] != []
+    assert sum(slot.finished for slot in status.slots) * SAMPLED == snapshot["held_tokens"] == status.ledger["held"] > 0
+    assert sum(slot.running for slot in status.slots) > 0
+    assert all(slot.size == 2 >= slot.finished + slot.running for slot in status.slots)
 
 
 def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
@@ -201,37 +209,39 @@ def test_engines_and_changes_are_the_newest(run: RunDir) -> None:
     with run.connect() as db:
         db.executemany("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", rows)
     request_change(run, "services.bound", "5")
-    seen = read_status(run.path)
-    assert [(e.name, e.version, e.hash) for e in seen.engines] == [("engine-2", 1, "a"), ("engine-1", 2, "b")]
-    assert [(c.name, c.value, c.step) for c in seen.changes] == [("services.bound", "5", None)] and seen.bound == 2
+    status = read_status(run.path)
+    assert [(e.name, e.version, e.hash) for e in status.engines] == [("engine-2", 1, "a"), ("engine-1", 2, "b")]
+    assert [(c.name, c.value, c.step) for c in status.changes] == [("services.bound", "5", None)] and status.bound == 2
     journal = Journal(run)
     journal.judge(1, 2)
     journal.close()
-    seen = read_status(run.path)
-    assert [c.step for c in seen.changes] == [2] and seen.bound == 5
+    status = read_status(run.path)
+    assert [c.step for c in status.changes] == [2] and status.bound == 5
 
 
 def test_prompts_of_a_log_of_batches(run: RunDir) -> None:
     train(run, 5, after=1)
-    found = prompts(run.path)
-    assert found is not None and not found.skipped and not found.twice
-    assert found.trained == tuple(range(10)) and found.in_flight
+    fates = prompts(run.path)
+    assert fates is not None and not fates.skipped and not fates.twice
+    assert fates.trained == tuple(range(10)) and fates.in_flight
     with run.connect() as db:
         [(text,)] = db.execute("SELECT train FROM batch WHERE step = 2").fetchall()
-        lost, again = json.loads(text)["slots"]
-        db.execute("UPDATE batch SET train = ? WHERE step = 2", (json.dumps(json.loads(text) | {"slots": [again, 0]}),))
-    found = prompts(run.path)
-    assert found is not None and (found.skipped, found.twice) == ((lost,), (0,))
+        lost, repeated = json.loads(text)["slots"]
+        db.execute(
+            "UPDATE batch SET train = ? WHERE step = 2", (json.dumps(json.loads(text) | {"slots": [repeated, 0]}),)
+        )
+    fates = prompts(run.path)
+    assert fates is not None and (fates.skipped, fates.twice) == ((lost,), (0,))
 
 
 def test_prompts_of_the_plain_loop_are_those_of_its_rollouts(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
-    found = prompts(tiny_run.path)
-    assert found is not None and found.trained == tuple(range(3 * 4)) and not (found.skipped or found.twice)
+    fates = prompts(tiny_run.path)
+    assert fates is not None and fates.trained == tuple(range(3 * 4)) and not (fates.skipped or fates.twice)
     run = copy_of(tiny_run)
     first, second = (run.path / "rollouts" / f"rl_0000{at}_0.parquet" for at in (0, 1))
     second.unlink()
     assert prompts(run.path) is None, "an excerpt does not tell"
     second.write_bytes(first.read_bytes())
-    found = prompts(run.path)
-    assert found is not None
-    assert (found.twice, found.skipped) == ((0, 2), (4, 6)), "one of two ranks has every other prompt"
+    fates = prompts(run.path)
+    assert fates is not None
+    assert (fates.twice, fates.skipped) == ((0, 2), (4, 6)), "one of two ranks has every other prompt"

@@ -79,12 +79,12 @@ def test_a_run_that_is_killed_at_any_moment_has_a_checkpoint_that_fits_its_books
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    again = RunDir(run.path)
-    again.clean()
-    step, tensors, _ = again.checkpoint("rl")
+    reopened = RunDir(run.path)
+    reopened.clean()
+    step, tensors, _ = reopened.checkpoint("rl")
     assert step >= 5 and bool((tensors["master"] == step).all())
-    assert [row["step"] for row in again.steps("rl")] == list(range(1, step + 1))
-    assert again.ledger() == {"t": step} and len(files(again)) == 1
+    assert [row["step"] for row in reopened.steps("rl")] == list(range(1, step + 1))
+    assert reopened.ledger() == {"t": step} and len(files(reopened)) == 1
     assert len((run.path / "metrics.jsonl").read_text().splitlines()) == step
 
 
@@ -109,8 +109,8 @@ def test_cleaning_removes_what_is_half_written_and_rebuilds_the_metrics(run: Run
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"stage": "rl", "step": 1, "x": 1}, {"stage": "rl", "step": 2, "x": 2}]
     assert not half.exists() and (whole / "model.safetensors").read_text() == "whole"
-    kept = sorted(path.name for folder in ("data", "rollouts", "figures") for path in (run.path / folder).iterdir())
-    assert kept == ["a.npz", "b.parquet", "parts.png"]
+    names = sorted(path.name for folder in ("data", "rollouts", "figures") for path in (run.path / folder).iterdir())
+    assert names == ["a.npz", "b.parquet", "parts.png"]
 
 
 @pytest.mark.parametrize("keep", [0, 20, -3, None], ids=["empty", "header", "tail", "missing"])
@@ -136,10 +136,10 @@ def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str):
 
 
 def test_provenance_names_code_and_machine(monkeypatch):
-    found = provenance()
-    assert found["versions"] == versions() and found["versions"]["torch"] == torch.__version__
-    assert len(found["package_digest"]) == 64 and found["package_digest"] == provenance()["package_digest"]
-    assert found["cores"] >= 1 and json.loads(json.dumps(found)) == found
+    facts = provenance()
+    assert facts["versions"] == versions() and facts["versions"]["torch"] == torch.__version__
+    assert len(facts["package_digest"]) == 64 and facts["package_digest"] == provenance()["package_digest"]
+    assert facts["cores"] >= 1 and json.loads(json.dumps(facts)) == facts
     monkeypatch.setattr("composer_nb.trainer.records.provenance._git", lambda *_: None)
     without = provenance()
     assert without["commit"] is None and without["changed"] is None, "unknown is not unchanged"

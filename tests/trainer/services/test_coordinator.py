@@ -81,25 +81,25 @@ class Gone(Exception):
 
 
 def cut_off(run: RunDir, settings: Settings, after: int, method: str = "_carry_out") -> list[str]:
-    """Goes on with the run until the coordinator has called `method` that often; returns what it said."""
-    said: list[str] = []
+    """Continue the run until the coordinator has called `method` `after` times, and return its lines."""
+    lines: list[str] = []
     actors = Threads()
-    coordinator = Coordinator(run, settings, actors, said.append)
-    count, own = 0, getattr(coordinator, method)
+    coordinator = Coordinator(run, settings, actors, lines.append)
+    count, original = 0, getattr(coordinator, method)
 
     def stop(*values: Any) -> Any:
         nonlocal count
         count += 1
         if count > after:
             raise Gone
-        return own(*values)
+        return original(*values)
 
     setattr(coordinator, method, stop)
     with pytest.raises(Gone):
         coordinator.go()
     coordinator.journal.close()
     actors.close()
-    return said
+    return lines
 
 
 def points(run: RunDir) -> list[dict[str, Any]]:
@@ -160,18 +160,18 @@ def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
     write_json(plain.path / "settings.json", to_dict(override(settings, {"services.on": False})))
     start_or_resume(plain.path, say=lambda line: None)
     chosen = [(run.path / "rollouts" / f"prompts_{step:05d}.json").read_text() for step in range(4)]
-    for other in (killed, plain):
-        assert [(other.path / "rollouts" / f"prompts_{step:05d}.json").read_text() for step in range(4)] == chosen
-        assert trained(other) == trained(run) and points(other) == points(run) and weights(other) == weights(run)
+    for twin in (killed, plain):
+        assert [(twin.path / "rollouts" / f"prompts_{step:05d}.json").read_text() for step in range(4)] == chosen
+        assert trained(twin) == trained(run) and points(twin) == points(run) and weights(twin) == weights(run)
     names = [name for text in chosen for name in json.loads(text)]
     in_order = [prompt_order(run.path, Order(seed="0 0"))[slot].id for slot in range(8)]
     assert len(set(names)) == 8 and names[:2] == in_order[:2] and names != in_order
-    assert all(each.same for each in replay(killed, settings, 4))
+    assert all(step.same for step in replay(killed, settings, 4))
     assert {name for _, tasks in trained(run) for name in tasks} == set(names)
 
 
 def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(begun):
-    """And the log of batches replays to the same versions."""
+    """The log of batches also replays to the same versions."""
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
     info = go(run, settings)
     batches = trained(run)
@@ -182,13 +182,13 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
-    made, served = versions(run), run.query("SELECT version, hash FROM served")
-    assert sorted(made) == [2 * (step + 1) for step in range(8)]
-    assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
+    hashes, served = versions(run), run.query("SELECT version, hash FROM served")
+    assert sorted(hashes) == [2 * (step + 1) for step in range(8)]
+    assert served and all(hashes[version] == hash for version, hash in served), "engines run what was published"
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     replayed = list(replay(run, settings, 8))
     assert [r.step for r in replayed] == list(range(1, 9)) and all(r.same for r in replayed)
-    assert {r.version: r.now for r in replayed} == made and len(set(made.values())) > 1
+    assert {r.version: r.now for r in replayed} == hashes and len(set(hashes.values())) > 1
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     with pytest.raises(ValueError, match="--step 9 is not there yet"):
         list(replay(run, settings, 9))
@@ -199,15 +199,15 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     store = VersionStore(store_url(run.path, settings))
     line = next(line for line in store.ledger() if line.version == 4)
     tensor = sorted(name for name in line.files if name.startswith("model."))[3]
-    other = line.model_copy(update={"files": line.files | {tensor: "0"}})
-    store.write(f"ledger/{folder(4)}.json", other.dump())
+    forged = line.model_copy(update={"files": line.files | {tensor: "0"}})
+    store.write(f"ledger/{folder(4)}.json", forged.dump())
     with closing(run.connect()) as db, db:
         db.execute("UPDATE version SET hash = 'other' WHERE version = 4")
     assert [(step.same, step.first) for step in replay(run, settings, 2)] == [(True, ""), (False, tensor)]
 
 
 class Flaky(Threads):
-    """Services of which some die at a call of theirs: `dies[method]` are the numbers of the calls that find them dead."""
+    """Services that die: `dies[method]` holds the numbers of the calls of `method` that find their service dead."""
 
     def __init__(self, **dies: set[int]) -> None:
         super().__init__()
@@ -217,13 +217,13 @@ class Flaky(Threads):
         remote = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
         invoke = remote._invoke
 
-        def sometimes(method: str, given: tuple[Any, ...]) -> Any:
+        def sometimes(method: str, args: tuple[Any, ...]) -> Any:
             if method in self.dies:
                 self.calls[method] += 1
                 if self.calls[method] in self.dies[method]:
                     remote.dead = True
                     raise ActorDied(f"{name} was killed")
-            return invoke(method, given)
+            return invoke(method, args)
 
         remote._invoke = sometimes  # type: ignore[method-assign]
         return remote
@@ -243,7 +243,7 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[
 def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
     begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
 ):
-    """Cut off when others know a batch that the store's copy does not yet call trained, or before that copy is made."""
+    """The cut comes when others know a batch that the store's copy does not yet count as trained, or before that copy is made."""
     store = f"{tmp_path}/store"
     changes = {"services.store": store, "services.ahead": 1, "services.bound": 2, "rl.steps": 6}
     run, settings = begun("lost", changes)
@@ -256,14 +256,14 @@ def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
         patch.setattr(FinishedRollouts, "names", lambda self: set())
         info = go(elsewhere, settings)
     assert_whole(elsewhere, info)
-    made, served = versions(elsewhere), elsewhere.query("SELECT version, hash FROM served")
-    assert sorted(made) == [2, 4, 6, 8, 10, 12] and all(made[version] == hash for version, hash in served)
-    assert len(published) >= 2 * after and all(published[v] == made[v] for v in published.keys() & made.keys())
-    assert all(each.same for each in replay(elsewhere, settings, 6))
+    hashes, served = versions(elsewhere), elsewhere.query("SELECT version, hash FROM served")
+    assert sorted(hashes) == [2, 4, 6, 8, 10, 12] and all(hashes[version] == hash for version, hash in served)
+    assert len(published) >= 2 * after and all(published[v] == hashes[v] for v in published.keys() & hashes.keys())
+    assert all(step.same for step in replay(elsewhere, settings, 6))
 
 
 def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still_replays(begun):
-    """Each request gets an answer of a version that was published, or an error; a new engine takes the place of the dead one."""
+    """Each request gets an answer of a published version, or an error. A new engine replaces the dead one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -272,37 +272,37 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     over, answers, errors = threading.Event(), list[int](), list[str]()
 
     def user() -> None:
-        asked = {"messages": [{"role": "user", "content": "fix f.py"}], "max_tokens": 8}
+        request = {"messages": [{"role": "user", "content": "fix f.py"}], "max_tokens": 8}
         while not over.is_set():
             try:
-                got = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=asked, timeout=60)
+                response = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=request, timeout=60)
             except httpx.TransportError as error:
                 errors.append(repr(error))
             else:
-                body = got.json()
-                if got.status_code == 200:
+                body = response.json()
+                if response.status_code == 200:
                     answers.append(body["choices"][0]["policy_version"])
                 else:
                     errors.append(body["error"]["message"])
             time.sleep(0.05)
 
     users = [threading.Thread(target=user) for _ in range(3)]
-    for each in users:
-        each.start()
+    for thread in users:
+        thread.start()
     actors = Flaky(exchange={30})
     try:
         info = go(run, settings, actors)
     finally:
         over.set()
-        for each in users:
-            each.join()
+        for thread in users:
+            thread.join()
     assert actors.calls["exchange"] > 30 and len([name for name in actors.made if name.startswith("engine")]) == 2
-    made = {0, *versions(run)}
-    assert len({*answers}) >= 3 and {*answers} <= made, errors[-1]
+    published_versions = {0, *versions(run)}
+    assert len({*answers}) >= 3 and {*answers} <= published_versions, errors[-1]
     assert all(errors), "each that was not answered was told why"
     assert sum(run.ledger().values()) == info["sampled"]
-    found = list(replay(run, settings, 6))
-    assert all(step.same for step in found) and {r.version: r.now for r in found} == versions(run)
+    steps = list(replay(run, settings, 6))
+    assert all(step.same for step in steps) and {r.version: r.now for r in steps} == versions(run)
 
 
 def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun):
@@ -329,8 +329,8 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     monkeypatch.setitem(TERMS, "late", lambda rollout, grade: 0.0 if not rollout.turns else float("nan"))
     new, good = {"solved": 1.0, "late": 1.0}, {"solved": 1.0, "unfinished": -0.5}
     run, settings = begun("late", IN_STEP | {"rl.steps": 3})
-    actors, said = Threads(), list[str]()
-    coordinator = Coordinator(run, settings, actors, said.append)
+    actors, lines = Threads(), list[str]()
+    coordinator = Coordinator(run, settings, actors, lines.append)
     store = coordinator.store_batch
 
     def store_and_change(*args: Any) -> None:
@@ -341,7 +341,7 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     coordinator.go()
     actors.close()
     assert len(run.steps("rl")) == 3 and coordinator.settings.reward == settings.reward
-    assert any(line.startswith("refused: reward.weights: late fails on a rollout of task ") for line in said)
+    assert any(line.startswith("refused: reward.weights: late fails on a rollout of task ") for line in lines)
 
     run, settings = begun("soon", IN_STEP | {"rl.steps": 3})
     request_change(run, "reward.weights", new)
@@ -355,47 +355,47 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
 
 
 def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same_weights(begun, monkeypatch):
-    """Killed and resumed, it asks for no change twice."""
+    """A run that is killed and resumed requests no change twice."""
     terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
     run, settings = begun("by_hand", IN_STEP | {"rl.steps": 4})
     request_change(run, "model.hidden_size", 8)
-    actors, said = Threads(), list[str]()
-    coordinator = Coordinator(run, settings, actors, said.append)
+    actors, lines = Threads(), list[str]()
+    coordinator = Coordinator(run, settings, actors, lines.append)
     learn = coordinator.learn
 
-    def learn_and_ask(*given: Any) -> Any:
-        if given[0].step in (0, 2):
+    def learn_and_ask(*args: Any) -> Any:
+        if args[0].step in (0, 2):
             request_change(run, "reward.weights", next(terms))
-        return learn(*given)
+        return learn(*args)
 
     monkeypatch.setattr(coordinator, "learn", learn_and_ask)
     coordinator.go()
     actors.close()
     live = run.changed_live()
-    assert list(live) == ["2", "4"] and any("model.hidden_size cannot be changed" in line for line in said)
+    assert list(live) == ["2", "4"] and any("model.hidden_size cannot be changed" in line for line in lines)
     assert run.query("SELECT step FROM change ORDER BY number") == [(REFUSED,), (1,), (3,)]
 
-    again, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
-    cut_off(again, planned, 2, "_on_train_step")
-    go(again, planned)
-    assert again.changed_live() == live and weights(again) == weights(run)
-    assert again.query("SELECT COUNT(*) FROM change") == [(2,)]
-    assert settings_at(again, 3).reward.weights == live["2"]["reward.weights"]
+    planned_run, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
+    cut_off(planned_run, planned, 2, "_on_train_step")
+    go(planned_run, planned)
+    assert planned_run.changed_live() == live and weights(planned_run) == weights(run)
+    assert planned_run.query("SELECT COUNT(*) FROM change") == [(2,)]
+    assert settings_at(planned_run, 3).reward.weights == live["2"]["reward.weights"]
     plain, unchanged = begun("unchanged", IN_STEP | {"rl.steps": 4})
     go(plain, unchanged)
     assert weights(plain) != weights(run)
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
-    few = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
-    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | few)
+    sparse = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
+    run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | sparse)
     cut_off(run, settings, 4, "_on_train_step")
     go(run, settings)
     assert len(run.steps("rl")) == 5
 
 
 def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Path):
-    """With the same settings it ends with the same weights, with others it differs from that step on."""
+    """With the same settings, a fork ends with the same weights; with other settings, it differs from that step on."""
     source, settings = begun("source", IN_STEP | {"rl.steps": 4})
     go(source, settings)
     same = branch(source, 3, {}, tmp_path, "same")  # the checkpoint is of step 4
@@ -403,11 +403,11 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     assert weights(same) == weights(source) and versions(same) == versions(source) and points(same) == points(source)
     assert trained(same) == trained(source) and prompts(same.path) == prompts(source.path)
     assert sum(same.ledger().values()) == sum(source.ledger().values())
-    other = branch(source, 2, {"rl.lr": 1e-3, "reward.weights": {"unfinished": -1.0}}, tmp_path, "other")
-    go(other, from_dict(other.settings()))
-    assert points(other)[:2] == points(source)[:2] and points(other)[2:] != points(source)[2:]
-    told = json.loads((other.path / "provenance.json").read_text())
-    assert (told["forked_from"], told["forked_at_step"]) == (source.path.name, 2)
+    changed = branch(source, 2, {"rl.lr": 1e-3, "reward.weights": {"unfinished": -1.0}}, tmp_path, "other")
+    go(changed, from_dict(changed.settings()))
+    assert points(changed)[:2] == points(source)[:2] and points(changed)[2:] != points(source)[2:]
+    provenance = json.loads((changed.path / "provenance.json").read_text())
+    assert (provenance["forked_from"], provenance["forked_at_step"]) == (source.path.name, 2)
     plain = branch(loop, 4, {"rl.steps": 5}, tmp_path, "plain")
     start_or_resume(plain.path, say=lambda line: None)
     assert points(plain)[:4] == points(loop) and len(points(plain)) == 5
@@ -432,12 +432,12 @@ def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
-    actors, said = Threads(), list[str]()
-    info = Coordinator(run, settings, actors, said.append).go()
+    actors, lines = Threads(), list[str]()
+    info = Coordinator(run, settings, actors, lines.append).go()
     actors.close()
     assert info["stopped_early"] and len(run.steps("rl")) == 1
-    assert "rl: stopped by rl.max_seconds=0.01 after 1 of 6 steps" in said
-    assert any(line.startswith("rl 1/6: ") for line in said)
+    assert "rl: stopped by rl.max_seconds=0.01 after 1 of 6 steps" in lines
+    assert any(line.startswith("rl 1/6: ") for line in lines)
     assert (run.path / "weights" / "final" / "config.json").is_file()
 
 
@@ -452,11 +452,11 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
 
 
 def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypatch: pytest.MonkeyPatch):
-    """One is added by the load and one by hand, one is replaced by hand, and one whose store gives it nothing by itself."""
+    """The load adds one engine and a user adds another; a user replaces one, and one that gets no version drains itself."""
     changes = {"services.engines": 1, "services.standby": 1, "services.ahead": 1, "services.bound": 3, "rl.steps": 12}
     run, settings = begun("elastic", changes | {"rl.max_seconds": 0.0})
-    actors, said, loads = Threads(), list[str](), list[tuple[float, ...]]()
-    coordinator = Coordinator(run, settings, actors, said.append)
+    actors, lines, loads = Threads(), list[str](), list[tuple[float, ...]]()
+    coordinator = Coordinator(run, settings, actors, lines.append)
     orders = {3: ("services.engines", 3), 5: ("services.drain", "engine-1"), 7: ("services.drain", "nobody")}
     learn, update = coordinator.learn, Updates.update
 
@@ -481,29 +481,29 @@ def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypat
         info = coordinator.go()
     finally:
         actors.close()
-    drained = [line.partition(" drains: ")[::2] for line in said if " drains: " in line]
-    assert [name for name, _ in drained] == ["engine-1", "engine-2"], said
+    drained = [line.partition(" drains: ")[::2] for line in lines if " drains: " in line]
+    assert [name for name, _ in drained] == ["engine-1", "engine-2"], lines
     assert drained[0][1] == "services.drain" and drained[1][1].endswith("did not appear")
-    assert {"engine-1 has left", "engine-2 has left"} <= {*said}
-    assert any("refused: services.drain: no engine 'nobody'; there are engine-" in line for line in said)
-    assert len([line for line in said if line.endswith(" joins")]) == 5, said
+    assert {"engine-1 has left", "engine-2 has left"} <= {*lines}
+    assert any("refused: services.drain: no engine 'nobody'; there are engine-" in line for line in lines)
+    assert len([line for line in lines if line.endswith(" joins")]) == 5, lines
     assert loads and all(0 <= share <= 1 for waits in loads for share in waits)
     assert_whole(run, info, 12)
     assert not {"faulted", "left", "cancelled", "restored"} & run.ledger().keys(), run.ledger()
-    assert "died" not in "".join(said) and max(step["staleness_max"] for step in run.steps("rl")) <= 3
-    assert all(each.same for each in replay(run, settings, 12))
+    assert "died" not in "".join(lines) and max(step["staleness_max"] for step in run.steps("rl")) <= 3
+    assert all(step.same for step in replay(run, settings, 12))
 
 
 def test_damaged_versions_are_never_served(begun):
-    """Every second delta is spoilt on its way: the engine asks the trainer, and runs the right weights all the same."""
+    """Every second delta is damaged on its way. Engines then ask the trainer, and run the right weights."""
     run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
     actors = Threads()
     coordinator = Coordinator(run, settings, actors, lambda line: None)
     learnt = coordinator._on_train_step
 
-    def spoil(step: int, found: dict[str, Any]) -> Any:
+    def spoil(step: int, metrics: dict[str, Any]) -> Any:
         if step % 2:
-            folder = run.path / "weights" / "versions" / f"v{found['version']:06d}"
+            folder = run.path / "weights" / "versions" / f"v{metrics['version']:06d}"
             for _ in range(500):
                 if (folder / "manifest.json").is_file():
                     break
@@ -511,32 +511,32 @@ def test_damaged_versions_are_never_served(begun):
             for file in folder.glob("*.safetensors"):
                 data = bytearray(file.read_bytes())
                 data[-1] ^= 1
-                part = file.with_suffix(".part")  # whoever has read it already keeps what it read
+                part = file.with_suffix(".part")  # a reader that has opened the old file keeps its content
                 part.write_bytes(data)
                 part.replace(file)
-        return learnt(step, found)
+        return learnt(step, metrics)
 
     coordinator._on_train_step = spoil  # type: ignore[method-assign]
     try:
         coordinator.go()
     finally:
         actors.close()
-    made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
-    assert all(made[version] == hash for version, hash, _ in served if version in made)
+    hashes, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
+    assert all(hashes[version] == hash for version, hash, _ in served if version in hashes)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
 
 
 def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_something(begun, monkeypatch):
-    """A batch whose groups are all dead makes versions that change nothing: the last update is an earlier one."""
+    """A batch without a signal makes versions that change nothing, so the last update is an earlier one."""
     run, settings = begun("dead", IN_STEP | {"services.full_every": 1})
     streams, calls, live = rl.streams_of, count(1), 2
 
-    def some(*args: Any) -> Any:
+    def live_streams(*args: Any) -> Any:
         return streams(*args) if next(calls) <= live else []
 
-    monkeypatch.setattr(rl, "streams_of", some)
+    monkeypatch.setattr(rl, "streams_of", live_streams)
     go(run, settings)
     before = state_hash(published(load_pretrained(run.path / "weights" / "before_final")))
-    made, per_step = versions(run), settings.rl.minibatches
-    assert made[live * per_step] == made[settings.rl.steps * per_step], "nothing changed after the last live batch"
-    assert before == made[(live - 1) * per_step]
+    hashes, per_step = versions(run), settings.rl.minibatches
+    assert hashes[live * per_step] == hashes[settings.rl.steps * per_step], "nothing changed after the last live batch"
+    assert before == hashes[(live - 1) * per_step]

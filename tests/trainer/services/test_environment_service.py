@@ -22,7 +22,7 @@ SAMPLED = 7
 
 
 class AtOnce:
-    """In place of a driver: every conversation ends at once."""
+    """A driver whose conversations end at once."""
 
     def __init__(self, policy: Any, *_: Any) -> None:
         self.capacity, self.moved, self._alive = policy.capacity, set[int](), list[int]()
@@ -42,7 +42,7 @@ class AtOnce:
         rollout = SimpleNamespace(sampled=SAMPLED, versions=np.zeros(1, np.int64))
         task = SimpleNamespace(grader="functions")
         return [
-            (each, SimpleNamespace(task=task, rollout=rollout, grade=SimpleNamespace(known=True))) for each in ended
+            (number, SimpleNamespace(task=task, rollout=rollout, grade=SimpleNamespace(known=True))) for number in ended
         ]
 
 
@@ -84,8 +84,8 @@ class Sandboxes:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvironmentService]:
-    """`made(env, slots)`: a worker with these settings of the environment."""
+def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvironmentService]:
+    """`make_worker(env, slots)`: a worker with these settings of the environment."""
     agent = SimpleNamespace(backend=object(), attempt=lambda *_, **__: None, environment=lambda functions: functions)
     monkeypatch.setattr(environments, "Driver", AtOnce)
     monkeypatch.setattr(environments, "make_agent", lambda *_: agent)
@@ -106,29 +106,29 @@ def dispatch(slot: int, *members: int) -> tuple[Dispatch, Any]:
     return Dispatch(worker="w", slot=slot, attempt=1, members=members), None
 
 
-def until(worker: EnvironmentService, done: Callable[[list[Report]], bool]) -> list[Report]:
-    """What a worker reports until it is enough."""
+def until(worker: EnvironmentService, condition: Callable[[list[Report]], bool]) -> list[Report]:
+    """Collect a worker's reports until `condition(reports)` holds."""
     reports, deadline = list[Report](), time.monotonic() + patience(60)
-    while not done(reports):
+    while not condition(reports):
         assert time.monotonic() < deadline
         reports += worker.work([], [], 0.05)
     return reports
 
 
-def test_a_rollout_that_waits_for_a_grader_is_alive(made, grader: Grader):
-    worker = made(EnvSettings(), 1)
+def test_a_rollout_that_waits_for_a_grader_is_alive(make_worker, grader: Grader):
+    worker = make_worker(EnvSettings(), 1)
     worker.work([dispatch(0, 0)], [], 0.05)
     worker.work([dispatch(1, 0)], [], 0.05)
     until(worker, lambda _: grader.begun == 1 and not worker._conversations)
     for _ in range(2):
         assert worker.work([], [], 0.05) == [Alive(slot=1, attempt=1)], "not the one that is graded: it may hang"
     grader.free.set()
-    until(worker, lambda reports: sum(isinstance(each, Finished) for each in reports) == 2)
+    until(worker, lambda reports: sum(isinstance(report, Finished) for report in reports) == 2)
 
 
-def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
-    """Also with the graders of what was cancelled, which go on."""
-    worker = made(EnvSettings(tools="cursor", sandboxes=2), 2)
+def test_conversations_and_graders_share_the_sandboxes(make_worker, grader: Grader):
+    """Graders of cancelled rollouts go on, and keep their sandboxes."""
+    worker = make_worker(EnvSettings(tools="cursor", sandboxes=2), 2)
     worker.work([dispatch(0, 0, 1, 2)], [], 0.05)
     until(worker, lambda _: grader.begun == 2)
     given_up = worker.work([dispatch(1, 0)], [(0, 1)], 0.05)
@@ -138,11 +138,13 @@ def test_conversations_and_graders_share_the_sandboxes(made, grader: Grader):
     ]
     assert given_up[:3] == cancelled and not worker._grading and len(worker._waiting) == 1
     grader.free.set()
-    until(worker, lambda reports: any(isinstance(each, Finished) for each in reports))
+    until(worker, lambda reports: any(isinstance(report, Finished) for report in reports))
 
 
-def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(made, grader: Grader, monkeypatch: pytest.MonkeyPatch):
-    worker = made(EnvSettings(tools="cursor"), 2)
+def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(
+    make_worker, grader: Grader, monkeypatch: pytest.MonkeyPatch
+):
+    worker = make_worker(EnvSettings(tools="cursor"), 2)
     monkeypatch.setattr(Sandboxes, "slow", True)
     grader.free.set()
     reports = worker.work([dispatch(0, 0)], [], 0.05)

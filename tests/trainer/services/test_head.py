@@ -53,12 +53,12 @@ head.main(sys.argv[1:4])
 """
 
 
-def stand_in(where: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
-    """Start heads that carry a process and a folder `where`."""
+def stand_in(folder: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[bytes]]:
+    """Return a launcher of heads that carry a process and keep its files in `folder`."""
 
     def detach(words: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
-            command = [sys.executable, "-c", STAND_IN, *words[1:], where]
+            command = [sys.executable, "-c", STAND_IN, *words[1:], folder]
             process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         threading.Thread(target=process.wait, daemon=True).start()
         return process
@@ -68,18 +68,18 @@ def stand_in(where: str) -> Callable[[tuple[str, ...], Path], subprocess.Popen[b
 
 @pytest.fixture
 def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where heads keep what they carry. Their process is as light as can be."""
-    where = tmp_path / "carried"
-    where.mkdir()
-    monkeypatch.setattr(head, "detach", stand_in(str(where)))
-    yield where
+    """Yield the folder of what heads carry: a process that is as light as can be."""
+    carried_folder = tmp_path / "carried"
+    carried_folder.mkdir()
+    monkeypatch.setattr(head, "detach", stand_in(str(carried_folder)))
+    yield carried_folder
     for folder in tmp_path.glob("*/head.json"):
         down(folder.parent)
 
 
-def wait(done: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + patience(30)
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -100,9 +100,9 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
     assert first.address == "127.0.0.1:4711" and first.until == first.started + 100.0 and find(folder) == first
     assert os.getsid(first.pid) == first.pid, "it is in no session of ours"
     pid, tick = below(carried)
-    again = up(folder, 500.0)
-    assert again.pid == first.pid and again.until > first.until + 390
-    assert up(folder, 1.0).until == again.until, "a lease is never shortened"
+    renewed = up(folder, 500.0)
+    assert renewed.pid == first.pid and renewed.until > first.until + 390
+    assert up(folder, 1.0).until == renewed.until, "a lease is never shortened"
     for address, expected in ((str(folder), first.address), ("10.0.0.1:6379", "10.0.0.1:6379"), ("", "")):
         with held(address) as resolved:
             assert resolved == expected
@@ -154,8 +154,8 @@ def test_reap_ends_what_a_killed_head_left(carried: Path, tmp_path: Path) -> Non
     os.kill(killed.pid, signal.SIGKILL)
     wait(lambda: holder(folder / "head.lock") is None)
     assert find(folder) is None and started(pid) == tick, "what it carried lives on"
-    done = reap(tmp_path)
-    assert done.processes == (str(pid),) and len(done.directories) == 1 and not done.failed
+    reaped = reap(tmp_path)
+    assert reaped.processes == (str(pid),) and len(reaped.directories) == 1 and not reaped.failed
     assert started(pid) != tick and not list(carried.iterdir())
     renewed = up(folder)
     assert renewed.pid != killed.pid and find(folder) == renewed

@@ -6,13 +6,13 @@ from composer_nb.trainer.services import machine
 
 
 def test_limits_of_the_groups_above_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("0::/outer/inner\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/outer/inner\n")
     (tmp_path / "fs/outer/inner").mkdir(parents=True)
     (tmp_path / "fs/outer/inner/cpu.max").write_text("max 100000\n")
     (tmp_path / "fs/outer/cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(machine, "CGROUPS", tmp_path / "fs")
-    monkeypatch.setattr(machine, "MEMBERSHIP", own)
+    monkeypatch.setattr(machine, "MEMBERSHIP", membership)
     limits = machine.cgroup_limits("cpu.max")
     assert limits == ["max 100000", "50000 100000"]
     monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "absent")

@@ -17,7 +17,7 @@ Key = tuple[int, int, int]
 
 
 class Driver:
-    """A caller that does as it is told, and keeps its own books to compare with."""
+    """A caller that carries out all commands, and keeps its own books for comparison."""
 
     def __init__(self, schedule: Schedule, *workers: int) -> None:
         self.schedule = schedule
@@ -28,7 +28,7 @@ class Driver:
         self.born: dict[Key, int] = {}
         self.capacity: dict[str, int] = {}
         self.draining: set[str] = set()
-        self.told: dict[Key, fsm.Finished] = {}
+        self.finishes: dict[Key, fsm.Finished] = {}
         self.zombies: list[Key] = []
         self.training: fsm.Train | None = None
         self.log: list[fsm.Train] = []
@@ -64,13 +64,13 @@ class Driver:
                 self.training = command
                 assert command == self.issued.setdefault(command.step, command), "a step has another batch"
                 assert list(command.slots) == sorted(command.slots)
-                oldest = min(self.told[key].oldest_version for key in command.rollouts)
+                oldest = min(self.finishes[key].oldest_version for key in command.rollouts)
                 assert command.step - oldest <= self.schedule.bound
             case fsm.Drained() | fsm.Stop():
                 self.end = command
 
     def check(self) -> None:
-        """What holds after every event, by this caller's own counts."""
+        """Assert what holds after every event, by this caller's own counts."""
         o, s = self.orchestrator, self.schedule
         trained = {slot for train in self.log for slot in train.slots}
         assert len(trained) == sum(len(train.slots) for train in self.log), "a prompt was trained twice"
@@ -83,7 +83,7 @@ class Driver:
             assert sum(w == worker for key, w in self.running.items() if key not in self.graded) <= capacity
         ledger = o.books.ledger
         assert sum(ledger.values()) + o.held() == o.books.counts["received_tokens"]
-        assert ledger["trained"] == sum(self.told[key].sampled for train in self.log for key in train.rollouts)
+        assert ledger["trained"] == sum(self.finishes[key].sampled for train in self.log for key in train.rollouts)
 
     def join(self, worker: str, capacity: int) -> list[fsm.Command]:
         self.capacity[worker] = capacity
@@ -109,7 +109,7 @@ class Driver:
             reward=reward,
         )
         self.running.pop(key, None)
-        self.told[key] = event
+        self.finishes[key] = event
         return self.send(event)
 
     @property
@@ -206,13 +206,13 @@ def schedule(**changes: Any) -> Schedule:
 )
 @settings(max_examples=60, deadline=None)
 def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, capacities: list[int], seed: int):
-    """As much as (version + O + 1)·B − (accepted + running) ≥ G and the workers' members allow, never more or less."""
+    """Groups start while (version + O + 1)·B − (accepted + running) ≥ G and workers have free slots, never more or fewer."""
     d = Driver(schedule(prompts=prompts, group=group, ahead=ahead), *capacities)
     rng, batch = Random(seed), prompts * group
     for _ in range(60):
-        seen = {key[0] for key in d.born}
-        full = (len(d.log) + ahead + 1) * batch - len(seen) * group < group
-        waiting = len(seen) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
+        slots = {key[0] for key in d.born}
+        full = (len(d.log) + ahead + 1) * batch - len(slots) * group < group
+        waiting = len(slots) * group > len(d.running) + sum(len(g.finished) for g in d.orchestrator.groups.values()) + (
             len(d.log) * batch
         )
         assert (full and not waiting) or len(d.running) == sum(capacities)
@@ -354,7 +354,7 @@ def test_rollouts_that_are_not_stored_are_sampled_again():
 
 FAULTS = ("kill", "drain", "hang", "rubbish", "fault", "repeat", "zombie", "crash", "rewind", "trainer", "lag")
 schedules = st.builds(
-    lambda more, **given: Schedule(bound=given["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **given),
+    lambda more, **fields: Schedule(bound=fields["ahead"] + more, retries=10**6, deaths=10**6, hang_s=10.0, **fields),
     more=st.integers(0, 3),
     prompts=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -366,7 +366,7 @@ schedules = st.builds(
 
 
 class Chaos(Driver):
-    """Work, with whatever can go wrong in between."""
+    """A driver that works, and injects faults in between."""
 
     def __init__(self, schedule: Schedule, rng: Random) -> None:
         super().__init__(schedule)
@@ -401,33 +401,33 @@ class Chaos(Driver):
         if self.rng.random() < 0.1:
             self.old = self.save()
 
-    def wrong(self, what: str) -> bool:
-        """Lets something go wrong; False if there is nothing that could."""
+    def inject(self, kind: str) -> bool:
+        """Inject a fault, and return whether there was anything to inject it into."""
         rng = self.rng
-        if what == "kill" and self.capacity:
+        if kind == "kill" and self.capacity:
             self.kill(rng.choice(list(self.capacity)))
-        elif what == "drain" and self.capacity:
+        elif kind == "drain" and self.capacity:
             self.draining.add(worker := rng.choice(list(self.capacity)))
             self.send(fsm.Draining(at=self.now, worker=worker))
-        elif what == "hang":
+        elif kind == "hang":
             self.now += self.schedule.hang_s * rng.random() * 2
             self.send(fsm.Tick(at=self.now))
-        elif what == "fault" and self.running:
+        elif kind == "fault" and self.running:
             self.fault(rng.choice(list(self.running)), sampled=rng.randrange(50))
-        elif what == "lag" and self.running:
+        elif kind == "lag" and self.running:
             self.finish(rng.choice(list(self.running)), lag=rng.randint(1, 5))
-        elif what == "repeat" and (told := [event for event, _ in self.history if self.repeatable(event)]):
-            self.send(replace(rng.choice(told), at=self.now))
-        elif what == "zombie" and self.zombies:
+        elif kind == "repeat" and (events := [event for event, _ in self.history if self.repeatable(event)]):
+            self.send(replace(rng.choice(events), at=self.now))
+        elif kind == "zombie" and self.zombies:
             self.finish(self.zombies.pop(rng.randrange(len(self.zombies))))
-        elif what in ("crash", "rewind"):
+        elif kind in ("crash", "rewind"):
             self.life += 1
-            self.crash(self.save() if what == "crash" else self.old, self.life, back=rng.randint(0, 3))
+            self.crash(self.save() if kind == "crash" else self.old, self.life, back=rng.randint(0, 3))
             self.old = self.save()
             self.hire()
-        elif what == "trainer":
+        elif kind == "trainer":
             self.lose_trainer(rng.randint(0, min(3, len(self.log))))
-        elif what == "rubbish":
+        elif kind == "rubbish":
             self.send(self.rubbish())
         else:
             return False
@@ -463,18 +463,18 @@ class Chaos(Driver):
 
 
 def survive(schedule: Schedule, faults: list[str], seed: int) -> tuple[Chaos, int]:
-    """A run with these faults, drained by one last worker; and how many of them there was something to do for."""
-    rng, done = Random(seed), 0
+    """Return a run with these faults, drained by a last worker, and the number of faults that took effect."""
+    rng, effective = Random(seed), 0
     chaos = Chaos(schedule, rng)
-    for what in faults:
+    for kind in faults:
         for _ in range(rng.randint(0, 4)):
             chaos.work()
-        done += chaos.wrong(what)
+        effective += chaos.inject(kind)
     chaos.drain()
     if not chaos.end:
         chaos.join("last", 2)
     chaos.run_out()
-    return chaos, done
+    return chaos, effective
 
 
 def assert_nothing_is_missing(chaos: Chaos) -> None:
@@ -495,9 +495,9 @@ def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
     @settings(max_examples=280, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
     def run(schedule: Schedule, faults: list[str], seed: int) -> None:
         nonlocal total
-        chaos, done = survive(schedule, faults, seed)
+        chaos, effective = survive(schedule, faults, seed)
         assert_nothing_is_missing(chaos)
-        total += done
+        total += effective
 
     run()
     assert total >= 10_000

@@ -33,42 +33,42 @@ def test_the_defaults_fit_a_laptop_and_not_a_watch():
 
 
 def test_what_the_refusal_names_fits_and_can_be_set():
-    wanted = settings(ranks=1, rl__microbatch_tokens=32768)
+    run_settings = settings(ranks=1, rl__microbatch_tokens=32768)
     refusals = {1 << 30: r"^a rank needs .*; rl\.recompute=true .*would", 30 << 20: "no micro-batch is small enough"}
     for memory, why in refusals.items():
         with pytest.raises(ValueError, match=why):
-            require_room_for_rl(wanted, [MachineCapacity(name="small", memory=memory)])
+            require_room_for_rl(run_settings, [MachineCapacity(name="small", memory=memory)])
     with pytest.raises(ValueError, match="would") as refused:
-        require_room_for_rl(wanted, [MachineCapacity(name="small", memory=300 << 20)])
+        require_room_for_rl(run_settings, [MachineCapacity(name="small", memory=300 << 20)])
     named = dict(pair.split("=") for pair in str(refused.value).partition("; ")[2].partition(" would")[0].split())
-    require_room_for_rl(override(wanted, named), [MachineCapacity(name="small", memory=300 << 20)])
+    require_room_for_rl(override(run_settings, named), [MachineCapacity(name="small", memory=300 << 20)])
 
 
 def test_nodes_that_run_something_else_are_refused_by_name():
-    one, other = (
+    first, second = (
         MachineCapacity(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
     )
     with pytest.raises(ValueError, match=r"services\.address: a has composer_nb a, b has b; install the same"):
-        require_room_for_rl(Settings(), [one, other])
-    require_room_for_rl(Settings(), [one, replace(other, code=one.code)])
+        require_room_for_rl(Settings(), [first, second])
+    require_room_for_rl(Settings(), [first, replace(second, code=first.code)])
 
 
 def test_ranks_on_gpus_need_one_each():
-    wanted = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
+    run_settings = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
     machine = MachineCapacity(name="node", memory=GIB, gpus=4)
-    require_room_for_rl(wanted, [machine, machine, replace(machine, gpus=1)])
+    require_room_for_rl(run_settings, [machine, machine, replace(machine, gpus=1)])
     with pytest.raises(ValueError, match="8 trainer rank.* and 1 engine.* need a GPU each, and there are 8"):
-        require_room_for_rl(wanted, [machine, machine])
+        require_room_for_rl(run_settings, [machine, machine])
     with pytest.raises(ValueError, match="ranks=4 would fit"):
-        require_room_for_rl(wanted, [machine])
+        require_room_for_rl(run_settings, [machine])
     alone = override(Settings(), {"services.on": False, "ranks": 2, "mesh.device": "cuda"})
     assert not alone.meshed, "where models are is no division of work"
-    require_room_for_rl(alone, [replace(machine, gpus=1)])  # without services they share it
+    require_room_for_rl(alone, [replace(machine, gpus=1)])  # without services, the ranks share the GPU
     require_room(alone, replace(machine, gpus=1))
-    for run in (wanted, alone):
+    for run in (run_settings, alone):
         for check in (
-            lambda one, run=run: require_room_for_rl(run, [one]),
-            lambda one, run=run: require_room(run, one),
+            lambda capacity, run=run: require_room_for_rl(run, [capacity]),
+            lambda capacity, run=run: require_room(run, capacity),
         ):
             with pytest.raises(ValueError, match=r"mesh\.device='cuda': no GPU on node; 'cpu' would run"):
                 check(replace(machine, gpus=0))

@@ -43,32 +43,32 @@ def loop(runs: Path) -> RunDir:
 
 
 def below(pid: int) -> dict[int, tuple[int, str]]:
-    """pid -> (clock tick of its start, title) of what runs below a process."""
+    """Return a process and its descendants: pid -> (clock tick of its start, title)."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdigit():
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
+    pids = [pid]
+    for process in pids:
+        pids += [child for child, parent in parents.items() if parent == process]
     titles = {}
-    for one in found:
+    for process in pids:
         with suppress(OSError):
-            if tick := started(one):
-                titles[one] = (tick, Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+            if tick := started(process):
+                titles[process] = (tick, Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode())
     return titles
 
 
-def wait(done: Callable[[], Any], seconds: float = 400.0) -> None:
+def wait(condition: Callable[[], Any], seconds: float = 400.0) -> None:
     deadline = time.monotonic() + patience(seconds)
-    while not done():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop: RunDir, runs: Path, head: Head):
-    """Started detached, followed; an engine is killed, then the run is stopped, then it is started again."""
+    """The run is started detached and followed; an engine is killed, the run is stopped, and then started again."""
     asynchronous = {
         "services.on": True, "services.ahead": 1, "services.bound": 2, "rl.steps": 12, "rl.max_seconds": 0.0,
     }  # fmt: skip
@@ -82,16 +82,16 @@ def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop:
     wait(lambda: len(run.steps("rl")) >= at + 2)
     assert "died" in (run.path / "said.log").read_text()
     assert stop(run.path) and not stop(run.path)
-    said: list[str] = []
-    assert follow(run.path, said.append) == "dead" and said[-1] == "KeyboardInterrupt"
+    lines: list[str] = []
+    assert follow(run.path, lines.append) == "dead" and lines[-1] == "KeyboardInterrupt"
     start_detached(run.path)
     start_detached(run.path)  # it is live: nothing happens
-    assert follow(run.path, said.append, lines=0) == "complete"
+    assert follow(run.path, lines.append, lines=0) == "complete"
     tasks = [task for _, ids in trained(run) for task in ids]
     assert Counter(Counter(tasks).values()) == {4: 12 * 2}, "no prompt is skipped, none is trained twice"
     info = run.finished("rl")
     assert info is not None and sum(run.ledger().values()) == info["sampled"]
-    assert [one.version for one in replay(run, settings, 12) if one.same] == sorted(versions(run))
+    assert [step.version for step in replay(run, settings, 12) if step.same] == sorted(versions(run))
     assert not list((run.path / "journal").iterdir())
 
 
@@ -144,15 +144,15 @@ def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: H
     changes: dict[str, Any] = {"services.ahead": 1, "services.bound": 2, "rl.steps": 12}
     settings = override(Settings(), MICRO | RANKS | changes | {"services.address": head.folder})
     run = fork(loop, settings, runs=runs, name="killed")
-    said: list[str] = []
-    alive = threading.Thread(target=lambda: start_or_resume(run.path, say=said.append))
+    lines: list[str] = []
+    alive = threading.Thread(target=lambda: start_or_resume(run.path, say=lines.append))
     alive.start()
     for kill, at in enumerate((1, 5)):
         wait(lambda at=at: len(run.steps("rl")) >= at)  # type: ignore[misc]
         os.kill(rank_pids(head)[kill], signal.SIGKILL)
-        wait(lambda kill=kill: sum("resuming from step" in line for line in said) > kill)  # type: ignore[misc]
+        wait(lambda kill=kill: sum("resuming from step" in line for line in lines) > kill)  # type: ignore[misc]
     alive.join(400)
-    assert not alive.is_alive(), said[-5:]
+    assert not alive.is_alive(), lines[-5:]
     tasks = [task for _, ids in trained(run) for task in ids]
     assert Counter(Counter(tasks).values()) == {4: 12 * 2}, "no prompt is skipped, none is trained twice"
     assert sorted(versions(run)) == list(range(2, 25, 2)), "each batch makes two; the journal keeps the last"
@@ -161,17 +161,19 @@ def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: H
 
 
 def test_reap_ends_a_killed_head_with_all_of_ray(runs: Path, head: Head) -> None:
-    seen = below(head.pid)
-    assert any("raylet" in title for _, title in seen.values()) and any("gcs" in title for _, title in seen.values())
-    [folder] = [line.split('"name": "')[1].split('"')[0] for line in held(runs) if '"directory"' in line]
+    processes = below(head.pid)
+    assert any("raylet" in title for _, title in processes.values()) and any(
+        "gcs" in title for _, title in processes.values()
+    )
+    [folder] = [line.split('"name": "')[1].split('"')[0] for line in journal_lines(runs) if '"directory"' in line]
     assert Path(folder).is_dir()
     os.kill(head.pid, signal.SIGKILL)
     wait(lambda: holder(runs / "head" / "head.lock") is None)
-    done = reap(runs)
-    assert not done.failed and folder in done.directories and not Path(folder).exists()
-    wait(lambda: not [pid for pid, (tick, _) in seen.items() if started(pid) == tick], 10)
+    reaped = reap(runs)
+    assert not reaped.failed and folder in reaped.directories and not Path(folder).exists()
+    wait(lambda: not [pid for pid, (tick, _) in processes.items() if started(pid) == tick], 10)
     assert not list((runs / "head" / "journal").iterdir())
 
 
-def held(runs: Path) -> list[str]:
+def journal_lines(runs: Path) -> list[str]:
     return [line for file in (runs / "head" / "journal").iterdir() for line in file.read_text().splitlines()]

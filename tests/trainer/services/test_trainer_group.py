@@ -21,7 +21,7 @@ from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
-from tests.trainer.parallel.test_sharding import GQA, made, streams
+from tests.trainer.parallel.test_sharding import GQA, seeded_model, streams
 
 SIZES = {f"model.{name}": value for name, value in GQA.to_dict().items() if name != "yarn"}
 RL = {"rl.minibatches": 2, "rl.prompts": 2, "rl.steps": 8, "rl.microbatch_tokens": 48, "loss.ratio": "none"}
@@ -30,9 +30,9 @@ CUT = override(SETTINGS, {"mesh.cp": 2, "mesh.ep": 2})
 
 
 def run_at(path: Path) -> RunDir:
-    """A run whose policy is there, and nothing else."""
+    """Return a run with a policy and nothing else."""
     run = RunDir(path)
-    save_pretrained(made(GQA, torch.float32, False), run.path / "weights" / "start", dtype=torch.bfloat16)
+    save_pretrained(seeded_model(GQA, torch.float32, False), run.path / "weights" / "start", dtype=torch.bfloat16)
     return run
 
 
@@ -41,18 +41,18 @@ def batch(step: int) -> tuple[Any, ...]:
 
 
 def _learns(folder: Path, results: Any) -> None:
-    """A batch by a group of two, from where its last checkpoint stands, and a checkpoint."""
+    """Learn a batch with a group of two, from its last checkpoint on, and save a checkpoint."""
     rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # the service joins one of its own
     service = TrainerRank(rank, folder, CUT)
-    place = folder / "address"
+    address = folder / "address"
     if rank == 0:
-        place.with_suffix(".part").write_text(service.meet())
-        place.with_suffix(".part").rename(place)
-    while not place.exists():
+        address.with_suffix(".part").write_text(service.meet())
+        address.with_suffix(".part").rename(address)
+    while not address.exists():
         time.sleep(0.01)
-    service.begin(place.read_text())
+    service.begin(address.read_text())
     metrics = service.learn(*batch(service.at()))
     step, name = service.state()
     service.saved()
@@ -64,14 +64,14 @@ def _learns(folder: Path, results: Any) -> None:
 
 def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     results, run = multiprocessing.get_context("fork").Queue(), run_at(tmp_path / "many")
-    found = []
+    outcomes = []
     for step in range(2):
         (run.path / "address").unlink(missing_ok=True)
         on_ranks(2, {"learns": _learns}, tmp_path / f"meet{step}", run.path, results)
-        found.append(results.get(timeout=patience(10)))
+        outcomes.append(results.get(timeout=patience(10)))
     alone = TrainerRank(0, run_at(tmp_path / "one").path, SETTINGS)
     alone.begin()
-    for step, (metrics, reached, version) in enumerate(found):
+    for step, (metrics, reached, version) in enumerate(outcomes):
         expected = alone.learn(*batch(step))
         for name in ("grad_norm", "k3", "entropy", "version"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
@@ -79,10 +79,10 @@ def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp
     alone.close()
     theirs, ours = (Receiver(store_url(path, SETTINGS), name="test") for path in (tmp_path / "one", run.path))
     for version in range(5):
-        one, many = theirs.fetch(version).tensors, ours.fetch(version).tensors
-        assert one.keys() == many.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(many[name], tensor, rtol=2**-7, atol=1e-5)
+        expected_tensors, tensors = theirs.fetch(version).tensors, ours.fetch(version).tensors
+        assert expected_tensors.keys() == tensors.keys()
+        for name, tensor in expected_tensors.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=2**-7, atol=1e-5)
 
 
 def test_a_single_rank_does_not_wait_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,9 @@ def test_a_single_rank_does_not_wait_for_the_store(tmp_path: Path, monkeypatch: 
     service.begin()
     publish = Publisher.publish
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         assert goes_on.wait(patience(60)), "nobody waits for this"
-        return publish(*given)
+        return publish(*args)
 
     monkeypatch.setattr(Publisher, "publish", slow)
     metrics = service.learn(*batch(0))
@@ -103,8 +103,8 @@ def test_a_single_rank_does_not_wait_for_the_store(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failure_of_one_rank_is_raised_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    one: Future[Any] = Future()
+    failed: Future[Any] = Future()
     monkeypatch.setattr(trainer_ranks, "HEARD_S", 0.05)
-    one.set_exception(ValueError("its own"))
+    failed.set_exception(ValueError("its own"))
     with pytest.raises(ValueError, match="its own"):
-        together([one, Future()])
+        together([failed, Future()])

@@ -94,13 +94,13 @@ class Case:
         return LAST, manifest.DamagedVersion, folder(b)
 
     def foreign(self):
-        """A version of another run, whole in itself, takes the place of ours."""
-        other = Publisher(self.url + "-other", owner="other")
+        """A complete version of another run replaces ours."""
+        foreign_publisher = Publisher(self.url + "-other", owner="other")
         receiver = Receiver(self.url + "-other")
         version = self.random.randrange(LAST + 1)
         for number in range(version + 1) if self.random.random() < 0.5 or version == LAST else [version]:
-            other.publish(number, weights(number + 50), FILES)
-            other.acknowledge(number, receiver.install(receiver.fetch(number)))
+            foreign_publisher.publish(number, weights(number + 50), FILES)
+            foreign_publisher.acknowledge(number, receiver.install(receiver.fetch(number)))
         self.store.remove(folder(version))
         self._copy(version, version, url=self.url + "-other")
         return LAST, manifest.ForeignBase, f"version {version} "
@@ -132,19 +132,19 @@ KINDS = [name for name, value in vars(Case).items() if callable(value) and name[
 
 
 def survives(case: Case, kind: str) -> None:
-    """No receiver gets other weights than those published under the number that it asked for, the fault is named, and the next
-    version brings all of them back."""
-    asked, fault, named = getattr(case, kind)()
+    """Assert that a receiver gets only the weights published under the version it requested, that the fault is named, and that
+    the next version repairs every receiver."""
+    requested, fault, named = getattr(case, kind)()
     with pytest.raises(manifest.WeightFault) as caught:
-        case.joiner.fetch(asked)
+        case.joiner.fetch(requested)
     assert type(caught.value) is fault and named in str(caught.value), (kind, caught.value)
     for receiver in (case.follower, case.joiner):
         while (newest := receiver.newest()) is not None and newest > receiver.version:
             try:
                 assert_right(receiver, newest)
                 break
-            except manifest.WeightFault as other:
-                assert str(other)
+            except manifest.WeightFault as error:
+                assert str(error)
     note = json.loads(case.store.read("refused/joiner.json"))
     assert note["fault"] in {kind.__name__ for kind in manifest.WeightFault.__subclasses__()} and note["detail"]
     publisher, version = case.publisher, LAST + 2

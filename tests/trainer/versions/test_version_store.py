@@ -33,10 +33,10 @@ def follow(publisher: Publisher, receiver: Receiver, version: int) -> None:
 
 
 def assert_right(receiver: Receiver, version: int) -> None:
-    got, wanted = receiver.fetch(version), weights(version)
-    assert got.state.hash == got.manifest.hash == state_hash(got.tensors) == state_hash(wanted)
-    assert all(torch.equal(got.tensors[name], wanted[name]) for name in wanted)
-    assert got.files["config.json"] == FILES["config.json"]
+    fetched, expected = receiver.fetch(version), weights(version)
+    assert fetched.state.hash == fetched.manifest.hash == state_hash(fetched.tensors) == state_hash(expected)
+    assert all(torch.equal(fetched.tensors[name], expected[name]) for name in expected)
+    assert fetched.files["config.json"] == FILES["config.json"]
 
 
 @pytest.fixture
@@ -141,11 +141,11 @@ def test_fetching_moves_nothing_and_an_older_version_is_never_installed(url: str
     follow(publisher, receiver, 0)
     publisher.publish(1, weights(1), FILES)
     publisher.publish(2, weights(2), FILES)
-    one, two = receiver.fetch(1), receiver.fetch(2)
+    first, second = receiver.fetch(1), receiver.fetch(2)
     assert receiver.version == 0
-    assert receiver.install(two) == state_hash(weights(2)) and receiver.version == 2
+    assert receiver.install(second) == state_hash(weights(2)) and receiver.version == 2
     with pytest.raises(MisplacedVersion, match="version 1 cannot follow version 2"):
-        receiver.install(one)
+        receiver.install(first)
     assert receiver.version == 2
 
 
@@ -211,9 +211,9 @@ def test_weights_of_another_form_are_refused(url: str, restarted: bool):
     follow(publisher, receiver, 0)
     if restarted:
         publisher = Publisher(url, owner="run")
-    for name, other in (("more", torch.zeros(1)), ("norm", torch.zeros(4)), ("norm", torch.zeros(3).cfloat())):
+    for name, tensor in (("more", torch.zeros(1)), ("norm", torch.zeros(4)), ("norm", torch.zeros(3).cfloat())):
         with pytest.raises(ValueError, match=name):
-            publisher.publish(1, weights(1) | {name: other}, FILES)
+            publisher.publish(1, weights(1) | {name: tensor}, FILES)
     for files in ({}, {**FILES, "../x": b""}, {**FILES, "manifest.json": b""}):
         with pytest.raises(ValueError, match=r"config.json|cannot be a side file"):
             publisher.publish(1, weights(1), files)
@@ -307,13 +307,13 @@ def test_an_error_in_the_background_surfaces_at_the_next_call_and_what_was_hande
 
 
 def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
-    inner, receiver, done = Publisher(url, owner="run", full_every=7), Receiver(url), threading.Event()
+    inner, receiver, finished = Publisher(url, owner="run", full_every=7), Receiver(url), threading.Event()
     publisher, ran = BackgroundPublisher(inner), {}
 
     def engine() -> None:
         last = False
         while not last:
-            last = done.is_set()
+            last = finished.is_set()
             newest = receiver.newest()
             if newest is not None and newest > receiver.version:
                 with suppress(MissingVersion):  # pruned while it was fetched: there is a newer one
@@ -327,7 +327,7 @@ def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
         if version % 10 == 9:
             publisher.prune(3, since=60)
     publisher.close()
-    done.set()
+    finished.set()
     thread.join()
     assert receiver.version == 59
     assert ran == {version: state_hash(weights(version)) for version in ran}
