@@ -26,6 +26,7 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.replay import branch, other_origins, replay
+from composer_nb.trainer.recipe.report import hosts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
@@ -185,6 +186,10 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
     assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
+    [(host, services)] = hosts(run).items()
+    assert host == socket.gethostname() and {"trainer-0", "engine-1", "environment-1"} <= {*services}
+    assert sum(work.get("rollouts", 0) for work in services.values()) >= len(run.steps("rl")) * 8
+    assert sum(work.get("versions", 0) for work in services.values()) == len([v for v, _ in served if v])
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     replayed = list(replay(run, settings, 8))
     assert [r.step for r in replayed] == list(range(1, 9)) and all(r.same for r in replayed)
