@@ -462,7 +462,11 @@ def replay(args: argparse.Namespace) -> int:
     arg("--down", "end the head, even if it is in use"),
     arg("--host ADDRESS", "this machine's address for other machines; else none can join", ""),
     arg("--join HOST:PORT", "join the head at this address as a node; wants --host, and the head's token", ""),
-    arg("--roles NAMES", "services that run on nodes of that role alone: trainer, engine, environment, evaluation", ""),
+    arg(
+        "--roles NAMES",
+        "services that run on nodes of that role alone: trainer, engine, environment, evaluation; =N: at most N here",
+        "",
+    ),
     arg(
         "--relay HOST:PORT",
         "fetch weight versions through this region's relay, which runs on the node of that --host",

@@ -24,13 +24,15 @@ RUN = ("python", "-m", "composer_nb.trainer.services.run")
 UP = ("python", "-P", "-m", "composer_nb.cli", "up", "node")
 START_S = 300.0
 TOKEN = ".ray/auth_token"
+# The services of the newest run, and where they are or were.
 NODES = """
 import json, sys
 from composer_nb.trainer.services.cluster import attach
 attach(sys.argv[1], "test")
 import ray
 from ray._private.state import actors
-print(json.dumps([[a["ActorClassName"], a["Address"]["IPAddress"]] for a in actors().values()]))
+newest = max(a["JobID"] for a in actors().values())
+print(json.dumps([[a["ActorClassName"], a["Address"]["IPAddress"]] for a in actors().values() if a["JobID"] == newest]))
 """
 # What a machine without the token gets from the head.
 STRANGER = """
@@ -77,9 +79,9 @@ def join(host: Host, head: Host, store: ObjectStore, roles: str) -> None:
 
 @pytest.fixture(scope="module")
 def nodes(network: Network, store: ObjectStore, head: Host, address: str) -> Iterator[list[Host]]:
-    """The trainer's host, and one of engines and environments."""
-    hosts = [network.host(name, Link(rate=200, delay=5)) for name in ("trainer", "engines")]
-    for host, roles in zip(hosts, ("trainer", "engine,environment"), strict=True):
+    """Two hosts with room for one rank of a trainer each, and one of engines and environments."""
+    hosts = [network.host(name, Link(rate=200, delay=5)) for name in ("trainer", "trainer-2", "engines")]
+    for host, roles in zip(hosts, ("trainer=1", "trainer=1", "engine,environment"), strict=True):
         with pytest.raises(AssertionError, match=r"auth_token is missing: copy it from the head's machine"):
             host.run(*UP, "--join", address, "--host", host.address, seconds=START_S)
         join(host, head, store, roles)
@@ -90,16 +92,27 @@ def nodes(network: Network, store: ObjectStore, head: Host, address: str) -> Ite
         assert "ray" not in host.run("ps", "-eo", "args")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_trainer_and_engines_on_hosts_that_share_no_folder(
-    network: Network, store: ObjectStore, head: Host, address: str, nodes: list[Host], tiny_run: RunDir, tmp_path: Path
+    network: Network,
+    store: ObjectStore,
+    head: Host,
+    address: str,
+    nodes: list[Host],
+    tiny_run: RunDir,
+    tmp_path: Path,
+    ranks: int,
 ) -> None:
-    trainer, engines = nodes
-    run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4})
+    *trainers, engines = nodes
+    run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4, "ranks": ranks, "mesh.shard": ranks})
     said = head.run(*RUN, run, seconds=600, env=store.environment)
     assert "died" not in said and "rl: done" in said
-    places = {tuple(row) for row in json.loads(head.python(NODES, address))}
-    services = {(name, engines.address) for name in ("EngineService", "EnvironmentService")}
-    assert places == services | {("TrainerRank", trainer.address)}
+    services = {tuple(row) for row in json.loads(head.python(NODES, address))}
+    trainer_hosts = {host for name, host in services if name == "TrainerRank"}
+    assert len(trainer_hosts) == ranks and trainer_hosts <= {host.address for host in trainers}
+    assert services - {("TrainerRank", host) for host in trainer_hosts} == {
+        (name, engines.address) for name in ("EngineService", "EnvironmentService")
+    }
     head.take(run, tmp_path / "result")
     result = RunDir(tmp_path / "result")
     info = assert_whole(result, 4)

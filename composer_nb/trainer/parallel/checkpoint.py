@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -57,9 +58,19 @@ class _Unpickler(pickle._Unpickler):
 
 class Reader(dcp.FileSystemReader):
     """A reader of untrusted checkpoints. Their metadata is a pickle, from which only descriptions of tensors are accepted. It is
-    read once: what is used is what was checked."""
+    read once: what is used is what was checked. `fetch` is called with the name of each file before it is read."""
+
+    def __init__(self, folder: Path, fetch: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(folder)
+        self._fetch = fetch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            self._fetch(name)
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._fetch(".metadata")
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -80,11 +91,16 @@ def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | N
     return begun
 
 
-def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Restore a checkpoint, on all ranks. Raises ValueError, which names the folder, if it cannot be read."""
+def restore(
+    optimizer: ShardedOptimizer,
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+    fetch: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Restore a checkpoint, on all ranks; `fetch`: see `Reader`. Raises ValueError, which names the folder, if that fails."""
     state = optimizer.state()
     with readable(folder):
-        dcp.load(state, storage_reader=Reader(folder), process_group=group)
+        dcp.load(state, storage_reader=Reader(folder, fetch), process_group=group)
     optimizer.load(state)
 
 

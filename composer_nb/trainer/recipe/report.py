@@ -47,6 +47,8 @@ def build_report(run: RunDir) -> dict[str, Any]:
                        no task has its own sandbox; `error` if the two could not be compared
     `weights`          versions published in RL; bytes of the last one, in full and as a delta
     `ledger`           RL's sampled tokens by their use
+    `hosts`            services of asynchronous RL by the name of their host: graded `rollouts` and sampled `tokens` of an
+                       environment; number of `versions` that an engine took, and `bytes` that it read for them
     `changed_live`     live changes of settings, by the step from which each applied
     `wall_s`           seconds of stages. `total` sums all stages, including those not listed, without the start of processes
                        and without steps that a killed process lost
@@ -104,11 +106,26 @@ def _built(run: RunDir) -> dict[str, Any]:
         report["train"] = training(steps, settings, infos.get("rl", {}), ledger, wall_s["rl"])
         errors = tool_errors(step.get("errors", {}) for step in steps)  # old runs have none
         report |= {"rewards": rewards(run, steps), "ledger": ledger, "errors": errors}
+        if services := hosts(run):
+            report["hosts"] = services
     if numerics := infos.get("numerics"):
         report["replay"], report["fidelity"] = numerics["replay"], numerics.get("fidelity")
         published = {name: value for name, value in infos.get("rl", {}).items() if name in ("versions", "store")}
         report["weights"] = published | numerics["weights"]
     return report
+
+
+def hosts(run: RunDir) -> dict[str, dict[str, dict[str, int]]]:
+    """Return what each service of asynchronous RL did, by host and name; nothing for runs without such a record."""
+    if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'service'"):
+        return {}
+    taken = "SELECT engine, COUNT(*), SUM(bytes) FROM served WHERE version > 0 GROUP BY engine"
+    versions = {engine: {"versions": count, "bytes": total or 0} for engine, count, total in run.query(taken)}
+    services: dict[str, dict[str, dict[str, int]]] = {}
+    for host, name, *work in run.query("SELECT host, name, rollouts, tokens FROM service ORDER BY host, name"):
+        figures = dict(zip(("rollouts", "tokens"), work, strict=True)) if name.startswith("environment") else {}
+        services.setdefault(host, {})[name] = versions.get(name, figures)
+    return services
 
 
 def _in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ ROLES = ("trainer", "engine", "environment", "evaluation")
 NODE = "COMPOSER_NB_NODE"
 # Environment variable with the address of the relay of weight versions in this region.
 RELAY = "COMPOSER_NB_RELAY"
-# Amount of a role that a node has, as a resource of Ray, of which each service takes 1.
+# Amount of a role that a node has by default, as a resource of Ray, of which each service takes 1.
 ROLE = 1000
 # Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs.
 PORTS = {
@@ -63,7 +63,7 @@ class ClusterNode:
     Attributes:
         host: Its address for the cluster's other machines; empty: there are none, and it listens on the loopback.
         join: Address (host:port) of the cluster; empty: it is the first of a new one.
-        roles: Services (`ROLES`) that run here and on other nodes of that role alone.
+        roles: Services (`ROLES`) that run here and on other nodes of that role alone; with `=N`, at most N of them here.
         relay: Address (host:port) of its region's relay of weight versions, which runs on the node with this `host`.
     """
 
@@ -75,8 +75,8 @@ class ClusterNode:
     def __post_init__(self) -> None:
         if self.join and not self.host:
             raise ValueError(f"--join {self.join}: also give --host, this machine's address for the other machines")
-        if unknown := {*self.roles} - {*ROLES}:
-            raise ValueError(f"--roles {','.join(unknown)}: the roles are {', '.join(ROLES)}")
+        if unknown := [role for role in self.roles if not re.fullmatch(rf"({'|'.join(ROLES)})(=[1-9]\d*)?", role)]:
+            raise ValueError(f"--roles {','.join(unknown)}: the roles are {', '.join(ROLES)}, or ROLE=N")
         if self.relay and not re.fullmatch(r"[^:]+:\d+", self.relay):
             raise ValueError(
                 f"--relay {self.relay}: give HOST:PORT, with the --host of the node that is to be the relay"
@@ -200,9 +200,10 @@ def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((machine.host or "127.0.0.1", 0))) for _ in PORTS]
         ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
+    roles = {name: int(most or ROLE) for name, _, most in (role.partition("=") for role in machine.roles)}
     options = {
         "num-cpus": os.cpu_count(), "object-store-memory": 256 << 20, "temp-dir": folder, "include-log-monitor": "false",
-        "resources": json.dumps(dict.fromkeys(machine.roles, ROLE)), **ports,
+        "resources": json.dumps(roles), **ports,
     }  # fmt: skip
     options |= {"node-ip-address": machine.host} if machine.host else {}
     options |= {"address": machine.join} if machine.join else {"port": 0, "include-dashboard": "false"}

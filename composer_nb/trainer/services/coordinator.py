@@ -147,6 +147,7 @@ class Coordinator:
 
     def _make_trainer(self) -> None:
         self.trainer = TrainerGroup(self.actors, self.run.path, self.started_with)
+        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
 
     def _make_pair(self) -> None:
         """Start an engine and its environment worker, which is ready when its first reply comes."""
@@ -159,6 +160,8 @@ class Coordinator:
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version)
+        self._expect(engine.call("host"), pair, partial(self._on_host, name))
+        self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
         self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
 
     def _staff(self) -> list[fsm.Event]:
@@ -238,9 +241,23 @@ class Coordinator:
         if self.begin is None:
             self.begin = self.last = time.perf_counter()
 
-    def _on_work(self, reports: Sequence[Report]) -> list[fsm.Event]:
+    def _on_host(self, name: str, host: str) -> None:
+        self.records.append(partial(self.journal.log_service, name, host))
+
+    def _on_trainer_hosts(self, hosts: Sequence[str]) -> None:
+        for rank, host in enumerate(hosts):
+            self._on_host(f"trainer-{rank}", host)
+
+    def _on_worker_host(self, pair: EnginePair, host: str) -> None:
+        pair.worker_host = host
+        self._on_host(pair.worker_name, host)
+
+    def _on_work(self, pair: EnginePair, reports: Sequence[Report]) -> list[fsm.Event]:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
         events, s = list[fsm.Event](), self.settings
+        if tokens := [report.sampled for report in reports if isinstance(report, fsm.Finished)]:
+            work = pair.worker_name, pair.worker_host, len(tokens), sum(tokens)
+            self.records.append(partial(self.journal.log_work, *work))
         for report in reports:
             if isinstance(report, fsm.Finished):
                 rollout_key, reward_total = (report.slot, report.attempt, report.member), None
@@ -384,7 +401,7 @@ class Coordinator:
         for pair in list(self.pairs.values()):
             if pair.work not in self.pending and (pair.cancel or self.orchestrator.running(pair.name)):
                 reply = pair.worker.call("work", pair.start, pair.cancel, fsm.WORK_S)
-                pair.work, pair.since = self._expect(reply, pair, self._on_work), time.monotonic()
+                pair.work, pair.since = self._expect(reply, pair, partial(self._on_work, pair)), time.monotonic()
                 pair.start, pair.cancel = [], []
             if pair.update not in self.pending and pair.version < newest and pair.state != "draining":
                 self._update(pair, newest)

@@ -8,6 +8,7 @@ before it reports its end. It does not import torch, so that many workers fit on
 """
 
 import math
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -43,6 +44,7 @@ class EnginePair:
         state: `standby` from the worker's first answer; `working` while it gets rollouts; `draining` when it gets no more.
         work: The worker's next reports, asked for at the time `since`.
         update: The engine's next version.
+        worker_host: Name of the worker's host, once it has answered.
     """
 
     name: str
@@ -55,10 +57,16 @@ class EnginePair:
     update: Future[Any] | None = None
     start: list[tuple[Dispatch, Task]] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
+    worker_host: str = ""
     _counted: float = field(default_factory=time.perf_counter)
     _reported: float = field(default_factory=time.perf_counter)
     _admitted: bool = False
     _without_s: float = 0.0
+
+    @property
+    def worker_name(self) -> str:
+        """`environment-1` for `engine-1`."""
+        return self.name.replace("engine", "environment")
 
     def update_waits(self, admitted: bool) -> None:
         """Count the time without rollouts, and record whether any is `admitted` from now on."""
@@ -97,6 +105,8 @@ class RemotePolicy:
 
 class EnvironmentService:
     """Agents with their sandboxes and a connection to one engine. `work` starts agents and reports those that have ended."""
+
+    host = staticmethod(socket.gethostname)
 
     def __init__(
         self,

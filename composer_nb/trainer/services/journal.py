@@ -26,6 +26,8 @@ CREATE TABLE IF NOT EXISTS batch (step INTEGER PRIMARY KEY, train TEXT NOT NULL)
 CREATE TABLE IF NOT EXISTS version (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, hash TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS served
   (version INTEGER, engine TEXT, hash TEXT NOT NULL, bytes INTEGER, seconds REAL, paused REAL);
+CREATE TABLE IF NOT EXISTS service
+  (host TEXT, name TEXT, rollouts INTEGER DEFAULT 0, tokens INTEGER DEFAULT 0, PRIMARY KEY (host, name));
 CREATE TABLE IF NOT EXISTS orchestrator (id INTEGER PRIMARY KEY CHECK (id = 0), snapshot TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS change
   (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
@@ -108,6 +110,15 @@ class Journal:
     def log_served(self, engine: str, report: Any) -> None:
         values = (report.version, engine, report.hash, report.read_bytes, report.seconds, report.paused)
         self._db.execute("INSERT INTO served VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def log_service(self, name: str, host: str) -> None:
+        """Log that a service has started on a host."""
+        self._db.execute("INSERT OR IGNORE INTO service (host, name) VALUES (?, ?)", (host, name))
+
+    def log_work(self, name: str, host: str, rollouts: int, tokens: int) -> None:
+        """Add graded rollouts, and their sampled tokens, to those of an environment service."""
+        sums = "rollouts = rollouts + ?, tokens = tokens + ?"
+        self._db.execute(f"UPDATE service SET {sums} WHERE host = ? AND name = ?", (rollouts, tokens, host, name))
 
     # Live settings
 

@@ -17,7 +17,6 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.cluster import NODE
 from composer_nb.trainer.versions.manifest import BLAKE, MissingVersion, PayloadFile, SealedRecord
-from composer_nb.trainer.versions.store import CHUNK, VersionStore
+from composer_nb.trainer.versions.store import VersionStore
 
 CONFIG, DATABASE, INDEX = "weights/start/config.json", "run.db", "index.json"
 # What services read besides the weights, which are for the trainer alone.
@@ -92,8 +91,7 @@ class RunCopy:
                 self._hashes[name, size, changed] = file_digest(path, BLAKE)
             file = files[name] = PayloadFile(bytes=size, hash=self._hashes[name, size, changed])
             if file.hash not in stored:
-                with path.open("rb") as content:
-                    self._store.put(file.hash, iter(partial(content.read, CHUNK), b""))
+                self._store.put_file(file.hash, path)
                 self._written.add(file.hash)
         database.unlink()
         self._store.write(INDEX, RunIndex(writer=self._writer, files=files).dump())

@@ -6,6 +6,7 @@ version while it decodes, and swaps it in between two steps. It hashes the loade
 """
 
 import copy
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ from composer_nb.trainer.settings import Settings
 
 class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
+
+    host = staticmethod(socket.gethostname)
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         run = local_run(run, settings.services.store)

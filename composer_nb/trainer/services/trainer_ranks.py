@@ -2,10 +2,13 @@
 and live and die together."""
 
 import os
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,14 +30,16 @@ from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services import shards
 from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.run_copy import local_run
 from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.manifest import Weights, state_hash
+from composer_nb.trainer.versions.manifest import PayloadFile, Weights, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
+from composer_nb.trainer.versions.store import VersionStore
 
 # Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first.
 HEARD_S = 20.0
@@ -45,13 +50,17 @@ class TrainerRank:
     """A rank of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It is
     uninitialized until `begin` is called."""
 
+    host = staticmethod(socket.gethostname)
+
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
-        # Ranks that share a model write its checkpoints into the run directory.
-        run = local_run(run, "" if settings.meshed else settings.services.store, weights=True)
-        self._rank, self._run, self._settings = rank, run, settings
+        self._rank, self._run, self._settings = rank, local_run(run, settings.services.store, weights=True), settings
+        # Ranks that share a model and see the run directory write its checkpoints there, others into the store.
+        self._sees_run = self._run == run
+        self._store = VersionStore(store_url(run, settings))
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._meeting: dist.Store | None = None
         self._team: Team | None = None
-        self._saving: Future[Any] | None = None
+        self._saving: Future[dict[str, PayloadFile]] | None = None
 
     def meet(self) -> str:
         """Return the "host:port" at which the other ranks find this one."""
@@ -64,13 +73,13 @@ class TrainerRank:
         return f"{host}:{store.port}"
 
     def begin(self, address: str = "", sharpness: float = 1.0, checkpoint: Any = None) -> None:
-        """Load the checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet; they load
-        the newest checkpoint. The others: see `make_learner`."""
+        """Load the checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet; their
+        checkpoint is (steps, name of its folder, its files in the store). The others: see `make_learner`."""
         s = self._settings
         set_up_process(s.seed, s.matmul)
         group: dist.ProcessGroup | None = None
         if address:
-            group = self._join(address)
+            group = self._join(address, checkpoint)
         else:
             self._ranks = Ranks()
             self._learner, self.step, _ = make_learner(self._run / "weights" / "start", s, sharpness, checkpoint)
@@ -84,7 +93,7 @@ class TrainerRank:
         self._background = BackgroundPublisher(self._publisher)
         self._publisher.publish(self.version, self._newest, self._files)
 
-    def _join(self, address: str) -> dist.ProcessGroup:
+    def _join(self, address: str, checkpoint: tuple[int, str, Mapping[str, PayloadFile]] | None) -> dist.ProcessGroup:
         """Join the other ranks, and load this one's share of the model. Return the group of their publishers."""
         s = self._settings
         host, _, port = address.rpartition(":")
@@ -101,10 +110,13 @@ class TrainerRank:
         self._learner = Learner(model, self._sharded, s.loss, reference, s.replay)
         self._aside = dist.new_group(backend="gloo")
         self.step, self._saved_step = 0, -1
-        if (checkpoint := RunDir(self._run).pointer("rl")) is not None:
-            self.step, folder, _ = checkpoint
-            restore(self._sharded, folder, self._aside)
+        if checkpoint is not None:
+            self.step, name, files = checkpoint
+            folder = self._run / "checkpoints" / name
+            restore(self._sharded, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
             self._saved_step = self.step
+            if not self._sees_run:
+                shutil.rmtree(folder, ignore_errors=True)  # ranks of one machine share it
         return dist.new_group(backend="gloo")
 
     def _load(self, team: Team) -> Model:
@@ -160,20 +172,24 @@ class TrainerRank:
 
     def state(self) -> tuple[int, dict[str, Any] | str]:
         """Return the number of steps, and a copy of the state that a resumed trainer needs. If ranks share it, begin to write it,
-        and return the name of its folder, which is complete once `saved` returns."""
+        and return the name of its folder, which is complete once `saved` has returned on all ranks."""
         if self._team is None:
             return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
         self.saved()
         name = f"rl-{self.step:06d}.ranks"
         if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it
             self._saved_step = self.step
-            self._saving = save(self._sharded, self._run / "checkpoints" / name, self._aside)
+            folder = self._run / "checkpoints" / name
+            self._saving = self._writer.submit(self._stored, save(self._sharded, folder, self._aside), folder)
         return self.step, name
 
-    def saved(self) -> None:
-        """Wait until the checkpoint is written, while the next batch is learned."""
-        if self._saving is not None:
-            self._saving.result()
+    def _stored(self, saving: Future[Any], folder: Path) -> dict[str, PayloadFile]:
+        saving.result()
+        return {} if self._sees_run else shards.put_shards(self._store, folder, self._rank)
+
+    def saved(self) -> dict[str, PayloadFile]:
+        """Wait until the checkpoint is written, while the next batch is learned. Return this rank's files of it in the store."""
+        return self._saving.result() if self._saving is not None else {}
 
     def close(self) -> None:
         """Stop publishing once all versions are published."""
@@ -205,13 +221,13 @@ class TrainerGroup:
         # With a mesh, `saved` runs beside other calls.
         args: dict[str, Any] = {"threads": 3 if settings.meshed else 1, "gpus": settings.mesh.gpus}
         self._members = actors.make_ranks(TrainerRank, settings.trainers, run, settings, name="trainer", **args)
-        self._run, self._meshed = RunDir(run), settings.meshed
+        self._run, self._meshed, self._store = RunDir(run), settings.meshed, VersionStore(store_url(run, settings))
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="trainer", daemon=True).start()
 
     def call(self, method: str, *values: Any) -> Future[Any]:
         """Return the first rank's result once all ranks have returned. Raises ActorDied if a rank is gone. `state` returns once
-        the checkpoint is written; `tensors` returns those of all ranks."""
+        the checkpoint is written; `tensors` returns those of all ranks, and `host` a list."""
         reply: Future[Any] = Future()
         self._calls.put((method, values, reply))
         return reply
@@ -228,7 +244,9 @@ class TrainerGroup:
         start_error: Exception | None = None
         try:
             if self._meshed:
-                self._everywhere("begin", self._members[0].call("meet").result())
+                pointer = self._run.pointer("rl")
+                checkpoint = pointer and (pointer[0], pointer[1].name, shards.read(pointer[1]))
+                self._everywhere("begin", self._members[0].call("meet").result(), 1.0, checkpoint)
             else:
                 self._everywhere("begin", "", self._run.sharpness, self._run.checkpoint("rl"))
         except Exception as error:  # all calls raise it
@@ -248,11 +266,12 @@ class TrainerGroup:
                 version, tensors = first
                 reply.set_result((version, {**tensors, **{n: t for _, part in others for n, t in part.items()}}))
             else:
-                reply.set_result(first)
+                reply.set_result([first, *others] if method == "host" else first)
 
-    def _save(self, state: Any, reply: Future[Any]) -> None:
+    def _save(self, state: tuple[int, str], reply: Future[Any]) -> None:
         try:
-            self._everywhere("saved")
+            if files := {name: file for part in self._everywhere("saved") for name, file in part.items()}:
+                shards.record(self._run, self._store, state[1], files)
             reply.set_result(state)
         except Exception as error:
             reply.set_exception(error)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,6 +177,11 @@ class VersionStore:
             if part != path:
                 os.replace(part, path)
         return PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
+
+    def put_file(self, name: str, path: Path) -> PayloadFile:
+        """Write a file of this machine. Raises StoreError."""
+        with path.open("rb") as content:
+            return self.put(name, iter(partial(content.read, CHUNK), b""))
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The trainer as ranks: what it publishes and goes on from, and how the failure of one rank is told."""
 
 import multiprocessing
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -13,13 +14,16 @@ import torch
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services import trainer_ranks
+from composer_nb.trainer.services import shards, trainer_ranks
+from composer_nb.trainer.services.cluster import NODE
+from composer_nb.trainer.services.run_copy import RunCopy
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerRank, together
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
+from composer_nb.trainer.versions.store import VersionStore
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, seeded_model, streams
 
@@ -40,45 +44,60 @@ def batch(step: int) -> tuple[Any, ...]:
     return step, 1e-3, streams(GQA, 6, seed=step), []
 
 
-def _learns(folder: Path, results: Any) -> None:
-    """Learn a batch with a group of two, from its last checkpoint on, and save a checkpoint."""
+def _learns(folder: Path, run_path: Path, settings: Settings, checkpoint: Any, results: Any) -> None:
+    """Learn a batch as a group of two, from a checkpoint, and write one. The ranks see the run directory as `run_path`, if at all."""
     rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # the service joins one of its own
-    service = TrainerRank(rank, folder, CUT)
+    os.environ[NODE] = str(folder.parent / f"node{rank}")
+    service = TrainerRank(rank, run_path, settings)
     address = folder / "address"
     if rank == 0:
         address.with_suffix(".part").write_text(service.meet())
         address.with_suffix(".part").rename(address)
     while not address.exists():
         time.sleep(0.01)
-    service.begin(address.read_text())
+    service.begin(address.read_text(), 1.0, checkpoint)
     metrics = service.learn(*batch(service.at()))
     step, name = service.state()
-    service.saved()
-    if rank == 0:
-        RunDir(folder).commit("rl", step, name, [])
-        results.put((metrics, step, service.tensors()[0]))
+    files = service.saved()
+    assert not list(Path(os.environ[NODE]).rglob("*.distcp")), "what is in the store is not kept"
+    results.put((rank, metrics, step, name, service.tensors()[0], files))
     service.close()
 
 
-def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [False, True], ids=["one folder", "a store"])
+def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp_path: Path, far: bool) -> None:
     results, run = multiprocessing.get_context("fork").Queue(), run_at(tmp_path / "many")
-    outcomes = []
-    for step in range(2):
+    settings = override(CUT, {"services.store": str(tmp_path / "store")} if far else {})
+    store, run_path = VersionStore(store_url(run.path, settings)), Path("/nowhere/many") if far else run.path
+    if far:
+        RunCopy(run.path, settings.services.store).push()
+    learned, checkpoint, stored = [], None, []
+    for step in range(3):
         (run.path / "address").unlink(missing_ok=True)
-        on_ranks(2, {"learns": _learns}, tmp_path / f"meet{step}", run.path, results)
-        outcomes.append(results.get(timeout=patience(10)))
+        on_ranks(2, {"learns": _learns}, tmp_path / f"meet{step}", run.path, run_path, settings, checkpoint, results)
+        ranks = sorted(results.get(timeout=patience(10)) for _ in range(2))
+        _, metrics, reached, name, version, _ = ranks[0]
+        files = {file: entry for *_, part in ranks for file, entry in part.items()}
+        assert sorted(files) == ([".metadata", "__0_0.distcp", "__1_0.distcp"] if far else [])
+        if far:
+            shards.record(run, store, name, files)
+            stored.append(len(store.names("checkpoints")))
+        run.commit("rl", reached, name, [])
+        checkpoint = reached, name, shards.read(run.path / "checkpoints" / name)
+        learned.append((metrics, reached, version))
+    assert stored == ([3, 6, 6] if far else []), "the newest checkpoint and the one before it"
     alone = TrainerRank(0, run_at(tmp_path / "one").path, SETTINGS)
     alone.begin()
-    for step, (metrics, reached, version) in enumerate(outcomes):
+    for step, (metrics, reached, version) in enumerate(learned):
         expected = alone.learn(*batch(step))
         for name in ("grad_norm", "k3", "entropy", "version"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
         assert (reached, version) == (step + 1, 2 * (step + 1))
     alone.close()
-    theirs, ours = (Receiver(store_url(path, SETTINGS), name="test") for path in (tmp_path / "one", run.path))
-    for version in range(5):
+    theirs, ours = Receiver(store_url(tmp_path / "one", SETTINGS), name="test"), Receiver(store.url, name="test")
+    for version in range(7):
         expected_tensors, tensors = theirs.fetch(version).tensors, ours.fetch(version).tensors
         assert expected_tensors.keys() == tensors.keys()
         for name, tensor in expected_tensors.items():
