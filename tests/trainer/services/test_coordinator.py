@@ -183,19 +183,13 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert all(slot >= 16 for slot, *_ in FinishedRollouts(run.path).names()), "trained rollouts are in their files"
-<<<<<<< HEAD
     hashes, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(hashes) == [2 * (step + 1) for step in range(8)]
     assert served and all(hashes[version] == hash for version, hash in served), "engines run what was published"
-=======
-    made, served = versions(run), run.query("SELECT version, hash FROM served")
-    assert sorted(made) == [2 * (step + 1) for step in range(8)]
-    assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
     [(host, services)] = hosts(run).items()
     assert host == socket.gethostname() and {"trainer-0", "engine-1", "environment-1"} <= {*services}
     assert sum(work.get("rollouts", 0) for work in services.values()) >= len(run.steps("rl")) * 8
     assert sum(work.get("versions", 0) for work in services.values()) == len([v for v, _ in served if v])
->>>>>>> w-ranks
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     replayed = list(replay(run, settings, 8))
     assert [r.step for r in replayed] == list(range(1, 9)) and all(r.same for r in replayed)

@@ -45,7 +45,7 @@ def batch(step: int) -> tuple[Any, ...]:
 
 
 def _learns(folder: Path, run_path: Path, settings: Settings, checkpoint: Any, results: Any) -> None:
-    """Learn a batch as a group of two, from a checkpoint, and write one. The ranks see the run directory as `run_path`, if at all."""
+    """Learn a batch as a group of two, from a checkpoint, and write one. `run_path`: where ranks see the run, if at all."""
     rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # the service joins one of its own
