@@ -140,9 +140,9 @@ def measure(
             worker.do("store", f"{store.url}/{name}-{number}")
         for version in range(3):
             trainer.do("draw")  # also the first: relays have the files of earlier rounds
-            received_before = received(regions[0])
+            before = received(regions[0])
             seconds, local_s, manifest = deliver(trainer, engines, version)
-            row = (seconds, local_s, manifest["bytes"], received(regions[0]) - received_before)
+            row = (seconds, local_s, manifest["bytes"], received(regions[0]) - before)
             if number:  # the first compiles the codec
                 rows["full" if manifest["full"] else "delta"].append(row)
     for engine in engines:
