@@ -113,9 +113,9 @@ def dead(texts: dict[str, str]) -> Iterator[str]:
                 Path(paths[-1]).write_text(text, encoding="utf-8")
         vulture = Vulture(ignore_names=[*REACHED_OTHERWISE], ignore_decorators=[f"@*{name}*" for name in REGISTERED])
         vulture.scavenge(paths)
-        for item in vulture.get_unused_code(min_confidence=CONFIDENCE):
-            if PACKAGE in Path(item.filename).parents and item.typ in ("class", "function", "method"):
-                yield f"{Path(item.filename).relative_to(ROOT)}:{item.first_lineno}: nobody reaches the {item.typ} {item.name}"
+        for code in vulture.get_unused_code(min_confidence=CONFIDENCE):
+            if PACKAGE in Path(code.filename).parents and code.typ in ("class", "function", "method"):
+                yield f"{Path(code.filename).relative_to(ROOT)}:{code.first_lineno}: nobody reaches the {code.typ} {code.name}"
 
 
 def calls(trees: list[ast.Module]) -> tuple[dict[str, set[str]], dict[str, int], set[str]]:

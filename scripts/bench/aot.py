@@ -87,42 +87,42 @@ class Compiled:
     @property
     def widths(self) -> Counter[int]:
         """Count of global loads and stores by their bits per thread."""
-        found: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for opcode, count in self.opcodes.items():
             if opcode.split(".")[0] in ("LDG", "STG"):
                 width = re.search(r"\.[US]?(8|16|64|128|256)\b", opcode)
-                found[int(width[1]) if width else 32] += count
-        return found
+                counts[int(width[1]) if width else 32] += count
+        return counts
 
     @property
     def tensor_cores(self) -> dict[str, int]:
         """Count of tensor core instructions: HGMMA, QGMMA (Hopper), UTC… (Blackwell)."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for opcode, count in self.opcodes.items():
             if re.match(r"[A-Z]*GMMA|UTC[A-Z]*MMA|[A-Z]MMA", opcode):
-                found[opcode.split(".")[0]] += count
-        return dict(found)
+                counts[opcode.split(".")[0]] += count
+        return dict(counts)
 
 
 def failures(compiled: Compiled, expect: Expect) -> list[str]:
     """Describe the expectations that do not hold."""
     narrow = sum(count for width, count in compiled.widths.items() if width < 64)
-    wanted = expect.ptx.get(compiled.architecture, "")
-    found = []
+    pattern = expect.ptx.get(compiled.architecture, "")
+    reasons = []
     if compiled.registers > expect.registers:
-        found.append(f"{compiled.registers} registers, at most {expect.registers}")
+        reasons.append(f"{compiled.registers} registers, at most {expect.registers}")
     if compiled.stack > expect.stack:
-        found.append(f"spills: {compiled.stack} bytes of stack, at most {expect.stack}")
+        reasons.append(f"spills: {compiled.stack} bytes of stack, at most {expect.stack}")
     if compiled.shared > expect.shared:
-        found.append(f"{compiled.shared} bytes of shared memory, at most {expect.shared}")
+        reasons.append(f"{compiled.shared} bytes of shared memory, at most {expect.shared}")
     if narrow > expect.narrow:
         widths = ", ".join(f"{count} of {width} bits" for width, count in sorted(compiled.widths.items()))
-        found.append(f"{narrow} narrow global loads and stores, at most {expect.narrow} ({widths})")
-    if wanted and not re.search(wanted, compiled.ptx):
-        found.append(f"no instruction {wanted}")
-    if expect.never and (unwanted := re.search(expect.never, compiled.ptx)):
-        found.append(f"has {unwanted[0]}")
-    return found
+        reasons.append(f"{narrow} narrow global loads and stores, at most {expect.narrow} ({widths})")
+    if pattern and not re.search(pattern, compiled.ptx):
+        reasons.append(f"no instruction {pattern}")
+    if expect.never and (forbidden := re.search(expect.never, compiled.ptx)):
+        reasons.append(f"has {forbidden[0]}")
+    return reasons
 
 
 def compile_spec(spec: Spec, architecture: int) -> Compiled:
@@ -176,10 +176,10 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def _usage(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}:(\d+)", text)
-    if found is None:
+    match = re.search(rf"\b{name}:(\d+)", text)
+    if match is None:
         raise RuntimeError(f"cuobjdump does not report {name}: {text!r}")
-    return int(found[1])
+    return int(match[1])
 
 
 # -- the gate ------------------------------------------------------------------------------------------------
@@ -221,16 +221,16 @@ def gate(
     """Compile a module's specs whose names contain `only`, in separate processes that do not interpret. Raises ValueError if
     there are none."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here) as pool:
-        known = pool.submit(_known, module).result()
+        specs = pool.submit(_spec_architectures, module).result()
         work = [
             (module, index, architecture)
-            for index, (name, wanted) in enumerate(known)
+            for index, (name, supported) in enumerate(specs)
             for architecture in architectures
-            if only in name and architecture in wanted
+            if only in name and architecture in supported
         ]
         if not work:
             on = ", ".join(f"sm_{architecture}" for architecture in architectures)
-            every = "".join(f"\n  {name}" for name, wanted in known if set(wanted) & set(architectures))
+            every = "".join(f"\n  {name}" for name, supported in specs if set(supported) & set(architectures))
             raise ValueError(f"nothing to compile for {on}: only={only!r} must be in one of{every or ' none'}")
         return list(pool.map(examine, *zip(*work, strict=True)))
 
@@ -239,7 +239,7 @@ def _compile_here() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def _known(module: str) -> list[tuple[str, Sequence[int]]]:
+def _spec_architectures(module: str) -> list[tuple[str, Sequence[int]]]:
     return [(spec.name, spec.architectures) for spec in specs_of(module)]
 
 
@@ -249,10 +249,10 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'kernel':<{width}}  arch  regs  stack  shared  loads and stores (bits × times)  tensor cores       s"]
     for row in rows:
         line = f"{row.name:<{width}}  {row.architecture:>4}"
-        if found := row.compiled:
-            widths = " ".join(f"{bits}×{times}" for bits, times in sorted(found.widths.items(), reverse=True))
-            cores = " ".join(f"{name}×{times}" for name, times in sorted(found.tensor_cores.items()))
-            line += f"  {found.registers:>4}  {found.stack:>5}  {found.shared:>6}"
-            line += f"  {widths:<32}  {cores:<16}  {found.seconds:>4.1f}"
+        if compiled := row.compiled:
+            widths = " ".join(f"{bits}×{times}" for bits, times in sorted(compiled.widths.items(), reverse=True))
+            cores = " ".join(f"{name}×{times}" for name, times in sorted(compiled.tensor_cores.items()))
+            line += f"  {compiled.registers:>4}  {compiled.stack:>5}  {compiled.shared:>6}"
+            line += f"  {widths:<32}  {cores:<16}  {compiled.seconds:>4.1f}"
         lines += [line.rstrip(), *(f"    FAILED: {reason}" for reason in row.failed)]
     return "\n".join(lines)

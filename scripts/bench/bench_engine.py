@@ -87,20 +87,20 @@ def ours(model: Model, slots: int) -> Form:
 def by(engine: Engine) -> Form:
     def run(turns: Turns) -> Tokens:
         """Each rollout goes on as soon as its turn has ended."""
-        found: Tokens = [[] for _ in turns[0]]
-        at = [0] * len(found)
+        tokens: Tokens = [[] for _ in turns[0]]
+        at = [0] * len(tokens)
         for rollout, (ids, most) in enumerate(turns[0]):
             engine.submit(Request(rollout=rollout, token_ids=ids, max_tokens=most))
         while engine.busy:
-            for done in engine.step():
-                found[done.rollout] += done.token_ids
-                at[done.rollout] += 1
-                if at[done.rollout] < len(turns):
-                    ids, most = turns[at[done.rollout]][done.rollout]
-                    engine.submit(Request(rollout=done.rollout, token_ids=ids, max_tokens=most))
-        for rollout in range(len(found)):
+            for completion in engine.step():
+                tokens[completion.rollout] += completion.token_ids
+                at[completion.rollout] += 1
+                if at[completion.rollout] < len(turns):
+                    ids, most = turns[at[completion.rollout]][completion.rollout]
+                    engine.submit(Request(rollout=completion.rollout, token_ids=ids, max_tokens=most))
+        for rollout in range(len(tokens)):
             engine.release(rollout)
-        return found
+        return tokens
 
     return run
 
@@ -121,7 +121,7 @@ def of_transformers(path: Path, experts: str) -> Form:
 
     def run(turns: Turns) -> Tokens:
         rows = len(turns[0])
-        found: Tokens = [[] for _ in range(rows)]
+        tokens: Tokens = [[] for _ in range(rows)]
         ids, mask = torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, 0, dtype=torch.int64)
         cache = transformers.DynamicCache(config=model.config)
         for turn in turns:
@@ -139,11 +139,11 @@ def of_transformers(path: Path, experts: str) -> Form:
                 eos_token_id=None,
                 stopping_criteria=[Long(most, start)],
             )
-            drawn = torch.arange(ids.shape[1] - start)[None] < most[:, None]
-            mask = torch.cat([mask, drawn.long()], 1)
+            sampled = torch.arange(ids.shape[1] - start)[None] < most[:, None]
+            mask = torch.cat([mask, sampled.long()], 1)
             for row in range(rows):
-                found[row] += ids[row, start : start + int(most[row])].tolist()
-        return found
+                tokens[row] += ids[row, start : start + int(most[row])].tolist()
+        return tokens
 
     return run
 
@@ -151,21 +151,23 @@ def of_transformers(path: Path, experts: str) -> Form:
 def rates(
     forms: Mapping[str, Form], make: Callable[[int], Turns], rounds: int, *, same: bool = True
 ) -> dict[str, list[float]]:
-    """Tokens a second of each form, round by round. Raises SystemExit where two found different tokens, unless they may."""
+    """Return the tokens a second of each form, round by round. Raises SystemExit where two wrote different tokens, if `same`."""
     measured = in_turn(forms, rounds, lambda number: (make(number),))
     tokens = {name: [tokens for _, tokens in rows] for name, rows in measured.items()}
-    first, *others = tokens
-    for name in others:
+    first, *other_names = tokens
+    for name in other_names:
         if same and tokens[name] != tokens[first]:
             raise SystemExit(f"{name} found other tokens than {first}")
-    return {name: [sum(map(len, said)) / seconds for seconds, said in rows] for name, rows in measured.items()}
+    return {
+        name: [sum(map(len, row_tokens)) / seconds for seconds, row_tokens in rows] for name, rows in measured.items()
+    }
 
 
-def table(title: str, found: Mapping[str, list[float]]) -> None:
-    (_, base), *_ = found.items()
-    for name, mine in found.items():
-        ratio = statistics.median(a / b for a, b in zip(base, mine, strict=True))
-        print(f"| {title} | {name} | {statistics.median(mine):,.0f} | {ratio:.2f} |", flush=True)
+def table(title: str, rates_by_form: Mapping[str, list[float]]) -> None:
+    (_, base), *_ = rates_by_form.items()
+    for name, form_rates in rates_by_form.items():
+        ratio = statistics.median(a / b for a, b in zip(base, form_rates, strict=True))
+        print(f"| {title} | {name} | {statistics.median(form_rates):,.0f} | {ratio:.2f} |", flush=True)
 
 
 def moe(rounds: int) -> None:
@@ -173,8 +175,8 @@ def moe(rounds: int) -> None:
     model = Model(MOE)
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, Path(folder))
-        others = {f"transformers, {name}": of_transformers(Path(folder), name) for name in ("grouped_mm", "eager")}
-    forms = {"ours": ours(model, ROLLOUTS), **others}
+        peers = {f"transformers, {name}": of_transformers(Path(folder), name) for name in ("grouped_mm", "eager")}
+    forms = {"ours": ours(model, ROLLOUTS), **peers}
     size = sum(p.numel() for p in model.parameters())
     table(f"MoE, {size / 1e6:.1f} M", rates(forms, lambda n: conversations(n, ROLLOUTS, TURNS, 4096), rounds))
 
@@ -184,13 +186,13 @@ def recorded(slots: int, number: int) -> Turns:
     rows = pq.read_table(EXAMPLE / "rollouts/eval_final.parquet").to_pylist()[number * slots :][:slots]
     talks = list[list[tuple[list[int], int]]]()
     for row in rows:
-        parts = [
-            (wrote, [token for token, _ in part])
-            for wrote, part in groupby(
+        spans = [
+            (wrote, [token for token, _ in span])
+            for wrote, span in groupby(
                 zip(row["token_ids"], row["kind"], strict=True), lambda pair: bool(pair[1] not in READ)
             )
         ]
-        talks.append([(read, len(written)) for (_, read), (_, written) in zip(parts[::2], parts[1::2], strict=False)])
+        talks.append([(read, len(written)) for (_, read), (_, written) in zip(spans[::2], spans[1::2], strict=False)])
     return [[talk[turn] for talk in talks] for turn in range(min(map(len, talks)))]
 
 
@@ -206,9 +208,9 @@ def drafts(rounds: int) -> None:
         for temperature in (0.0, 1.0):
             engine = DraftingEngine(model, head, temperature=temperature, **size)
             forms = {"with drafts": by(engine), "without": by(Engine(model, temperature=temperature, **size))}
-            found = rates(forms, lambda n, slots=slots: recorded(slots, n), rounds)
-            right = f"{engine.accepted / engine.proposed:.0%} of drafts right"
-            table(f"example, {slots} at once, temperature {temperature:g}, {right}", found)
+            rates_by_form = rates(forms, lambda n, slots=slots: recorded(slots, n), rounds)
+            accuracy = f"{engine.accepted / engine.proposed:.0%} of drafts right"
+            table(f"example, {slots} at once, temperature {temperature:g}, {accuracy}", rates_by_form)
 
 
 def ceiling(rounds: int) -> None:
@@ -217,26 +219,26 @@ def ceiling(rounds: int) -> None:
     size: dict[str, Any] = {"stop": frozenset(), "slots": 1, "max_length": 512, "temperature": 0.0}
     plain = Engine(model, **size)
     prompts = [np.random.default_rng(n).integers(0, DENSE.vocab_size, 16).tolist() for n in range(8)]
-    told = [by(plain)([[(prompt, 60)]])[0] for prompt in prompts]
-    head = train_draft(model, [prompt + tokens for prompt, tokens in zip(prompts, told, strict=True)], 40)
+    continuations = [by(plain)([[(prompt, 60)]])[0] for prompt in prompts]
+    head = train_draft(model, [prompt + tokens for prompt, tokens in zip(prompts, continuations, strict=True)], 40)
     engine = DraftingEngine(model, head, **size)
-    found = rates(
+    rates_by_form = rates(
         {"with drafts": by(engine), "without": by(plain)}, lambda n: [[(prompts[n % len(prompts)], 60)]], rounds
     )
-    table(f"dense, 66 M, 1 at once, {engine.accepted / engine.proposed:.0%} of drafts right", found)
+    table(f"dense, 66 M, 1 at once, {engine.accepted / engine.proposed:.0%} of drafts right", rates_by_form)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
     print("| model | form | tokens / s | ours / it |\n|---|---|---|---|")
-    moe(asked.rounds)
-    drafts(asked.rounds)
-    ceiling(asked.rounds)
+    moe(args.rounds)
+    drafts(args.rounds)
+    ceiling(args.rounds)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from gpu_cases import Bench, ceilings, compiled, decoding, layers, memory, produ
 
 from composer_nb.kernels import explain
 from scripts.bench import triton_interpreter
-from scripts.bench.gpu_bench_tools import L2_BYTES, OURS, Case, Found, as_json, run_case, table
+from scripts.bench.gpu_bench_tools import L2_BYTES, OURS, Case, CaseResult, as_json, run_case, table
 
 REHEARSAL = "REHEARSAL on a CPU, in Triton's interpreter: the flow is tested, the times mean nothing."
 PLAN: tuple[tuple[Callable[[Bench], Iterator[Case]], int], ...] = (
@@ -43,45 +43,45 @@ def machine(b: Bench) -> dict[str, str]:
             return "not installed"
 
     names = ("torch", "triton", "transformers", "liger-kernel", "torchao")
-    found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **{name: version(name) for name in names}}
+    facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **{name: version(name) for name in names}}
     if b.device.type == "cuda":
         properties = torch.cuda.get_device_properties(b.device)
-        found |= {
+        facts |= {
             "gpu": properties.name,
             "memory": f"{properties.total_memory >> 30} GiB",
             "cuda": str(torch.version.cuda),
         }
-    return {"gpu": "none", **found}
+    return {"gpu": "none", **facts}
 
 
 def measure(
-    b: Bench, parts: list[str], seconds: float, rounds: int, keep: Callable[[list[Found], dict[str, float]], None]
-) -> tuple[list[Found], dict[str, float]]:
-    """The cases of `parts`, within about `seconds`: each takes its part of what is left. `keep` is called after each."""
-    plan = [(part, count) for part, count in PLAN if part.__name__ in parts]
+    b: Bench, parts: list[str], seconds: float, rounds: int, keep: Callable[[list[CaseResult], dict[str, float]], None]
+) -> tuple[list[CaseResult], dict[str, float]]:
+    """Measure the cases of `parts` in about `seconds`; each gets its share of the time left. `keep` is called after each."""
+    plan = [(make_cases, count) for make_cases, count in PLAN if make_cases.__name__ in parts]
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=b.device) if b.device.type == "cuda" else None
-    end, left = time.monotonic() + seconds, sum(count for _, count in plan)
-    found: list[Found] = []
+    end, cases_left = time.monotonic() + seconds, sum(count for _, count in plan)
+    results: list[CaseResult] = []
     tops: dict[str, float] = {}
-    for part, count in plan:
-        for case in part(b):
-            share = max(0.0, end - time.monotonic()) / max(1, left)
+    for make_cases, count in plan:
+        for case in make_cases(b):
+            share = max(0.0, end - time.monotonic()) / max(1, cases_left)
             if time.monotonic() > end:
-                found.append(Found(case=case, holes=dict.fromkeys(case.forms, "out of time")))
+                results.append(CaseResult(case=case, holes=dict.fromkeys(case.forms, "out of time")))
                 continue
             few = {"rounds": 1, "least": 1, "warm": 1} if b.rehearsal else {"rounds": rounds}
-            one = run_case(case, b.device, seconds=share / 2, flush=flush, **few)
+            result = run_case(case, b.device, seconds=share / 2, flush=flush, **few)
             print(
-                f"{case.number:>2} {case.title}, {case.shape}: {one.median(OURS) or float('nan'):.3f} ms {one.holes or ''}",
+                f"{case.number:>2} {case.title}, {case.shape}: {result.median(OURS) or float('nan'):.3f} ms {result.holes or ''}",
                 file=sys.stderr,
                 flush=True,
             )
-            found.append(one)
-            if case.number == "0" and (rate := one.rate(OURS)):
+            results.append(result)
+            if case.number == "0" and (rate := result.rate(OURS)):
                 tops[case.title] = rate
-            keep(found, tops)
-        left -= count
-    return found, tops
+            keep(results, tops)
+        cases_left -= count
+    return results, tops
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,12 +90,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench_gpu"))
     parser.add_argument("--seconds", type=float, default=450.0)
     parser.add_argument("--rounds", type=int, default=30)
-    names = [part.__name__ for part, _ in PLAN]
+    names = [make_cases.__name__ for make_cases, _ in PLAN]
     parser.add_argument(
         "--parts", nargs="+", choices=names, default=names, help="ceilings give the shares of the others"
     )
-    asked = parser.parse_args(arguments)
-    if asked.device == "cpu":
+    args = parser.parse_args(arguments)
+    if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     elif not torch.cuda.is_available():
         print(
@@ -104,23 +104,23 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     triton_interpreter.repair()
-    b = Bench(asked.device)
+    b = Bench(args.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
     facts, first, notes = machine(b), [REHEARSAL] if b.rehearsal else [], list[str]()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
 
-    def keep(found: list[Found], tops: dict[str, float]) -> None:
-        """Write what is known, so that a run that is cut off leaves it."""
+    def keep(results: list[CaseResult], tops: dict[str, float]) -> None:
+        """Write the results so far, so that a run that is cut off leaves them."""
         head = ", ".join(f"{name} {value}" for name, value in facts.items())
-        (asked.out / "bench_gpu.md").write_text("\n\n".join([*first, head, table(found, tops), *notes]) + "\n")
-        cases = [as_json(one, tops) for one in found]
+        (args.out / "bench_gpu.md").write_text("\n\n".join([*first, head, table(results, tops), *notes]) + "\n")
+        cases = [as_json(result, tops) for result in results]
         data = {"machine": facts, "rehearsal": b.rehearsal, "ceilings": tops, "cases": cases, "notes": [*first, *notes]}
-        (asked.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
+        (args.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
 
-    found, tops = measure(b, asked.parts, asked.seconds, asked.rounds, keep)
+    results, tops = measure(b, args.parts, args.seconds, args.rounds, keep)
     notes += memory(b)
-    keep(found, tops)
-    print((asked.out / "bench_gpu.md").read_text())
+    keep(results, tops)
+    print((args.out / "bench_gpu.md").read_text())
     return 0
 
 

@@ -82,7 +82,7 @@ def step_of(model: Model, ids: Tensor, recipe: str, backend: str) -> Form:
 
 
 def their_model(model: Model, experts: str) -> Any:
-    """The same weights in `transformers`, on the same device."""
+    """Return a model of `transformers` with the same weights, on the same device."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     c = model.config
@@ -92,25 +92,25 @@ def their_model(model: Model, experts: str) -> Any:
         "norm_topk_prob", "rope_theta", "rms_norm_eps",
     )  # fmt: skip
     config = Qwen3MoeConfig(**{name: getattr(c, name) for name in same}, attn_implementation="sdpa")
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(model.embed.dtype)
     try:
         with torch.device(model.embed.device):
-            made: Any = Qwen3MoeForCausalLM(config)
+            peer: Any = Qwen3MoeForCausalLM(config)
     finally:
-        torch.set_default_dtype(before)
-    made.set_experts_implementation(experts)
+        torch.set_default_dtype(default_dtype)
+    peer.set_experts_implementation(experts)
     sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
     with torch.no_grad():
-        made.model.embed_tokens.weight.copy_(model.embed)
-        made.lm_head.weight.copy_(model.head)
-        made.model.norm.weight.copy_(model.final_norm)
-        for theirs, ours in zip(made.model.layers, model.layers, strict=True):
+        peer.model.embed_tokens.weight.copy_(model.embed)
+        peer.lm_head.weight.copy_(model.head)
+        peer.model.norm.weight.copy_(model.final_norm)
+        for theirs, ours in zip(peer.model.layers, model.layers, strict=True):
             attention = theirs.self_attn
-            for part, weight in zip(
+            for projection, weight in zip(
                 (attention.q_proj, attention.k_proj, attention.v_proj), ours.qkv.split(sizes), strict=True
             ):
-                part.weight.copy_(weight)
+                projection.weight.copy_(weight)
             pairs = (
                 (attention.o_proj, ours.o), (attention.q_norm, ours.q_norm), (attention.k_norm, ours.k_norm),
                 (theirs.input_layernorm, ours.attention_norm), (theirs.post_attention_layernorm, ours.moe_norm),
@@ -120,10 +120,10 @@ def their_model(model: Model, experts: str) -> Any:
                 module.weight.copy_(weight)
             theirs.mlp.experts.gate_up_proj.copy_(ours.w_in.mT)
             theirs.mlp.experts.down_proj.copy_(ours.w_out.mT)
-    return made
+    return peer
 
 
-def steps(model: Model, made: Any, rows: int, length: int, rounds: int, device: str) -> list[str]:
+def steps(model: Model, peer: Any, rows: int, length: int, rounds: int, device: str) -> list[str]:
     ids = torch.randint(0, model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).to(
         device
     )
@@ -132,7 +132,7 @@ def steps(model: Model, made: Any, rows: int, length: int, rounds: int, device: 
         "ours, fp8_block128": step_of(model, ids, "fp8_block128", "triton"),
         "ours, mxfp8": step_of(model, ids, "mxfp8", "triton"),
         "ours, bf16, torch's grouped_mm": step_of(model, ids, "bf16", "torch"),
-        "transformers, grouped_mm": their_step(made, ids),
+        "transformers, grouped_mm": their_step(peer, ids),
     }
     if device == "cpu":
         forms = {name: form for name, form in forms.items() if name in ("ours, bf16", "transformers, grouped_mm")}
@@ -142,19 +142,19 @@ def steps(model: Model, made: Any, rows: int, length: int, rounds: int, device: 
         try:
             losses[name] = form()
             model.zero_grad(set_to_none=True)
-            made.zero_grad(set_to_none=True)
+            peer.zero_grad(set_to_none=True)
             peaks[name] = peak_of(form, device)
         except Exception as error:  # a hole in the table, ours too
             holes[name] = f"{type(error).__name__}: {str(error)[:150]}"
             del forms[name]
         model.zero_grad(set_to_none=True)
-        made.zero_grad(set_to_none=True)
+        peer.zero_grad(set_to_none=True)
     for _ in range(rounds):
         for name, form in forms.items():
             times[name].append(1e3 * seconds_of(form, device))
             model.zero_grad(set_to_none=True)
-            made.zero_grad(set_to_none=True)
-    middle = {name: statistics.median(found) for name, found in times.items() if found}
+            peer.zero_grad(set_to_none=True)
+    middle = {name: statistics.median(form_times) for name, form_times in times.items() if form_times}
     for name, ms in middle.items():
         lines.append(
             f"| {name} | {ms:.1f} | {min(times[name]):.1f} to {max(times[name]):.1f} | {1e3 * rows * length / ms:,.0f} | "
@@ -169,58 +169,60 @@ def profiled(model: Model, rows: int, length: int, device: str) -> list[str]:
     )
     step = step_of(model, ids, "bf16", "torch" if device == "cpu" else "triton")
     step()
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile() as profile:
         step()
     order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
-    return [seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)]
+    return [profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)]
 
 
-def decoding(model: Model, made: Any, rollouts: int, read: int, drawn: int, device: str) -> list[str]:
+def decoding(model: Model, peer: Any, rollouts: int, read: int, length: int, device: str) -> list[str]:
     ids = torch.randint(0, model.config.vocab_size, (rollouts, read), generator=torch.Generator().manual_seed(2))
     model.kernels = Kernels()
 
     def engine(graphs: bool) -> Callable[[], None]:
-        one = Engine(
-            model, stop=frozenset(), slots=rollouts, max_length=read + drawn, temperature=0.0, step_tokens=16_384
+        decoder = Engine(
+            model, stop=frozenset(), slots=rollouts, max_length=read + length, temperature=0.0, step_tokens=16_384
         )
-        one._graphs = one._graphs if graphs else None
+        decoder._graphs = decoder._graphs if graphs else None
 
         def run() -> None:
-            requests = [Request(rollout=n, token_ids=row, max_tokens=drawn) for n, row in enumerate(ids.tolist())]
-            for done in one.generate(requests):
-                one.release(done.rollout)
+            requests = [Request(rollout=n, token_ids=row, max_tokens=length) for n, row in enumerate(ids.tolist())]
+            for completion in decoder.generate(requests):
+                decoder.release(completion.rollout)
 
         return run
 
     def theirs() -> None:
         with torch.no_grad():
-            made.generate(
-                ids.to(device), attention_mask=torch.ones_like(ids, device=device), max_new_tokens=drawn, min_new_tokens=drawn,
+            peer.generate(
+                ids.to(device), attention_mask=torch.ones_like(ids, device=device), max_new_tokens=length, min_new_tokens=length,
                 do_sample=False, pad_token_id=0,
             )  # fmt: skip
 
     lines = [
-        f"| {rollouts} rollouts, {read} tokens read, {drawn} drawn | s | drawn tokens / s | over ours |",
+        f"| {rollouts} rollouts, {read} tokens read, {length} drawn | s | drawn tokens / s | over ours |",
         "|---|---|---|---|",
     ]
-    found = {}
+    seconds = {}
     forms = {"ours": engine(True), "ours, kernel by kernel": engine(False), "transformers, grouped_mm": theirs}
     for name, form in forms.items():
         seconds_of(form, device)
-        found[name] = statistics.median(seconds_of(form, device) for _ in range(3))
+        seconds[name] = statistics.median(seconds_of(form, device) for _ in range(3))
         lines.append(
-            f"| {name} | {found[name]:.2f} | {rollouts * drawn / found[name]:,.0f} | {found[name] / found['ours']:.2f} |"
+            f"| {name} | {seconds[name]:.2f} | {rollouts * length / seconds[name]:,.0f} | {seconds[name] / seconds['ours']:.2f} |"
         )
     return lines
 
 
-def sampled(model: Model, prompts: list[list[int]], drawn: int) -> list[Stream]:
-    """Rollouts of one turn, as the trainer sees them."""
-    longest = max(map(len, prompts)) + drawn
+def sampled(model: Model, prompts: list[list[int]], new_tokens: int) -> list[Stream]:
+    """Return rollouts of one turn, as the trainer sees them."""
+    longest = max(map(len, prompts)) + new_tokens
     engine = Engine(model, stop=frozenset(), slots=len(prompts), max_length=longest, step_tokens=16_384, seed=3)
-    done = engine.generate([Request(rollout=n, token_ids=ids, max_tokens=drawn) for n, ids in enumerate(prompts)])
+    completions = engine.generate(
+        [Request(rollout=n, token_ids=ids, max_tokens=new_tokens) for n, ids in enumerate(prompts)]
+    )
     streams = []
-    for completion, prompt in zip(done, prompts, strict=True):
+    for completion, prompt in zip(completions, prompts, strict=True):
         trace, ids = engine.release(completion.rollout), [*prompt, *completion.token_ids]
         blank = np.zeros(len(ids), np.float32)
         logprob = blank.copy()
@@ -240,7 +242,7 @@ def sampled(model: Model, prompts: list[list[int]], drawn: int) -> list[Stream]:
     return streams
 
 
-def replayed(models: dict[str, tuple[Model, list[list[int]]]], drawn: int) -> list[str]:
+def replayed(models: dict[str, tuple[Model, list[list[int]]]], new_tokens: int) -> list[str]:
     lines = [
         "| engine and trainer in bf16 | tokens | sets of experts that differ | p99 of abs(Δ log p) | replayed | floor | k3 | "
         "replayed |",
@@ -248,11 +250,11 @@ def replayed(models: dict[str, tuple[Model, list[list[int]]]], drawn: int) -> li
     ]
     for name, (model, prompts) in models.items():
         model.kernels = Kernels()
-        found = figures(compare_streams(model, sampled(model, prompts, drawn)))
-        off, on, floor = found["off"], found["on"], found["floor"] or {"logprob_gap_p99": float("nan")}
-        p99 = " | ".join(f"{each['logprob_gap_p99']:.4f}" for each in (off, on, floor))
+        compared = figures(compare_streams(model, sampled(model, prompts, new_tokens)))
+        off, on, floor = compared["off"], compared["on"], compared["floor"] or {"logprob_gap_p99": float("nan")}
+        p99 = " | ".join(f"{setting['logprob_gap_p99']:.4f}" for setting in (off, on, floor))
         lines.append(
-            f"| {name} | {found['tokens']:,} | {found['routes_differ']:.2%} | {p99} | {off['k3']:.2e} | {on['k3']:.2e} |"
+            f"| {name} | {compared['tokens']:,} | {compared['routes_differ']:.2%} | {p99} | {off['k3']:.2e} | {on['k3']:.2e} |"
         )
     return lines
 
@@ -264,32 +266,32 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="of a step of ours, instead of all else")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    asked = parser.parse_args()
-    tiny = asked.device == "cpu"
+    args = parser.parse_args()
+    tiny = args.device == "cpu"
     if tiny:
         os.environ["TRITON_INTERPRET"] = "1"
     elif not torch.cuda.is_available():
         print("bench_gpu_model: no CUDA device here. The flow alone: --device cpu", file=sys.stderr)
         return 2
     triton_interpreter.repair()
-    explain(device=torch.device(asked.device), backend="triton")
+    explain(device=torch.device(args.device), backend="triton")
     torch.manual_seed(0)
-    with torch.device(asked.device):
+    with torch.device(args.device):
         model = Model(TINY if tiny else SLICE)
     model = model.to(torch.bfloat16)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text("")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text("")
 
-    def say(part: Callable[[], list[str]]) -> None:
-        """Each part by itself: what fails leaves the others."""
+    def say(section: Callable[[], list[str]]) -> None:
+        """Run one section and report it; its failure does not stop the others."""
         begin = time.perf_counter()
         try:
-            lines = part()
+            lines = section()
         except Exception as error:
             lines = [f"hole: {type(error).__name__}: {str(error)[:400]}"]
         lines.append(f"\n({time.perf_counter() - begin:.0f} s)\n")
         print("\n".join(lines), flush=True)
-        with asked.out.open("a") as out:
+        with args.out.open("a") as out:
             out.write("\n".join(lines) + "\n")
 
     step_size, decode_sizes, prompt_sizes = (
@@ -297,26 +299,26 @@ def main() -> int:
         if tiny
         else ((4, 4096), [(1, 512, 128), (8, 512, 128), (64, 512, 128)], ((64, 256), (256, 64)))
     )
-    if asked.profile:
-        say(lambda: profiled(model, *step_size, asked.device))
+    if args.profile:
+        say(lambda: profiled(model, *step_size, args.device))
         return 0
-    if {"step", "decoding"} & set(asked.parts):
-        made = their_model(model, "grouped_mm")
-        if "step" in asked.parts:
-            say(partial(steps, model, made, *step_size, 1 if tiny else asked.rounds, asked.device))
-        for size in decode_sizes if "decoding" in asked.parts else ():
-            say(partial(decoding, model, made, *size, asked.device))
-        del made
+    if {"step", "decoding"} & set(args.parts):
+        peer = their_model(model, "grouped_mm")
+        if "step" in args.parts:
+            say(partial(steps, model, peer, *step_size, 1 if tiny else args.rounds, args.device))
+        for size in decode_sizes if "decoding" in args.parts else ():
+            say(partial(decoding, model, peer, *size, args.device))
+        del peer
         gc.collect()
-    if "replay" in asked.parts:
-        small = load_pretrained(EXAMPLE).to(asked.device, torch.bfloat16)
+    if "replay" in args.parts:
+        small = load_pretrained(EXAMPLE).to(args.device, torch.bfloat16)
         random = np.random.default_rng(0)
         models = {"four layers of Qwen3-30B-A3B, random weights": model, "the example's policy, random prompts": small}
-        both = {
+        inputs = {
             name: (model, random.integers(0, model.config.vocab_size, size).tolist())
             for (name, model), size in zip(models.items(), prompt_sizes, strict=True)
         }
-        say(lambda: replayed(both, 8 if tiny else 128))
+        say(lambda: replayed(inputs, 8 if tiny else 128))
     return 0
 
 

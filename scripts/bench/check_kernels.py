@@ -20,16 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--module", default=PACKAGE, help="module with SPECS")
     parser.add_argument("--only", default="", help="compile kernels whose names contain this")
     parser.add_argument("--processes", type=int, default=2)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        architectures = [int(each) for each in asked.arch.split(",")]
+        architectures = [int(number) for number in args.arch.split(",")]
     except ValueError:
-        parser.error(f"--arch {asked.arch!r}: must be numbers such as 90,100")
+        parser.error(f"--arch {args.arch!r}: must be numbers such as 90,100")
     if unknown := set(architectures) - set(ARCHITECTURES):
         parser.error(f"--arch {sorted(unknown)}: must be of {', '.join(map(str, ARCHITECTURES))}")
     began = time.perf_counter()
     try:
-        rows = gate(architectures, module=asked.module, only=asked.only, processes=asked.processes)
+        rows = gate(architectures, module=args.module, only=args.only, processes=args.processes)
     except ValueError as error:
         parser.error(str(error))
     failed = sum(bool(row.failed) for row in rows)

@@ -63,9 +63,11 @@ class Meter:
 
     def table(self) -> Table:
         """Return the medians of each step and of whole episodes."""
-        found = {name: (statistics.median(self.cpu[name]), statistics.median(self.wall[name])) for name in self.cpu}
-        cpu, wall = ([sum(each) for each in zip(*held.values(), strict=True)] for held in (self.cpu, self.wall))
-        return found | {"the episode": (statistics.median(cpu), statistics.median(wall))}
+        medians = {name: (statistics.median(self.cpu[name]), statistics.median(self.wall[name])) for name in self.cpu}
+        cpu, wall = (
+            [sum(step_times) for step_times in zip(*times.values(), strict=True)] for times in (self.cpu, self.wall)
+        )
+        return medians | {"the episode": (statistics.median(cpu), statistics.median(wall))}
 
 
 @contextmanager
@@ -74,17 +76,17 @@ def counted() -> Iterator[Callable[[], float]]:
 
     Raises RuntimeError where no group can be made.
     """
-    places = Cgroups.find()
-    if isinstance(places, str):
-        raise RuntimeError(places)
+    cgroups = Cgroups.find()
+    if isinstance(cgroups, str):
+        raise RuntimeError(cgroups)
     memory = psutil.virtual_memory().total
-    group = places.make(places.folders(f"{OWN}bench-{os.getpid()}"), memory, 4096, os.cpu_count() or 1)
+    group = cgroups.make(cgroups.folders(f"{OWN}bench-{os.getpid()}"), memory, 4096, os.cpu_count() or 1)
     group.attach(os.getpid())
     try:
         yield group.cpu_s
     finally:
-        for place in places.places.values():
-            (place / "cgroup.procs").write_text(str(os.getpid()))
+        for folder in cgroups.places.values():
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
         group.remove()
 
 
@@ -96,14 +98,14 @@ def made_task(backend: Backend) -> Task:
 
 def calls(text: str) -> list[ToolCall]:
     """Return five calls of an agent that writes `text`."""
-    asked: list[tuple[str, dict[str, object]]] = [
+    requests: list[tuple[str, dict[str, object]]] = [
         ("read_file", {"target_file": MODULE}),
         ("grep", {"pattern": "def share"}),
         ("list_dir", {"target_directory": "."}),
         ("write", {"file_path": MODULE, "contents": text}),
         ("run_terminal_cmd", {"command": "true", "is_background": False}),
     ]
-    return [ToolCall(name=name, arguments=arguments) for name, arguments in asked]
+    return [ToolCall(name=name, arguments=arguments) for name, arguments in requests]
 
 
 def twins_alone(task: Task) -> Task:
@@ -131,20 +133,20 @@ def in_sandboxes(backend: Backend, episodes: int, seconds: Callable[[], float]) 
                     assert not reply.error, reply.text
                     spent.setdefault(call.name, []).append(1e3 * reply.seconds)
             with meter.step("visible tests"):
-                seen = session.run_visible_tests()
-            assert seen.text == "pass 2", seen
+                observation = session.run_visible_tests()
+            assert observation.text == "pass 2", observation
             with meter.step("work carried out, sandbox ended"):
-                left = {path: blob.data for path, blob in carry_back(box)[0].items() if not path.startswith(".git/")}
+                files = {path: blob.data for path, blob in carry_back(box)[0].items() if not path.startswith(".git/")}
                 box.destroy()
         with meter.step("grade with twins"):
-            found = grade(twins, left, backend)
-        assert found.passed, found
+            result = grade(twins, files, backend)
+        assert result.passed, result
         began = time.perf_counter()
         backend.create().destroy()
         spent.setdefault("a grade's sandbox", []).append(1e3 * (time.perf_counter() - began))
         with besides.step("grade with twins and recorded calls"):
-            found = grade(task, left, backend)
-        assert found.passed and found.calls, found
+            result = grade(task, files, backend)
+        assert result.passed and result.calls, result
     rows = {name: row for name, row in besides.table().items() if name != "the episode"}
     return {**meter.table(), **rows}, {name: statistics.median(values) for name, values in spent.items()}
 
@@ -159,16 +161,16 @@ def on_files(episodes: int, seconds: Callable[[], float]) -> Table:
             task, tools = tasks[number % len(tasks)], ToolSet.tiny()
             work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
             path = task.source_scope[0]
-            asked = [ToolCall(name="read_file", arguments={"path": path})]
-            asked += [ToolCall(name="edit_line", arguments={"path": path, "line": 1, "text": "#"})] * 4
+            tool_calls = [ToolCall(name="read_file", arguments={"path": path})]
+            tool_calls += [ToolCall(name="edit_line", arguments={"path": path, "line": 1, "text": "#"})] * 4
             with meter.step("five tool calls"):
-                tools.run(work, asked)
+                tools.run(work, tool_calls)
             work.files |= task.solution
             with meter.step("visible tests"):
                 assert work.run_visible_tests().tests_run
             with meter.step("grade"):
-                found = grade(task, work.files, sandboxes)
-            assert found.passed, found
+                result = grade(task, work.files, sandboxes)
+            assert result.passed, result
         return meter.table()
 
 
@@ -182,16 +184,16 @@ def measure(backend: str = "bwrap", episodes: int = EPISODES) -> dict[str, objec
     return {"backend": backend, "load": load, "pytest": steps, "ms": spent, "functions": functions}
 
 
-def markdown(found: Mapping[str, object]) -> str:
+def markdown(figures: Mapping[str, object]) -> str:
     """Return the figures as tables."""
-    lines = [f"Backend {found['backend']}, load {found['load']:.1f} on {os.cpu_count()} cores before it.", ""]
+    lines = [f"Backend {figures['backend']}, load {figures['load']:.1f} on {os.cpu_count()} cores before it.", ""]
     lines += ["| step | CPU, ms | wall, ms |", "|---|---|---|"]
     for kind in ("pytest", "functions"):
-        rows: Table = found[kind]  # type: ignore[assignment]
+        rows: Table = figures[kind]  # type: ignore[assignment]
         lines += [f"| {kind}: {name} | {cpu:.1f} | {wall:.1f} |" for name, (cpu, wall) in rows.items()]
-    medians: Mapping[str, float] = found["ms"]  # type: ignore[assignment]
-    told = (f"`{name}` {value:.1f}" for name, value in medians.items())
-    return "\n".join([*lines, "", f"Median milliseconds: {', '.join(told)}."])
+    medians: Mapping[str, float] = figures["ms"]  # type: ignore[assignment]
+    median_texts = (f"`{name}` {value:.1f}" for name, value in medians.items())
+    return "\n".join([*lines, "", f"Median milliseconds: {', '.join(median_texts)}."])
 
 
 def main() -> None:
@@ -199,9 +201,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("bwrap", "docker"), default="bwrap")
     parser.add_argument("--episodes", type=int, default=EPISODES)
     parser.add_argument("--json", action="store_true")
-    told = parser.parse_args()
-    found = measure(told.backend, told.episodes)
-    print(json.dumps(found, indent=1) if told.json else markdown(found))
+    args = parser.parse_args()
+    figures = measure(args.backend, args.episodes)
+    print(json.dumps(figures, indent=1) if args.json else markdown(figures))
 
 
 if __name__ == "__main__":

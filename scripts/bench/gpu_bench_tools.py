@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CaseResult:
     """Milliseconds, round by round, of the forms that ran, and why the others did not."""
 
     case: Case
@@ -66,14 +66,14 @@ class Found:
         return statistics.median(self.times[form]) if self.times.get(form) else None
 
     def rate(self, form: str) -> float | None:
-        """In the case's unit."""
+        """Return a form's rate in the case's unit."""
         middle, scale = self.median(form), {"TFLOP/s": 1e12, "GB/s": 1e9}.get(self.case.unit)
         return None if middle is None or scale is None or not middle else self.case.work / (middle / 1e3) / scale
 
     def ratio(self, form: str) -> float | None:
-        """That form's time over ours."""
-        ours, other = self.median(OURS), self.median(form)
-        return None if not ours or other is None else other / ours
+        """Return that form's time over ours."""
+        ours, theirs = self.median(OURS), self.median(form)
+        return None if not ours or theirs is None else theirs / ours
 
     def value(self, goal: str, ceilings: Mapping[str, float]) -> float | None:
         """What a goal of this name is about; None where it was not measured."""
@@ -122,19 +122,19 @@ def run_case(
     least: int = 5,
     warm: int = 2,
     flush: Tensor | None = None,
-) -> Found:
-    """Warms every form up, then rounds until there are enough or the time is over (but `least` of them)."""
-    found, outs = Found(case=case), dict[str, Tensor]()
+) -> CaseResult:
+    """Warm every form up, then measure rounds until there are enough or the time is over, but `least` of them."""
+    result, outs = CaseResult(case=case), dict[str, Tensor]()
     ready: dict[str, Form] = {}
     for name, form in case.forms.items():
         if isinstance(form, str):
-            found.holes[name] = form
+            result.holes[name] = form
             continue
         try:
             for _ in range(warm):
                 _, out = timed(form, device, None)
         except Exception as error:  # a peer's fault is a hole in the table, ours too: it is named
-            found.holes[name] = (
+            result.holes[name] = (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
             )
             continue
@@ -142,15 +142,15 @@ def run_case(
         if isinstance(out, Tensor):
             outs[name] = out.detach()
     exact = next((out for name, out in outs.items() if name != OURS), None)
-    found.errors.update({name: distance(out, exact) for name, out in outs.items() if exact is not None})
+    result.errors.update({name: distance(out, exact) for name, out in outs.items() if exact is not None})
     outs.clear()
     end = time.perf_counter() + seconds
     for number in range(rounds):
         if number >= least and time.perf_counter() > end:
             break
         for name, form in ready.items():
-            found.times.setdefault(name, []).append(timed(form, device, flush)[0])
-    return found
+            result.times.setdefault(name, []).append(timed(form, device, flush)[0])
+    return result
 
 
 def distance(out: Tensor, exact: Tensor) -> float:
@@ -161,42 +161,42 @@ def distance(out: Tensor, exact: Tensor) -> float:
     return float(gap / size) if float(size) else float(gap)
 
 
-def table(results: Sequence[Found], ceilings: Mapping[str, float]) -> str:
-    """Markdown, a line a form; ours first."""
+def table(results: Sequence[CaseResult], ceilings: Mapping[str, float]) -> str:
+    """Return a Markdown table with a row for each form, ours first."""
     lines = [
         "| # | what | shape | form | ms | rate | theirs / ours | goals (floor / target / stretch) | error |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for found in results:
-        case = found.case
-        names = sorted([*found.times, *found.holes], key=lambda name: name != OURS)
+    for result in results:
+        case = result.case
+        names = sorted([*result.times, *result.holes], key=lambda name: name != OURS)
         for name in names:
             head = (case.number, case.title, case.shape) if name == names[0] else ("", "", "")
-            if name in found.holes:
-                lines.append(f"| {' | '.join(head)} | {name} | hole: {found.holes[name]} | | | | |")
+            if name in result.holes:
+                lines.append(f"| {' | '.join(head)} | {name} | hole: {result.holes[name]} | | | | |")
                 continue
-            rate, ratio = found.rate(name), found.ratio(name)
+            rate, ratio = result.rate(name), result.ratio(name)
             cells = [
                 name,
-                f"{found.median(name):.3f}",
+                f"{result.median(name):.3f}",
                 "" if rate is None else f"{rate:,.0f} {case.unit}",
                 "" if ratio is None or name == OURS else f"{ratio:.2f}",
-                goals_cell(found, ceilings) if name == OURS else "",
-                f"{found.errors[name]:.1e}" if name in found.errors else "",
+                goals_cell(result, ceilings) if name == OURS else "",
+                f"{result.errors[name]:.1e}" if name in result.errors else "",
             ]
             lines.append(f"| {' | '.join(head)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def goals_cell(found: Found, ceilings: Mapping[str, float]) -> str:
-    said = []
-    for goal, target in found.case.goals.items():
-        value = found.value(goal, ceilings)
+def goals_cell(result: CaseResult, ceilings: Mapping[str, float]) -> str:
+    cells = []
+    for goal, target in result.case.goals.items():
+        value = result.value(goal, ceilings)
         reached = "not measured" if value is None else f"{value:.2f}, {target.verdict(value)}"
-        said.append(
-            f"{target.floor:g} / {target.target:g} / {target.stretch:g} {_about(found.case, goal, ceilings)}: {reached}"
+        cells.append(
+            f"{target.floor:g} / {target.target:g} / {target.stretch:g} {_about(result.case, goal, ceilings)}: {reached}"
         )
-    return "; ".join(said)
+    return "; ".join(cells)
 
 
 def _about(case: Case, goal: str, ceilings: Mapping[str, float]) -> str:
@@ -205,22 +205,22 @@ def _about(case: Case, goal: str, ceilings: Mapping[str, float]) -> str:
     return f"of {goal}" if goal in ceilings else f"over {goal}"
 
 
-def as_json(found: Found, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    case = found.case
+def as_json(result: CaseResult, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    case = result.case
     return {
         "number": case.number,
         "title": case.title,
         "shape": case.shape,
         "unit": case.unit,
         "work": case.work,
-        "ms": found.times,
-        "median_ms": {name: found.median(name) for name in found.times},
-        "rate": {name: found.rate(name) for name in found.times},
-        "ratio": {name: found.ratio(name) for name in found.times},
-        "holes": found.holes,
-        "errors": found.errors,
+        "ms": result.times,
+        "median_ms": {name: result.median(name) for name in result.times},
+        "rate": {name: result.rate(name) for name in result.times},
+        "ratio": {name: result.ratio(name) for name in result.times},
+        "holes": result.holes,
+        "errors": result.errors,
         "goals": {
-            goal: {"levels": [target.floor, target.target, target.stretch], "value": found.value(goal, ceilings)}
+            goal: {"levels": [target.floor, target.target, target.stretch], "value": result.value(goal, ceilings)}
             for goal, target in case.goals.items()
         },
     }

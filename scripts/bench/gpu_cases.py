@@ -92,9 +92,9 @@ def ceilings(b: Bench) -> Iterator[Case]:
         work=2.0 * side**3,
         unit="TFLOP/s",
     )
-    one = torch.ones((), device=b.device)
+    unit_scale = torch.ones((), device=b.device)
     qx, qw = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
-    form: Form = lambda: torch._scaled_mm(qx, qw.T, scale_a=one, scale_b=one, out_dtype=BF16)  # noqa: E731
+    form: Form = lambda: torch._scaled_mm(qx, qw.T, scale_a=unit_scale, scale_b=unit_scale, out_dtype=BF16)  # noqa: E731
     yield Case(
         number="0", title="product, fp8", shape=f"{side}³", forms={OURS: form}, work=2.0 * side**3, unit="TFLOP/s"
     )
@@ -242,12 +242,12 @@ def compiled(b: Bench) -> Iterator[Case]:
     s = b.shapes["S1"]
     leaves = b.normal(s.n, s.d), route_logits("uniform", s.n, s.e, b.device), *b.weights(s)
     leaves, pull = tuple(leaf.requires_grad_() for leaf in leaves), b.normal(s.n, s.d)
-    made: Callable[..., Tensor] | str = "not rehearsed: compiling takes minutes on a CPU"
+    layer: Callable[..., Tensor] | str = "not rehearsed: compiling takes minutes on a CPU"
     if not b.rehearsal:
-        made = peer("transformers", lambda: torch.compile(their_layer(s, "eager")))
+        layer = peer("transformers", lambda: torch.compile(their_layer(s, "eager")))
     forms: dict[str, Form | str] = {
         OURS: forward_backward(partial(moe, k=s.k, backend="triton"), leaves, pull),
-        "transformers eager, torch.compile": made if isinstance(made, str) else forward_backward(made, leaves, pull),
+        "transformers eager, torch.compile": layer if isinstance(layer, str) else forward_backward(layer, leaves, pull),
     }
     yield Case(
         number="4 to 7",
@@ -354,14 +354,14 @@ def decoding(b: Bench) -> Iterator[Case]:
             OURS: lambda x=x, logits=logits: moe(x, logits, up, down, base.k, backend="triton")
         }
         for backend in ("grouped_mm", "batched_mm"):
-            made = peer("transformers", lambda s=s, backend=backend: their_layer(s, backend))
+            layer = peer("transformers", lambda s=s, backend=backend: their_layer(s, backend))
             forms[f"transformers {backend}"] = (
-                made if isinstance(made, str) else lambda made=made, x=x, logits=logits: made(x, logits, up, down)
+                layer if isinstance(layer, str) else lambda layer=layer, x=x, logits=logits: layer(x, logits, up, down)
             )
         if not b.rehearsal:
-            for name, made in list(forms.items()):
-                if not isinstance(made, str):
-                    forms[f"{name}, as a CUDA graph"] = peer("torch", lambda made=made: graphed(made))
+            for name, form in list(forms.items()):
+                if not isinstance(form, str):
+                    forms[f"{name}, as a CUDA graph"] = peer("torch", lambda form=form: graphed(form))
         bytes_read = 6.0 * s.d * s.i * experts.unique().numel()
         yield Case(
             number="16",
@@ -379,23 +379,23 @@ def memory(b: Bench) -> list[str]:
     """Row 17: peak of a layer beyond its inputs, by recipe."""
     if b.device.type != "cuda":
         return ["row 17, memory: needs a GPU"]
-    s, said, of_bf16, goal = b.shapes["S1"], list[str](), 0, Target(0.25, 0.4, 0.45)
+    s, lines, of_bf16, goal = b.shapes["S1"], list[str](), 0, Target(0.25, 0.4, 0.45)
     leaves = b.normal(s.n, s.d), route_logits("uniform", s.n, s.e, b.device), *b.weights(s)
     leaves, pull = tuple(leaf.requires_grad_() for leaf in leaves), b.normal(s.n, s.d)
     for recipe in ("bf16", "mxfp8"):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         out = moe(*leaves, s.k, recipe=recipe, backend="triton")
-        kept = torch.cuda.memory_allocated() - before
+        kept_bytes = torch.cuda.memory_allocated() - allocated
         torch.autograd.grad(out, leaves, pull)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - allocated
         of_bf16 = of_bf16 or peak
         less = 1 - peak / of_bf16
         verdict = f"; goals 25 / 40 / 45 %: {goal.verdict(less)}" if recipe == "mxfp8" else ""
-        said.append(
-            f"row 17, memory of the S1 layer, {recipe}: {kept / 2**20:,.0f} MiB kept, peak {peak / 2**20:,.0f} MiB, "
+        lines.append(
+            f"row 17, memory of the S1 layer, {recipe}: {kept_bytes / 2**20:,.0f} MiB kept, peak {peak / 2**20:,.0f} MiB, "
             f"{less:.0%} less than bf16's{verdict}"
         )
         del out
-    return said
+    return lines

@@ -44,9 +44,9 @@ def peer(package: str, make: Callable[[], Form]) -> Form | str:
 
 
 def loop_mm(a: Tensor, b: Tensor, plan: DispatchPlan) -> Tensor:
-    """A product an expert; the host has to know how many rows each has."""
+    """Return a product for each expert; the host has to know how many rows each has."""
     sizes = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1)).tolist()
-    return torch.cat([part @ w for part, w in zip(a.split(sizes), b.unbind(), strict=True)])
+    return torch.cat([rows @ w for rows, w in zip(a.split(sizes), b.unbind(), strict=True)])
 
 
 def their_layer(s: Shape, backend: str) -> Callable[..., Tensor]:
@@ -61,12 +61,14 @@ def their_layer(s: Shape, backend: str) -> Callable[..., Tensor]:
         hidden_size=s.d, moe_intermediate_size=s.i, num_experts=s.e, num_experts_per_tok=s.k, experts_implementation=backend
     )  # fmt: skip
     with torch.device("meta"):
-        made: Any = Qwen3MoeExperts(config)
+        module: Any = Qwen3MoeExperts(config)
 
     def layer(x: Tensor, logits: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
         gates, experts = logits.float().softmax(-1).topk(s.k, dim=-1)
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
-        out: Tensor = torch.func.functional_call(made, {"gate_up_proj": w_up, "down_proj": w_down}, (x, experts, gates))
+        out: Tensor = torch.func.functional_call(
+            module, {"gate_up_proj": w_up, "down_proj": w_down}, (x, experts, gates)
+        )
         return out
 
     return layer
@@ -104,7 +106,7 @@ def blockwise_products(x: Tensor, up: Tensor, plan: DispatchPlan) -> Form:
     sizes = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1)).tolist()
     across = e8m0_to_float(qw.scale)
     padded = torch.nn.functional.pad(across, (0, -across.shape[-1] % 4))
-    parts = [
+    operands = [
         (x_RK, s_RB.t().contiguous().t(), w_NK.t(), s_NB.t())
         for x_RK, s_RB, w_NK, s_NB in zip(
             qx.qdata.split(sizes), e8m0_to_float(qx.scale).split(sizes), qw.qdata.unbind(), padded.unbind(), strict=True
@@ -114,7 +116,7 @@ def blockwise_products(x: Tensor, up: Tensor, plan: DispatchPlan) -> Form:
 
     kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     return lambda: torch.cat(
-        [scaled_mm(x, w, s_x, kinds[0], s_w, kinds[1], output_dtype=torch.bfloat16) for x, s_x, w, s_w in parts]
+        [scaled_mm(x, w, s_x, kinds[0], s_w, kinds[1], output_dtype=torch.bfloat16) for x, s_x, w, s_w in operands]
     )
 
 

@@ -21,10 +21,10 @@ def in_turn(
     now = clock()
     measured: dict[str, list[tuple[float, Any]]] = {name: [] for name in forms}
     for number in range(rounds + 1):
-        drawn = inputs(number)
+        arguments = inputs(number)
         for name, form in forms.items():
             began = now()
-            result = form(*drawn)
+            result = form(*arguments)
             if number:
                 measured[name].append((now() - began, result))
     return measured

@@ -43,7 +43,7 @@ def spec(
 ) -> Spec:
     """`tensors`: names of pointers, in bf16 unless a type follows after a colon. `numbers`: names of 32-bit integers. `types`:
     arguments of other types. `tiles`: give warps and stages."""
-    pointers = (each.partition(":") for each in tensors.split())
+    pointers = (pointer.partition(":") for pointer in tensors.split())
     return Spec(
         name=name,
         kernel=kernel,
@@ -91,7 +91,7 @@ def products() -> list[Spec]:
             24,
         ),
     }  # fmt: skip
-    found = [
+    specs = [
         spec(
             f"grouped product, {name}",
             g.product_kernel,
@@ -114,7 +114,7 @@ def products() -> list[Spec]:
         ("gathered second operand", outer, {"second": descriptor(o.k, o.n)}),
         ("unaligned", of_rows, {}),
     ):
-        found.append(
+        specs.append(
             spec(
                 f"gradients of weights, {name}",
                 g.outer_kernel,
@@ -127,7 +127,7 @@ def products() -> list[Spec]:
                 ptx={arch: bulk(arch) if types else TENSOR_CORES[arch] for arch in ARCHITECTURES},
             )
         )
-    return found
+    return specs
 
 
 def scaled_product(name: str, format: Format, arch: int) -> Spec:
@@ -213,10 +213,10 @@ def routes() -> list[Spec]:
 def log_probabilities() -> list[Spec]:
     m, t = logprob_triton, logprob_triton.logprob_tiles(torch.bfloat16)
     sizes = {"D": 2048, "V": 151_936, "BM": t.m, "BV": t.n, "BD": t.k}
-    part = {"PART": t.n * 75}
+    part_size = {"PART": t.n * 75}
     tiles = {"hidden": descriptor(t.m, t.k), "weight": descriptor(t.n, t.k)}
     sampled = "hidden weight from_s:i64 token_s:i64 out:fp32"
-    found = [
+    specs = [
         spec(
             "log-probabilities, sampled tokens",
             m.chosen_kernel,
@@ -231,22 +231,29 @@ def log_probabilities() -> list[Spec]:
         common: dict[str, Any] = {"types": types, "tiles": t}
         common["ptx"] = {arch: bulk(arch) if types else TENSOR_CORES[arch] for arch in ARCHITECTURES}
         names = "hidden weight out:fp32", "hidden weight total:fp32 g:fp32 slope"
-        found += [
-            spec(f"normalisers{loads}", m.normaliser_kernel, names[0], "U", constants | part, narrow=4, **common),
+        specs += [
+            spec(f"normalisers{loads}", m.normaliser_kernel, names[0], "U", constants | part_size, narrow=4, **common),
             spec(f"slopes{loads}", m.slope_kernel, names[1], "U", constants, narrow=8, **common),
         ]
-    return found
+    return specs
 
 
 def attention() -> list[Spec]:
     """Of Qwen3-30B-A3B, and wider: heads of 256, and of DeepSeek-V3."""
-    found, strides = [], dict.fromkeys(("k_slot", "k_head", "k_at", "v_slot", "v_head", "v_at"), "i64")
+    specs, strides = [], dict.fromkeys(("k_slot", "k_head", "k_at", "v_slot", "v_head", "v_at"), "i64")
     for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for heads, each, width, values in ((32, 8, 128, 128), (16, 8, 256, 256), (128, 1, 192, 128)):
-            tiles = cached_triton.shape(dtype, each, width, values)
+        for heads, group_heads, width, values in ((32, 8, 128, 128), (16, 8, 256, 256), (128, 1, 192, 128)):
+            tiles = cached_triton.shape(dtype, group_heads, width, values)
             warps = tiles.pop("num_warps")
-            sizes = {"HEADS": heads, "EACH": each, "C": width, "V": values, "PARTS": 8, "PART": cached_triton.PART}
-            found.append(
+            sizes = {
+                "HEADS": heads,
+                "EACH": group_heads,
+                "C": width,
+                "V": values,
+                "PARTS": 8,
+                "PART": cached_triton.PART,
+            }
+            specs.append(
                 spec(
                     f"attention on a cache, {kind}, width {width}",
                     cached_triton.part_kernel,
@@ -260,7 +267,7 @@ def attention() -> list[Spec]:
     joined = "position:i64 state:fp32 mix:fp32 out"
     sizes = {"HEADS": 32, "V": 128, "PARTS": 8, "PART": cached_triton.PART, "BV": 128}
     return [
-        *found,
+        *specs,
         spec("attention on a cache, parts", cached_triton.join_kernel, joined, constants=sizes, warps=1, narrow=16),
     ]
 

@@ -67,14 +67,14 @@ def write_gguf(model: Model, file: Path, kind: GGMLQuantizationType) -> None:
     writer.add_tokenizer_model("none")
     theirs = {name: short for short, name in NAMES.items()}
     for name, weight in hugging_face_views(model).items():
-        *_, number, part = ("", *name.removesuffix(".weight").removeprefix("model.layers.").split(".", 1))
+        *_, number, suffix = ("", *name.removesuffix(".weight").removeprefix("model.layers.").split(".", 1))
         layer = name.startswith("model.layers.")
-        short = theirs[part if layer else name.removesuffix(".weight")]
+        short = theirs[suffix if layer else name.removesuffix(".weight")]
         if short in ("attn_q", "attn_k"):
             weight = weight.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        own = GGMLQuantizationType.F32 if weight.ndim == 1 else kind
-        values = quantize(weight.float().numpy(), own)
-        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", values, raw_dtype=own)
+        tensor_type = GGMLQuantizationType.F32 if weight.ndim == 1 else kind
+        values = quantize(weight.float().numpy(), tensor_type)
+        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", values, raw_dtype=tensor_type)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -85,16 +85,16 @@ class Llama:
 
     def __init__(self, file: Path, slots: int) -> None:
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx, given.n_batch, given.n_seq_max = slots * (READ + WRITTEN), slots * READ, slots
-        given.n_threads = given.n_threads_batch = 1
-        given.type_k = given.type_v = llama_cpp.GGML_TYPE_F32
-        self.context: Any = llama_cpp.llama_init_from_model(self.model, given)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_seq_max = slots * (READ + WRITTEN), slots * READ, slots
+        params.n_threads = params.n_threads_batch = 1
+        params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
         self.batch: Any = llama_cpp.llama_batch_init(slots * READ, 0, 1)
 
     def run(self, turns: Turns) -> Tokens:
         (turn,) = turns
-        read, found, at = [list(ids) for ids, _ in turn], [list[int]() for _ in turn], [0] * len(turn)
+        read, tokens, at = [list(ids) for ids, _ in turn], [list[int]() for _ in turn], [0] * len(turn)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         for _ in range(WRITTEN):
             rows = self._decode(read, at)
@@ -104,16 +104,16 @@ class Llama:
                     llama_cpp.llama_get_logits_ith(self.context, row), shape=(SHAPE.vocab_size,)
                 )
                 read[slot] = [int(logits.argmax())]
-                found[slot] += read[slot]
-        return found
+                tokens[slot] += read[slot]
+        return tokens
 
     def _decode(self, read: list[list[int]], at: list[int]) -> list[int]:
-        """Forward new tokens of each conversation; return the places of the last ones."""
+        """Forward new tokens of each conversation; return the positions of the last ones."""
         batch, rows, n = self.batch, list[int](), 0
         for slot, ids in enumerate(read):
-            for place, token in enumerate(ids):
-                batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.seq_id[n][0] = token, at[slot] + place, 1, slot
-                batch.logits[n] = place == len(ids) - 1
+            for offset, token in enumerate(ids):
+                batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.seq_id[n][0] = token, at[slot] + offset, 1, slot
+                batch.logits[n] = offset == len(ids) - 1
                 n += 1
             rows.append(n - 1)
         batch.n_tokens = n
@@ -125,7 +125,7 @@ class Llama:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model(SHAPE)
@@ -140,8 +140,10 @@ def main() -> None:
             for slots in (1, 16):
                 engine = Engine(model, stop=frozenset(), slots=slots, max_length=READ + WRITTEN, temperature=0.0)
                 forms: dict[str, Form] = {"ours": by(engine), "llama.cpp": Llama(file, slots).run}
-                found = rates(forms, lambda n, slots=slots: prompts(n, slots), asked.rounds, same=name == "float32")
-                table(f"{name}, {slots}", found)
+                rates_by_form = rates(
+                    forms, lambda n, slots=slots: prompts(n, slots), args.rounds, same=name == "float32"
+                )
+                table(f"{name}, {slots}", rates_by_form)
 
 
 def prompts(number: int, slots: int) -> Turns:

@@ -59,24 +59,24 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         say("sandboxes …")
         with SandboxExecutor() as sandboxes:
             tasks = list(make_tasks("bench", TASKS, heldout=False, executor=CachedExecutor(sandboxes)))
-            found: dict[str, Any] = sandbox_speed(sandboxes, tasks) | {"sandbox_mode": sandboxes.capabilities().mode}
-        found["grade_cpu_ms"] = grade_cpu(tasks)
+            results: dict[str, Any] = sandbox_speed(sandboxes, tasks) | {"sandbox_mode": sandboxes.capabilities().mode}
+        results["grade_cpu_ms"] = grade_cpu(tasks)
         say("harness and engine …")
-        found |= engine_speed(tasks)
+        results |= engine_speed(tasks)
         say("training …")
-        found |= training_speed()
+        results |= training_speed()
         say("sandboxes with a workspace …")
-        found["workspaces"] = dict(sandbox_bench.report())
+        results["workspaces"] = dict(sandbox_bench.report())
         say("grades by pytest …")
-        for name, figures in found["workspaces"].items():
+        for name, figures in results["workspaces"].items():
             if not isinstance(figures, str):
                 figures |= pytest_grades(name)
         say("episodes …")
         try:
-            found["episode"] = episode_bench.measure()
+            results["episode"] = episode_bench.measure()
         except (RuntimeError, SandboxUnavailable) as error:
-            found["episode"] = str(error)
-        return found | {"machine": platform.machine(), "torch": torch.__version__}
+            results["episode"] = str(error)
+        return results | {"machine": platform.machine(), "torch": torch.__version__}
     finally:
         torch.set_num_threads(threads)
 
@@ -103,12 +103,12 @@ def grade_cpu(tasks: list[Task]) -> float:
     """CPU milliseconds a grade, ours and the sandbox's: what a fleet used for many grades, less what one used for none."""
 
     def cpu(grades: int) -> float:
-        before = _cpu_seconds()
+        start = _cpu_seconds()
         with SandboxExecutor() as sandboxes:
             for number in range(1 + grades):  # the first starts the fleet
                 task = tasks[number % len(tasks)]
                 grade(task, task.files | task.solution, sandboxes)
-        return _cpu_seconds() - before
+        return _cpu_seconds() - start
 
     return (cpu(GRADES) - cpu(0)) / GRADES * 1000
 
@@ -116,22 +116,22 @@ def grade_cpu(tasks: list[Task]) -> float:
 def pytest_grades(name: str) -> dict[str, float]:
     """Milliseconds that a grade by pytest (three runs of sixteen trivial tests, each in a sandbox of its own) takes beyond what
     the tests take."""
-    right = {path: text.encode() for path, text in (TARGET.files | TARGET.solution).items()}
+    solution = {path: text.encode() for path, text in (TARGET.files | TARGET.solution).items()}
     beyond = []
     with open_backend(name) as backend:
         plan = plan_for(TARGET, backend)
         for _ in range(1 + PYTEST_GRADES):
-            found = grade_pytest(TARGET, right, backend, plan)
-            if not found.passed:
-                raise RuntimeError(f"a right answer was graded {found.status} by {name}: {', '.join(found.flags)}")
-            beyond.append(1e3 * (found.cost["wall_s"] - found.cost["tests_s"]))
+            result = grade_pytest(TARGET, solution, backend, plan)
+            if not result.passed:
+                raise RuntimeError(f"a right answer was graded {result.status} by {name}: {', '.join(result.flags)}")
+            beyond.append(1e3 * (result.cost["wall_s"] - result.cost["tests_s"]))
     p50, p95 = (float(x) for x in np.quantile(beyond[1:], [0.5, 0.95]))  # the first makes what all have in common
     return {"grade_beyond_tests_ms_p50": p50, "grade_beyond_tests_ms_p95": p95}
 
 
 def _cpu_seconds() -> float:
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in usage)
+    usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def engine_speed(tasks: list[Task]) -> dict[str, float]:
@@ -154,14 +154,14 @@ def engine_speed(tasks: list[Task]) -> dict[str, float]:
     with _clock() as spent:
         fast = engine()
         fast.generate(prompts)
-    found = {"engine_tokens_per_s": fast.sampled / spent[0], "engine_forwarded_per_s": fast.forwarded / spent[0]}
+    rates = {"engine_tokens_per_s": fast.sampled / spent[0], "engine_forwarded_per_s": fast.forwarded / spent[0]}
     with SandboxExecutor() as sandboxes:
         scripted = ScriptedPolicy(renderer, lambda n: expert(tasks[n], Random(n), 0.5), capacity=slots)
         for name, policy in (("scripted", scripted), ("engine", engine())):
             with _clock() as spent:
-                done = list(run_eval(policy, agent, tasks[:24], sandboxes, 1))
-            found[f"{name}_rollouts_per_s"] = len(done) / spent[0]
-    return found
+                attempts = list(run_eval(policy, agent, tasks[:24], sandboxes, 1))
+            rates[f"{name}_rollouts_per_s"] = len(attempts) / spent[0]
+    return rates
 
 
 def training_speed(steps: int = 6) -> dict[str, float]:
@@ -192,37 +192,37 @@ def _clock() -> Iterator[list[float]]:
     spent.append(time.perf_counter() - start)
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(results: dict[str, Any]) -> str:
     """The figures as a table for a log or a README."""
     rows = [
-        ("one sandbox, p50", f"{found['sandbox_p50_ms']:.1f} ms"),
-        ("one sandbox, p95", f"{found['sandbox_p95_ms']:.1f} ms"),
-        ("sandboxes in one batch", f"{found['sandbox_per_s']:.0f} a second"),
-        ("CPU of one grade", f"{found['grade_cpu_ms']:.1f} ms"),
-        ("engine, sampled", f"{found['engine_tokens_per_s']:,.0f} tokens a second"),
-        ("training", f"{found['training_tokens_per_s']:,.0f} tokens a second"),
-        ("rollouts of a script", f"{found['scripted_rollouts_per_s']:.1f} a second"),
-        ("longest rollouts of the engine", f"{found['engine_rollouts_per_s']:.1f} a second"),
+        ("one sandbox, p50", f"{results['sandbox_p50_ms']:.1f} ms"),
+        ("one sandbox, p95", f"{results['sandbox_p95_ms']:.1f} ms"),
+        ("sandboxes in one batch", f"{results['sandbox_per_s']:.0f} a second"),
+        ("CPU of one grade", f"{results['grade_cpu_ms']:.1f} ms"),
+        ("engine, sampled", f"{results['engine_tokens_per_s']:,.0f} tokens a second"),
+        ("training", f"{results['training_tokens_per_s']:,.0f} tokens a second"),
+        ("rollouts of a script", f"{results['scripted_rollouts_per_s']:.1f} a second"),
+        ("longest rollouts of the engine", f"{results['engine_rollouts_per_s']:.1f} a second"),
     ]
-    note = (
-        f"One process, one torch thread, torch {found['torch']} on {found['machine']}, sandbox {found['sandbox_mode']}."
-    )
-    for backend, figures in found["workspaces"].items():
+    note = f"One process, one torch thread, torch {results['torch']} on {results['machine']}, sandbox {results['sandbox_mode']}."
+    for backend, figures in results["workspaces"].items():
         if isinstance(figures, str):
             rows.append((f"{backend}", f"not measured: {figures}"))
         else:
             rows += [(f"{backend}: {name}", f"{value:,.1f}") for name, value in figures.items()]
-    episode = found["episode"]
-    told = f"episode: not measured: {episode}" if isinstance(episode, str) else episode_bench.markdown(episode)
-    return "\n".join(["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note, "", told])
+    episode = results["episode"]
+    episode_text = f"episode: not measured: {episode}" if isinstance(episode, str) else episode_bench.markdown(episode)
+    return "\n".join(
+        ["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note, "", episode_text]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure this machine, in a minute or two")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    found = measure(lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(found, indent=1) if asked.json else markdown(found))
+    args = parser.parse_args()
+    results = measure(lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(results, indent=1) if args.json else markdown(results))
 
 
 if __name__ == "__main__":

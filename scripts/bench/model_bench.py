@@ -143,12 +143,12 @@ def steps(rounds: int, dtypes: Sequence[str], against: Sequence[str]) -> None:
                     forms[f"transformers, {experts}"] = theirs(Path(folder) / "m", dtype, ids, experts)
                 if config.num_experts_per_tok * ROWS * LENGTH * config.hidden_size * config.moe_intermediate_size > 1e8:
                     forms.pop("transformers, batched_mm", None)  # a copy of the experts' weights for every token
-                found = {form: statistics.median(times) for form, times in timed(forms, rounds).items()}
-                share = operations(model) / found["ours"] / gemm_rate(dtype)
-                for form, seconds in found.items():
+                medians = {form: statistics.median(times) for form, times in timed(forms, rounds).items()}
+                share = operations(model) / medians["ours"] / gemm_rate(dtype)
+                for form, seconds in medians.items():
                     print(
                         f"| {name} | {str(dtype).removeprefix('torch.')} | {form} | {seconds:.3f} | "
-                        f"{ROWS * LENGTH / seconds:,.0f} | {seconds / found['ours']:.2f} | "
+                        f"{ROWS * LENGTH / seconds:,.0f} | {seconds / medians['ours']:.2f} | "
                         f"{f'{share:.0%}' if form == 'ours' else ''} |",
                         flush=True,
                     )
@@ -168,11 +168,11 @@ def form_of(path: Path, name: str, numerics: str, threads: int) -> Step:
     dtype, precision = NUMERICS[numerics]
     model = load_pretrained(path)
     ids = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    made = ours(model.to(dtype).requires_grad_(), ids) if name == "ours" else theirs(path, dtype, ids)
+    own_step = ours(model.to(dtype).requires_grad_(), ids) if name == "ours" else theirs(path, dtype, ids)
 
     def step() -> float:
         torch.set_float32_matmul_precision(precision)
-        return made()
+        return own_step()
 
     return step
 
@@ -190,13 +190,13 @@ def checkpoint(path: Path, rounds: int, threads: int, names: Sequence[str]) -> N
     """Compare the steps of a checkpoint."""
     print("| weights | form | s | tokens / s | theirs / ours | peak memory, MB |\n|---|---|---|---|---|---|")
     for numerics in names:
-        kept = {name: form_of(path, name, numerics, threads) for name in ("ours", "transformers")}
-        found = {name: statistics.median(times) for name, times in timed(kept, rounds).items()}
-        for name, seconds in found.items():
+        forms = {name: form_of(path, name, numerics, threads) for name in ("ours", "transformers")}
+        medians = {name: statistics.median(times) for name, times in timed(forms, rounds).items()}
+        for name, seconds in medians.items():
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
                 memory = alone.submit(peak, path, name, numerics, threads).result()
             print(
-                f"| {numerics} | {name} | {seconds:.2f} | {ROWS * LENGTH / seconds:,.0f} | {seconds / found['ours']:.2f} | "
+                f"| {numerics} | {name} | {seconds:.2f} | {ROWS * LENGTH / seconds:,.0f} | {seconds / medians['ours']:.2f} | "
                 f"{memory:,.0f} |",
                 flush=True,
             )
@@ -224,10 +224,10 @@ def attention(rounds: int) -> None:
             torch.autograd.grad(out, (q, k, v), padded(pull, [LENGTH] * ROWS))
             return 0.0
 
-        found = timed({"ours": ours, "torch": fused}, 3 * rounds)
-        mine, other = (statistics.median(found[name]) for name in ("ours", "torch"))
+        times = timed({"ours": ours, "torch": fused}, 3 * rounds)
+        ours_s, torch_s = (statistics.median(times[name]) for name in ("ours", "torch"))
         print(
-            f"| {heads} heads of {width}, {groups} of keys | {mine:.4f} | {other:.4f} | {other / mine:.2f} |",
+            f"| {heads} heads of {width}, {groups} of keys | {ours_s:.4f} | {torch_s:.4f} | {torch_s / ours_s:.2f} |",
             flush=True,
         )
 
@@ -248,14 +248,14 @@ def replay_cost(rounds: int) -> None:
 
         return run
 
-    found = timed({"off": step(NO_REPLAY), "on": step(FULL)}, 4 * rounds)
-    ratio = np.array(found["on"]) / np.array(found["off"])
+    times = timed({"off": step(NO_REPLAY), "on": step(FULL)}, 4 * rounds)
+    ratio = np.array(times["on"]) / np.array(times["off"])
     draws = np.random.default_rng(0).choice(ratio, (4000, len(ratio)))
     bound = float(np.quantile(np.median(draws, axis=1), 0.95))
     print(
         "\n| step of the trainer, without replay | with | median of the ratios | upper 95 % bound |\n|---|---|---|---|"
     )
-    off, on = (statistics.median(found[name]) for name in ("off", "on"))
+    off, on = (statistics.median(times[name]) for name in ("off", "on"))
     print(f"| {off:.3f} s | {on:.3f} s | {float(np.median(ratio)):.3f} | {bound:.3f} |", flush=True)
 
 
@@ -265,9 +265,9 @@ def invariance(rounds: int) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 1024, 60).tolist() for _ in range(32)]
 
-    def decode(made: Model, *, compiled: bool = False) -> Step:
+    def decode(model: Model, *, compiled: bool = False) -> Step:
         def run() -> float:
-            engine = Engine(made, stop=frozenset(), slots=32, max_length=128)
+            engine = Engine(model, stop=frozenset(), slots=32, max_length=128)
             if not compiled:
                 engine._packed = None
             engine.generate([Request(rollout=n, token_ids=ids, max_tokens=40) for n, ids in enumerate(prompts)])
@@ -279,10 +279,10 @@ def invariance(rounds: int) -> None:
         "torch": decode(model),
         "compiled": decode(model, compiled=True),
     }
-    found = {name: statistics.median(times) for name, times in timed(forms, rounds).items()}
+    medians = {name: statistics.median(times) for name, times in timed(forms, rounds).items()}
     print("\n| decoding 32 rollouts of 100 tokens | s | against torch | independent of the batch |\n|---|---|---|---|")
-    for name, seconds in found.items():
-        print(f"| {name} | {seconds:.2f} | {seconds / found['torch']:.2f} | {'no' if name == 'torch' else 'yes'} |")
+    for name, seconds in medians.items():
+        print(f"| {name} | {seconds:.2f} | {seconds / medians['torch']:.2f} | {'no' if name == 'torch' else 'yes'} |")
 
 
 def main() -> None:

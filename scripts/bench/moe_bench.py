@@ -34,7 +34,7 @@ MOST_COPIED = 2**28
 
 
 def their_experts(up: Tensor, down: Tensor, k: int, backend: str) -> Any:
-    """`transformers`' module with these weights."""
+    """Return the module of `transformers` with these weights."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -42,17 +42,17 @@ def their_experts(up: Tensor, down: Tensor, k: int, backend: str) -> Any:
     config = Qwen3MoeConfig(
         hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=k, experts_implementation=backend
     )  # fmt: skip
-    made: Any = Qwen3MoeExperts(config)
-    made.gate_up_proj, made.down_proj = torch.nn.Parameter(up), torch.nn.Parameter(down)
-    return made
+    module: Any = Qwen3MoeExperts(config)
+    module.gate_up_proj, module.down_proj = torch.nn.Parameter(up), torch.nn.Parameter(down)
+    return module
 
 
-def theirs(made: Any, k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """With the router's arithmetic of their Qwen3-MoE."""
+def theirs(module: Any, k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a layer of that module and the arithmetic of its router."""
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         gates, experts = logits.float().softmax(-1).topk(k, dim=-1)
-        out: Tensor = made(x, experts, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
+        out: Tensor = module(x, experts, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
         return out
 
     return layer
@@ -74,18 +74,20 @@ def timed(layer: Layer, weights: list[Tensor], x: Tensor, logits: Tensor, pull: 
 
 
 def forms(case: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Layer, list[Tensor]]]:
-    """Each way to compute the layer, and its weights, which are the same numbers."""
+    """Return each implementation of the layer with its weights, which are the same numbers."""
     n, d, i, e, k = case
     g = torch.Generator().manual_seed(0)
     up = (torch.randn(e, 2 * i, d, generator=g) / d**0.5).to(dtype)
     down = (torch.randn(e, d, i, generator=g) / i**0.5).to(dtype)
-    own = up.clone().requires_grad_(), down.clone().requires_grad_()
-    found: dict[str, tuple[Layer, list[Tensor]]] = {"ours": (lambda x, logits: moe(x, logits, *own, k), [*own])}
+    weights = up.clone().requires_grad_(), down.clone().requires_grad_()
+    layers: dict[str, tuple[Layer, list[Tensor]]] = {
+        "ours": (lambda x, logits: moe(x, logits, *weights, k), [*weights])
+    }
     for backend in BACKENDS:
         if backend != "batched_mm" or 3 * n * k * d * i * up.itemsize < MOST_COPIED:
-            made = their_experts(up, down, k, backend)
-            found[backend] = theirs(made, k), [made.gate_up_proj, made.down_proj]
-    return found
+            module = their_experts(up, down, k, backend)
+            layers[backend] = theirs(module, k), [module.gate_up_proj, module.down_proj]
+    return layers
 
 
 def inputs(case: tuple[int, ...], dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,21 +115,21 @@ def main() -> None:
     )
     for name, case in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
-            made = forms(case, dtype)
+            layers = forms(case, dtype)
             x, logits, _ = inputs(case, dtype, 0)
-            exact = made["ours"][0](x, logits).detach()
-            for layer, _ in made.values():
+            exact = layers["ours"][0](x, logits).detach()
+            for layer, _ in layers.values():
                 near = 5e-2 if dtype == torch.bfloat16 else 1e-4
                 torch.testing.assert_close(layer(x, logits).detach(), exact, atol=near, rtol=5e-2)
-            sides = {form: partial(timed, layer, weights) for form, (layer, weights) in made.items()}
+            sides = {form: partial(timed, layer, weights) for form, (layer, weights) in layers.items()}
             measured = in_turn(sides, rounds, lambda number, case=case, dtype=dtype: inputs(case, dtype, number))
             times = {form: [seconds for _, seconds in rows] for form, rows in measured.items()}
             ours = np.array(times["ours"])
             for form, pairs in times.items():
                 their = np.array(pairs)
-                cells = [f"{1000 * statistics.median(their[:, part]):.1f}" for part in (0, 1)]
-                for part in (0, 1):
-                    ratio = their[:, part] / ours[:, part]
+                cells = [f"{1000 * statistics.median(their[:, phase]):.1f}" for phase in (0, 1)]
+                for phase in (0, 1):
+                    ratio = their[:, phase] / ours[:, phase]
                     low, high = interval(ratio)
                     cells.append("" if form == "ours" else f"{float(np.median(ratio)):.2f} ({low:.2f} to {high:.2f})")
                 print(f"| {name} | {str(dtype).removeprefix('torch.')} | {form} | {' | '.join(cells)} |", flush=True)

@@ -15,13 +15,13 @@ RANKS = 8
 
 def main() -> None:
     lines = (ROOT / "data" / "durations.csv").read_text().splitlines()
-    drawn = [4 * int(line.split(",")[3]) for line in lines if line[0].isdigit()]
+    recorded = [4 * int(line.split(",")[3]) for line in lines if line[0].isdigit()]
     tailed = np.random.default_rng(0).lognormal(8.5, 1.0, 256).clip(64, 131_072).astype(int).tolist()
     print("| lengths | limit | packed | first-fit | longest, in even shares |\n|---|---|---|---|---|")
-    for name, lengths in (("128 drawn", drawn[:128]), ("512 drawn", drawn[:512]), ("256 log-normal", tailed)):
+    for name, lengths in (("128 drawn", recorded[:128]), ("512 drawn", recorded[:512]), ("256 log-normal", tailed)):
         costs = [COST.row(length) for length in lengths]
         for limit in (max(65_536, *lengths), 131_072):
-            ours, plain = (how(lengths, costs, RANKS, limit) for how in (pack, first_fit))
+            ours, plain = (packer(lengths, costs, RANKS, limit) for packer in (pack, first_fit))
             share = max(costs) * RANKS / sum(costs)
             print(f"| {name} | {limit:,} | {ours.imbalance:.2%} | {plain.imbalance:.1%} | {share:.2f} |")
 

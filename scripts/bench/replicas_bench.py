@@ -35,15 +35,15 @@ def recorded(count: int, number: int) -> list[Talk]:
     talks = list[Talk]()
     for row in pq.read_table(EXAMPLE / "rollouts/eval_final.parquet").to_pylist()[number * count :][:count]:
         pairs = zip(row["token_ids"], row["kind"], strict=True)
-        parts = [[token for token, _ in part] for _, part in groupby(pairs, lambda pair: pair[1] in READ)]
-        talks.append([(read, len(written)) for read, written in zip(parts[::2], parts[1::2], strict=False)])
+        spans = [[token for token, _ in span] for _, span in groupby(pairs, lambda pair: pair[1] in READ)]
+        talks.append([(read, len(written)) for read, written in zip(spans[::2], spans[1::2], strict=False)])
     return talks
 
 
 def play(service: Replicas, talks: list[Talk]) -> list[list[int]]:
     """Return what was written in each conversation."""
 
-    def one(number: int) -> list[int]:
+    def converse(number: int) -> list[int]:
         written = list[int]()
         for read, most in talks[number]:
             [answer] = service.start(Request(rollout=number, token_ids=read, max_tokens=most))
@@ -52,12 +52,12 @@ def play(service: Replicas, talks: list[Talk]) -> list[list[int]]:
         return written
 
     with ThreadPoolExecutor(len(talks)) as agents:
-        return [*agents.map(one, range(len(talks)))]
+        return [*agents.map(converse, range(len(talks)))]
 
 
 def cpu(service: Replicas) -> float:
     processes = [psutil.Process(), *(psutil.Process(state["pid"]) for state in service.health()["replicas"])]
-    return sum(each.cpu_times().user + each.cpu_times().system for each in processes)
+    return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
 
 
 def main() -> None:
@@ -65,33 +65,33 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     size = {"path": EXAMPLE / "weights/final", "tokens": 512, "step_tokens": 512}
-    sides, rates = (1, asked.replicas), list[list[tuple[float, float]]]()
+    sides, rates = (1, args.replicas), list[list[tuple[float, float]]]()
     with ExitStack() as stack:
         actors = stack.enter_context(open_actors())
-        options = [[{**size, "slots": -(-asked.conversations // count)}] * count for count in sides]
-        services = [stack.enter_context(Replicas(actors, each)) for each in options]
-        for number in range(asked.rounds + 1):
-            talks, said = recorded(asked.conversations, number), []
+        options = [[{**size, "slots": -(-args.conversations // count)}] * count for count in sides]
+        services = [stack.enter_context(Replicas(actors, replicas)) for replicas in options]
+        for number in range(args.rounds + 1):
+            talks, written = recorded(args.conversations, number), []
             rates.append([])
             for service in services:
-                begin, before = time.perf_counter(), cpu(service)
-                said.append(play(service, talks))
-                count = sum(map(len, said[-1]))
-                rates[-1].append((count / (time.perf_counter() - begin), count / (cpu(service) - before)))
-            if said[0] != said[1]:
+                begin, cpu_before = time.perf_counter(), cpu(service)
+                written.append(play(service, talks))
+                count = sum(map(len, written[-1]))
+                rates[-1].append((count / (time.perf_counter() - begin), count / (cpu(service) - cpu_before)))
+            if written[0] != written[1]:
                 raise SystemExit("the sides wrote other tokens")
         moved = sum(state["moved_total"] for state in services[1].health()["replicas"])
     print(
         f"load {os.getloadavg()[0]:.1f}; {moved} turns moved\n| processes | tokens / s | tokens / CPU s |\n|---|---|---|"
     )
-    for place, count in enumerate(sides):
-        clock, work = (statistics.median(row[place][which] for row in rates[1:]) for which in (0, 1))
+    for side, count in enumerate(sides):
+        clock, work = (statistics.median(row[side][which] for row in rates[1:]) for which in (0, 1))
         print(f"| {count} | {clock:,.0f} | {work:,.0f} |")
     ratios = [row[1][0] / row[0][0] for row in rates[1:]]
     print(
-        f"{asked.replicas} processes against one: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"{args.replicas} processes against one: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--embedding", type=Path, default=SHIPPED)
     arguments = parser.parse_args()
     embedding = load_embedding(arguments.embedding)
-    found: dict[str, list[NDArray[np.float64]]] = {}
+    ranks_by_method: dict[str, list[NDArray[np.float64]]] = {}
     if not arguments.folders and not arguments.traces:
         parser.error("nothing to ask: name a DIR or --traces TASKS ROLLOUTS")
     asks = [(folder.name, mine(read_repository(folder)), arguments.kind) for folder in arguments.folders]
@@ -41,27 +41,28 @@ def main() -> None:
         files, questions = read_traces(tasks, rollouts)
         asks.append((f"agents, {tasks.parent.name}", Mined(files=files, questions=tuple(questions)), "trace"))
     for name, mined, kind in asks:
-        asked = [question for question in mined.questions if question.kind == kind]
-        if not asked:
+        sample = [question for question in mined.questions if question.kind == kind]
+        if not sample:
             parser.error(f"{name}: no question of the kind {kind} can be made of it")
-        asked = Random(0).sample(asked, min(arguments.questions, len(asked)))
+        sample = Random(0).sample(sample, min(arguments.questions, len(sample)))
         index = CodeIndex.build(mined.files, embedding)
-        each = ranks(index, asked)
+        index_ranks = ranks(index, sample)
         show(
-            f"{name}: {len(asked)} questions, {len(index.table().paths)} files, {len(index.table().file)} chunks", each
+            f"{name}: {len(sample)} questions, {len(index.table().paths)} files, {len(index.table().file)} chunks",
+            index_ranks,
         )
-        for way, rank in each.items():
-            found.setdefault(way, []).append(rank)
-    total = {way: np.concatenate(rank) for way, rank in found.items()}
+        for method, rank in index_ranks.items():
+            ranks_by_method.setdefault(method, []).append(rank)
+    total = {method: np.concatenate(rank) for method, rank in ranks_by_method.items()}
     show(f"all {len(total['fused'])} questions", total)
 
 
-def show(title: str, found: dict[str, NDArray[np.float64]]) -> None:
+def show(title: str, ranks_by_method: dict[str, NDArray[np.float64]]) -> None:
     print(f"\n**{title}**\n\n| | recall@5 | recall@10 | MRR |\n|---|---|---|---|")
-    for way, scores in table(found).items():
-        cells = (f"{each.mean:+.3f}" if " - " in way else f"{each.mean:.3f}" for each in scores.values())
-        ranges = (f"[{each.low:.3f}, {each.high:.3f}]" for each in scores.values())
-        print(f"| {way} | " + " | ".join(f"{cell} {span}" for cell, span in zip(cells, ranges, strict=True)) + " |")
+    for method, scores in table(ranks_by_method).items():
+        cells = (f"{score.mean:+.3f}" if " - " in method else f"{score.mean:.3f}" for score in scores.values())
+        ranges = (f"[{score.low:.3f}, {score.high:.3f}]" for score in scores.values())
+        print(f"| {method} | " + " | ".join(f"{cell} {span}" for cell, span in zip(cells, ranges, strict=True)) + " |")
     print(flush=True)
 
 

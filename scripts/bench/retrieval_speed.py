@@ -33,10 +33,10 @@ def main() -> None:
     paths = sysconfig.get_paths()
     files: dict[str, bytes] = {}
     for name in ("stdlib", "purelib"):
-        found = read_repository(
+        package_files = read_repository(
             Path(paths[name]), lambda path: path.suffix == ".py" and "site-packages" not in path.parts
         )
-        files |= {f"{name}/{path}": data for path, data in found.items() if data}
+        files |= {f"{name}/{path}": data for path, data in package_files.items() if data}
     if len(files) < arguments.files:
         parser.error(f"--files {arguments.files}: there are only {len(files)}")
     files = {path: files[path] for path in sorted(Random(0).sample(sorted(files), arguments.files))}
@@ -59,22 +59,28 @@ def edit(index: CodeIndex, path: str, data: bytes) -> None:
 
 
 @contextmanager
-def timed(what: str) -> Iterator[None]:
-    clock, own = time.perf_counter(), time.process_time()
+def timed(label: str) -> Iterator[None]:
+    wall_start, cpu_start = time.perf_counter(), time.process_time()
     yield
-    print(f"{what}: {time.perf_counter() - clock:.1f} s, {time.process_time() - own:.1f} s of its own", flush=True)
+    print(
+        f"{label}: {time.perf_counter() - wall_start:.1f} s, {time.process_time() - cpu_start:.1f} s of its own",
+        flush=True,
+    )
 
 
-def series(what: str, calls: list[Callable[[], object]]) -> None:
+def series(label: str, calls: list[Callable[[], object]]) -> None:
     calls[0]()
     times = []
     for call in calls:
-        clock, own = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         call()
-        times.append((1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - own)))
-    wall, own_time = np.array(times).T
-    figures = [f"p50 {np.median(each):.1f}, p95 {np.quantile(each, 0.95):.1f} ms" for each in (wall, own_time)]
-    print(f"{what}, {len(calls)} times: {figures[0]} on the clock; {figures[1]} of its own", flush=True)
+        times.append((1e3 * (time.perf_counter() - wall_start), 1e3 * (time.process_time() - cpu_start)))
+    wall, cpu = np.array(times).T
+    figures = [
+        f"p50 {np.median(milliseconds):.1f}, p95 {np.quantile(milliseconds, 0.95):.1f} ms"
+        for milliseconds in (wall, cpu)
+    ]
+    print(f"{label}, {len(calls)} times: {figures[0]} on the clock; {figures[1]} of its own", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ TIME_LIMIT_S = 0.1
 
 
 def measure(backend: Backend) -> dict[str, float]:
-    """Milliseconds (p50, p95, p99), and starts a second."""
+    """Return milliseconds (p50, p95, p99), and starts a second."""
     with backend.create(SPEC) as box:
-        found = tools(box)
-        found |= _quantiles("timeout_overshoot_ms", overshoot(box), (0.5, 0.99))
+        figures = tools(box)
+        figures |= _quantiles("timeout_overshoot_ms", overshoot(box), (0.5, 0.99))
     if backend.name == "docker":
         cold = statistics.median(_ms(lambda: backend.create(SPEC).destroy()) for _ in range(5))
-        return found | {"cold_start_ms": cold} | docker_peers(backend)
-    found |= starts(backend)
-    return found | bwrap_peer() if backend.name == "bwrap" else found
+        return figures | {"cold_start_ms": cold} | docker_peers(backend)
+    figures |= starts(backend)
+    return figures | bwrap_peer() if backend.name == "bwrap" else figures
 
 
 def tools(box: Sandbox) -> dict[str, float]:
@@ -52,14 +52,14 @@ def overshoot(box: Sandbox) -> list[float]:
 
 
 def starts(backend: Backend) -> dict[str, float]:
-    """Sandboxes made and destroyed, AT_ONCE at a time."""
+    """Measure how fast sandboxes are made and destroyed, AT_ONCE at a time."""
 
-    def one(_: int) -> float:
+    def start_ms(_: int) -> float:
         return _ms(lambda: backend.create(SPEC).destroy())
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        spent = list(pool.map(one, range(STARTS)))
+        spent = list(pool.map(start_ms, range(STARTS)))
     return {"starts_per_s": STARTS / (time.perf_counter() - begin)} | _quantiles("start_ms", spent, (0.5, 0.95))
 
 
@@ -85,19 +85,19 @@ def bwrap_peer() -> dict[str, float]:
 
 
 def docker_peers(backend: Backend) -> dict[str, float]:
-    """`docker exec` of `true` in one of our own containers."""
+    """Measure `docker exec` of `true` in one of our own containers."""
     from composer_nb.harness.sandbox.engine import connect
 
-    found: dict[str, float] = {}
+    medians: dict[str, float] = {}
     with backend.create(SPEC) as box, contextlib.closing(connect()) as client:
         container: Any = client.containers.get(box.id)
         sdk = [_ms(lambda: container.exec_run("true")) for _ in range(30)]
-        found["peer_docker_exec_true_ms"] = statistics.median(sdk)
+        medians["peer_docker_exec_true_ms"] = statistics.median(sdk)
         if program := shutil.which("docker"):
             command = [program, "exec", container.id, "bash", "-lc", "true"]
             cli = [_ms(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(15)]
-            found["peer_docker_program_true_ms"] = statistics.median(cli)
-    return found
+            medians["peer_docker_program_true_ms"] = statistics.median(cli)
+    return medians
 
 
 def _ms(call: Callable[[], object]) -> float:

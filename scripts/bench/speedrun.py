@@ -46,30 +46,30 @@ AGENT, OFFICIAL = ("tasks", "tools", "renderer", "summary"), to_dict(Settings())
 
 
 def official_tasks() -> dict[str, Task]:
-    """The held-out tasks, by id: the same for every entry."""
+    """Return the held-out tasks, by id: the same for every entry."""
     with SandboxExecutor() as sandboxes:
-        executor, made = CachedExecutor(sandboxes), []
+        executor, tasks = CachedExecutor(sandboxes), []
         for number, at in enumerate(range(0, TASKS, CHUNK)):
             count = min(CHUNK, TASKS - at)
-            made += make_miniatures(f"heldout-{number:03d}", count, heldout=False, executor=executor, described=TOLD)
-    return {task.id: task for task in made}
+            tasks += make_miniatures(f"heldout-{number:03d}", count, heldout=False, executor=executor, described=TOLD)
+    return {task.id: task for task in tasks}
 
 
 def broken_rules(run: RunDir, tasks: dict[str, Task]) -> list[str]:
-    """What in a complete run breaks the rules."""
+    """Return what in a complete run breaks the rules."""
     settings, scored = run.settings(), load_tasks(run.path / "data" / "heldout.jsonl")
-    found = []
+    violations = []
     if any(tasks.get(task.id) != task for task in scored) or len(scored) < FEWEST:
-        found.append(f"its held-out tasks are not at least {FEWEST} of the {TASKS}")
+        violations.append(f"its held-out tasks are not at least {FEWEST} of the {TASKS}")
     if any(settings["limits"][name] > most for name, most in LIMITS.items()):
-        found.append(f"limits above {LIMITS}")
+        violations.append(f"limits above {LIMITS}")
     if settings["eval"]["samples"] < SAMPLES:
-        found.append(f"eval.samples below {SAMPLES}")
+        violations.append(f"eval.samples below {SAMPLES}")
     if settings["model"]["start"]:
-        found.append("it begins with a checkpoint")
+        violations.append("it begins with a checkpoint")
     if (changed := {name: settings["env"][name] for name in AGENT if settings["env"][name] != OFFICIAL[name]}) != {}:
-        found.append(f"another environment: {changed}")
-    return found
+        violations.append(f"another environment: {changed}")
+    return violations
 
 
 def within(run: RunDir) -> float:
@@ -78,14 +78,14 @@ def within(run: RunDir) -> float:
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     attempts = load_attempts(run.path / "rollouts" / "eval_final.parquet", tasks)
     sampled = attempts[: -len(tasks)]  # the greedy ones come last
-    tried = Counter(done.task.id for done in sampled)
-    greedy = Counter(done.task.id for done in attempts[-len(tasks) :])
+    tried = Counter(attempt.task.id for attempt in sampled)
+    greedy = Counter(attempt.task.id for attempt in attempts[-len(tasks) :])
     if tried.keys() != tasks.keys() or min(tried.values()) < SAMPLES or greedy != Counter(tasks.keys()):
         raise ValueError(f"{run.path.name}: its rollouts are not {SAMPLES} of each held-out task and a greedy one")
-    found: float = behaviour([done for done in sampled if done.grade.known])["pass_within"]["12"]
-    if abs(found - build_report(run)["eval"]["final"]["pass_within"]["12"]) > 1e-9:
-        raise ValueError(f"{run.path.name}: its rollouts solve {found:.3f} in 12 calls, and its report says otherwise")
-    return found
+    share: float = behaviour([attempt for attempt in sampled if attempt.grade.known])["pass_within"]["12"]
+    if abs(share - build_report(run)["eval"]["final"]["pass_within"]["12"]) > 1e-9:
+        raise ValueError(f"{run.path.name}: its rollouts solve {share:.3f} in 12 calls, and its report says otherwise")
+    return share
 
 
 def seconds(run: RunDir) -> float:
@@ -147,17 +147,17 @@ def main() -> None:
         settings = override(Settings(), {"data.heldout_tasks": TASKS, **changes, "seed": seed})
         print(f"== seed {seed}", flush=True)
         name = f"seed{seed}"
-        there = arguments.runs / name
-        if (there / "run.db").is_file():
-            runs.append(start_or_resume(there, say=lambda line: print(line, flush=True)))
+        path = arguments.runs / name
+        if (path / "run.db").is_file():
+            runs.append(start_or_resume(path, say=lambda line: print(line, flush=True)))
         else:
             runs.append(start_or_resume(None, settings, runs=arguments.runs, name=name))
     try:
-        shown = judge(runs)
+        entry_row = judge(runs)
     except (OSError, ValueError, KeyError) as error:  # KeyError: a setting that an old run does not have
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     print("| seconds (95 %) | by seed | in 12 calls (95 %) | by seed | target |\n|---|---|---|---|---|")
-    print(shown)
+    print(entry_row)
     print(json.dumps({"changed": differing(to_dict(Settings()), runs[0].settings())}))
 
 

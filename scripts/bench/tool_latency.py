@@ -39,7 +39,7 @@ CALLS: dict[str, dict[str, object]] = {
 
 
 def calls(tool: str, number: int) -> list[ToolCall]:
-    """One turn: the call, and what must come before it."""
+    """Return one turn: the call, and what must come before it."""
     arguments = dict(CALLS[tool])
     if tool == "search_replace":  # to and fro, so that each changes something
         words = ["x + 7\n", "x + 77\n"]
@@ -48,8 +48,8 @@ def calls(tool: str, number: int) -> list[ToolCall]:
         lines = str(arguments["patch"]).split("\n")
         lines[3], lines[4] = lines[4].replace("+", "-", 1), lines[3].replace("-", "+", 1)
         arguments["patch"] = "\n".join(lines)
-    before = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
-    return [*before, ToolCall(name=tool, arguments=arguments)]
+    preparation = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
+    return [*preparation, ToolCall(name=tool, arguments=arguments)]
 
 
 def turns(tools: ToolSet, session: Session, files: dict[str, bytes], repeats: int) -> None:
@@ -81,23 +81,23 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="bwrap")
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--repository", type=Path)
-    told = parser.parse_args()
+    args = parser.parse_args()
     tools: ToolSet = ToolSet.cursor()
-    with open_backend(told.backend) as backend, backend.create(SandboxSpec()) as box:
+    with open_backend(args.backend) as backend, backend.create(SandboxSpec()) as box:
         files = {f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)}
-        if told.repository:
-            paths = [path for path in told.repository.rglob("*") if path.is_file()]
-            files = {str(path.relative_to(told.repository)): path.read_bytes() for path in paths}
+        if args.repository:
+            paths = [path for path in args.repository.rglob("*") if path.is_file()]
+            files = {str(path.relative_to(args.repository)): path.read_bytes() for path in paths}
         box.upload(files)
         session = tools.open(box)
         print(
-            f"backend {told.backend}, {told.calls} calls each, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
+            f"backend {args.backend}, {args.calls} calls each, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
         )
-        if told.repository:
-            return turns(tools, session, files, told.calls)
+        if args.repository:
+            return turns(tools, session, files, args.calls)
         print("| tool | median ms | 95th percentile ms |\n|---|---|---|")
         for tool in CALLS:
-            replies = [tools.run(session, calls(tool, number))[-1] for number in range(told.calls)]
+            replies = [tools.run(session, calls(tool, number))[-1] for number in range(args.calls)]
             if wrong := [reply for reply in replies if reply.error]:
                 raise SystemExit(f"{tool}: {wrong[0].text}")
             times = sorted(1000 * reply.seconds for reply in replies)

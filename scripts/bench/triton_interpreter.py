@@ -35,7 +35,7 @@ def repair() -> None:
     if ORIGINAL or not interpreting():
         return
     version = triton_version() or "none"
-    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
+    if not version.startswith(tuple(f"{checked}." for checked in KNOWN)):
         raise RuntimeError(f"the interpreter of Triton {version} was never checked; {', '.join(KNOWN)} were")
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -125,7 +125,9 @@ def _dot_scaled(self: Any, *args: Any) -> Any:
     """Formats come as plain strings from a kernel that is interpreted."""
     import triton.language as tl
 
-    return ORIGINAL["dot_scaled"](self, *(tl.constexpr(each) if isinstance(each, str) else each for each in args))
+    return ORIGINAL["dot_scaled"](
+        self, *(tl.constexpr(argument) if isinstance(argument, str) else argument for argument in args)
+    )
 
 
 def _create_dot_scaled(

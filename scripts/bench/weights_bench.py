@@ -51,7 +51,7 @@ Form = tuple[Callable[[Pair], Packed], Callable[[Pair, Packed], list[Bits]]]
 # Pairs
 
 
-def drawn(lr: float) -> Pair:
+def random_pair(lr: float) -> Pair:
     noise = torch.Generator().manual_seed(1)
     pair = []
     for rows, columns, sigma in (
@@ -67,11 +67,12 @@ def drawn(lr: float) -> Pair:
     return pair
 
 
-def cut(model: Model, before: torch.Tensor, after: torch.Tensor) -> Pair:
-    """Two vectors of all weights, as the tensors that they are."""
+def cut(model: Model, old_weights: torch.Tensor, new_weights: torch.Tensor) -> Pair:
+    """Cut two vectors of all weights into the model's tensors."""
     sizes = [p.numel() for p in model.parameters()]
     return [
-        (bits(a.bfloat16()), bits(b.bfloat16())) for a, b in zip(before.split(sizes), after.split(sizes), strict=True)
+        (bits(a.bfloat16()), bits(b.bfloat16()))
+        for a, b in zip(old_weights.split(sizes), new_weights.split(sizes), strict=True)
     ]
 
 
@@ -99,13 +100,13 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Pair]]:
 
     for _ in range(60):
         step(1e-3)
-    kept = {name: value.clone() for name, value in optimizer.state().items()}
+    start_state = {name: value.clone() for name, value in optimizer.state().items()}
     for lr in rates:
-        optimizer.load(kept)
+        optimizer.load(start_state)
         for _ in range(8):
-            before = optimizer.weights.clone()
+            old_weights = optimizer.weights.clone()
             step(lr)
-        yield lr, cut(model, before, optimizer.weights)
+        yield lr, cut(model, old_weights, optimizer.weights)
 
 
 def reinforced(rates: list[float]) -> Iterator[tuple[float, Pair]]:
@@ -117,14 +118,14 @@ def reinforced(rates: list[float]) -> Iterator[tuple[float, Pair]]:
         model = load_pretrained(example_run().path / "weights" / "before_final")
         optimizer = FlatOptimizer(model, published=torch.bfloat16)
         for number in range(12):
-            before = optimizer.weights.clone()
+            old_weights = optimizer.weights.clone()
             optimizer.zero_()
             flat = flatten(streams[number % 4 :: 4])
             logprob, _ = score(model, flat)
             loss, _ = policy_loss(logprob, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings, tokens / 4)
             loss.backward()
             optimizer.step(lr, 1.0)
-        yield lr, cut(model, before, optimizer.weights)
+        yield lr, cut(model, old_weights, optimizer.weights)
 
 
 # Codecs: of all tensors together to a list of payloads, and back
@@ -147,23 +148,23 @@ def xor(compress: Callable[[Any], bytes], decompress: Callable[[bytes], bytes]) 
 
 
 def gaps(at: Bits) -> bytes:
-    found = np.diff(at, prepend=0)
-    return found.astype(np.uint16 if found.max(initial=0) < 1 << 16 else np.uint32).tobytes()
+    differences = np.diff(at, prepend=0)
+    return differences.astype(np.uint16 if differences.max(initial=0) < 1 << 16 else np.uint32).tobytes()
 
 
 def trl(pair: Pair) -> Packed:
-    places = [np.flatnonzero(a != b) for a, b in pair]
-    return [gaps(at) + b[at].tobytes() for (_, b), at in zip(pair, places, strict=True)]
+    indices = [np.flatnonzero(a != b) for a, b in pair]
+    return [gaps(at) + b[at].tobytes() for (_, b), at in zip(pair, indices, strict=True)]
 
 
 def nemo(pair: Pair) -> Packed:
-    places = [np.flatnonzero(a != b) for a, b in pair]
-    bucket = [gaps(at) + (a ^ b)[at].tobytes() for (a, b), at in zip(pair, places, strict=True)]
+    indices = [np.flatnonzero(a != b) for a, b in pair]
+    bucket = [gaps(at) + (a ^ b)[at].tobytes() for (a, b), at in zip(pair, indices, strict=True)]
     return [zstandard.ZstdCompressor(level=1).compress(b"".join(bucket))]
 
 
 def arc() -> Form:
-    """Raises ImportError where the package is not installed."""
+    """Return Fireworks' codec. Raises ImportError where the package is not installed."""
     os.environ["ARC3_CANDIDATE_WAIT_MULTIPLIER"] = "1000"
     from fireworks_delta_compression.backends.arc3 import Arc3Backend
 
@@ -176,19 +177,19 @@ def arc() -> Form:
         return [backend.compress(src=tensor(a), dst=tensor(b)) for a, b in pair]
 
     def unpack(pair: Pair, packed: Packed) -> list[Bits]:
-        made = [
+        tensors = [
             backend.decompress(src=tensor(a), compressed_diff=diff, checksum=sum_)
             for (a, _), (diff, sum_) in zip(pair, packed, strict=True)
         ]
-        return [bits(t) for t in made]
+        return [bits(t) for t in tensors]
 
     return pack, unpack
 
 
 def size(packed: Packed) -> int:
     """Bytes: of payloads alone, or with a name or a checksum beside each, which are not counted."""
-    parts = [p if isinstance(p, bytes) else next(x for x in p if not isinstance(x, str)) for p in packed]
-    return sum(len(part) for part in parts)
+    payloads = [p if isinstance(p, bytes) else next(x for x in p if not isinstance(x, str)) for p in packed]
+    return sum(len(payload) for payload in payloads)
 
 
 def bound(pair: Pair) -> float:
@@ -196,13 +197,13 @@ def bound(pair: Pair) -> float:
     total, layout = 0.0, LAYOUTS[DTYPE]
     for a, b in pair:
         classes = (a >> layout.shift) & layout.mask
-        there, (at,) = np.bincount(classes, minlength=256), np.nonzero(a != b)
+        class_sizes, (at,) = np.bincount(classes, minlength=256), np.nonzero(a != b)
         signed = (np.where(x < 1 << 15, x.astype(np.int64), (1 << 15) - 1 - x.astype(np.int64)) for x in (a[at], b[at]))
         old, new = signed
         changed = np.bincount(classes[at], minlength=256)
         _, same = np.unique(np.stack([classes[at].astype(np.int64), new - old]), axis=1, return_counts=True)
-        for n in (changed, there - changed):
-            total -= (n[n > 0] * np.log2(n[n > 0] / there[n > 0])).sum()
+        for n in (changed, class_sizes - changed):
+            total -= (n[n > 0] * np.log2(n[n > 0] / class_sizes[n > 0])).sum()
         total += (changed[changed > 0] * np.log2(changed[changed > 0])).sum() - (same * np.log2(same)).sum()
     return float(total / 8)
 
@@ -212,8 +213,8 @@ def bound(pair: Pair) -> float:
 
 def cpu(act: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.process_time()
-    made = act()
-    return time.process_time() - begin, made
+    result = act()
+    return time.process_time() - begin, result
 
 
 def measure(pair: Pair, rounds: int, forms: dict[str, Any]) -> dict[str, tuple[int, float, float]]:
@@ -224,8 +225,8 @@ def measure(pair: Pair, rounds: int, forms: dict[str, Any]) -> dict[str, tuple[i
             if turn and name == "arc_v3":
                 continue  # takes seconds, and is not near
             forward, packed = cpu(lambda pack=pack: pack(pair))
-            back, made = cpu(lambda unpack=unpack, packed=packed: unpack(pair, packed)) if unpack else (np.nan, None)
-            assert made is None or all(np.array_equal(m, b) for m, (_, b) in zip(made, pair, strict=True)), name
+            back, decoded = cpu(lambda unpack=unpack, packed=packed: unpack(pair, packed)) if unpack else (np.nan, None)
+            assert decoded is None or all(np.array_equal(m, b) for m, (_, b) in zip(decoded, pair, strict=True)), name
             _, e, d = best.get(name, (0, np.inf, np.inf))
             best[name] = size(packed), min(e, forward), min(d, back)
     return best
@@ -235,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=["drawn", "trained", "RL"])
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     forms: dict[str, Any] = {
         "ours": (ours, from_ours),
@@ -249,28 +250,28 @@ def main() -> None:
     except ImportError:
         print("arc_v3 is left out: fireworks-delta-compression is not installed (make bench-weights brings it)\n")
     pairs: dict[str, Callable[[], Iterator[tuple[float, Pair]]]] = {
-        "drawn": lambda: ((lr, drawn(lr)) for lr in (1.8e-7, 5e-7, 1e-6, 4e-6)),
+        "drawn": lambda: ((lr, random_pair(lr)) for lr in (1.8e-7, 5e-7, 1e-6, 4e-6)),
         "trained": lambda: trained([1e-7, 3e-7, 1e-6, 3e-6]),
         "RL": lambda: reinforced([1e-7, 1e-6, 1e-5, 5e-4]),
     }
-    others = list(forms)[1:]
+    peers = list(forms)[1:]
     heads = [
         "pair",
         "lr",
         "changed",
         "ours: of full, bits a change",
         "over the bound",
-        *(f"{n} / ours" for n in others),
+        *(f"{n} / ours" for n in peers),
     ]
     print(f"| {' | '.join(heads)} | GB/s: ours | XOR+zstd-1 |\n|{'---|' * (len(heads) + 2)}")
-    for kind in given.kinds:
+    for kind in args.kinds:
         for lr, pair in pairs[kind]():
-            found = measure(pair, given.rounds, forms)
+            results = measure(pair, args.rounds, forms)
             changed = sum(int(np.count_nonzero(a != b)) for a, b in pair)
-            full, mine = sum(b.nbytes for _, b in pair), found["ours"][0]
-            larger = " | ".join(f"{found[name][0] / mine:.2f}" for name in others)
+            full, mine = sum(b.nbytes for _, b in pair), results["ours"][0]
+            larger = " | ".join(f"{results[name][0] / mine:.2f}" for name in peers)
             speeds = [
-                f"{full / found[n][1] / 1e9:.2f} / {full / found[n][2] / 1e9:.2f}" for n in ("ours", "XOR+zstd-1")
+                f"{full / results[n][1] / 1e9:.2f} / {full / results[n][2] / 1e9:.2f}" for n in ("ours", "XOR+zstd-1")
             ]
             print(
                 f"| {kind} | {lr:.1e} | {changed * 2 / full:.2%} | {full / mine:.1f}×, {8 * mine / changed:.2f} | "

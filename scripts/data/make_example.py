@@ -48,81 +48,83 @@ TEXTS = ("*.json", "*.jsonl", "run.db")
 
 
 def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]:
-    """Makes `out` from `run` and returns what was kept. Raises ValueError for a run that is not complete, for an `out` that is
+    """Make `out` from `run` and return what it contains. Raises ValueError for a run that is not complete, for an `out` that is
     something else than an excerpt, and when the result is too large or names the machine."""
     report = build_report(run)
     if not report["complete"]:
         raise ValueError(f"{run.path} is not complete; resume it first")
     if out.exists() and not (out / EXCERPT).is_file():
         raise ValueError(f"{out} is there already and is no excerpt of a run")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    staging = out.with_name(out.name + ".part")
+    shutil.rmtree(staging, ignore_errors=True)
     for folder in ("data", "rollouts", "weights"):
-        (part / folder).mkdir(parents=True)
+        (staging / folder).mkdir(parents=True)
     last = telling_step(run)
     steps = [] if scores_only else sorted({1, max(1, round(last / 3)), last})
-    kept = {
+    contents = {
         "run": report["run"],
         "rollouts_of_rl_steps": steps,
         "of_rl_steps": report["train"]["steps"],
-        **keep_heldout(run, part),
-        **keep_batches(run, part, steps),
-        **({} if scores_only else keep_demonstrations(run, part)),
+        **keep_heldout(run, staging),
+        **keep_batches(run, staging, steps),
+        **({} if scores_only else keep_demonstrations(run, staging)),
     }
-    shutil.copyfile(run.path / "data" / "tokenizer.json", part / "data" / "tokenizer.json")
-    shutil.copyfile(run.path / "metrics.jsonl", part / "metrics.jsonl")
-    keep_database(run, part, steps)
-    kept["weights"] = [] if scores_only else keep_weights(run, part)
+    shutil.copyfile(run.path / "data" / "tokenizer.json", staging / "data" / "tokenizer.json")
+    shutil.copyfile(run.path / "metrics.jsonl", staging / "metrics.jsonl")
+    keep_database(run, staging, steps)
+    contents["weights"] = [] if scores_only else keep_weights(run, staging)
     report |= {name: impersonal(report[name]) for name in ("settings", "provenance")}
-    for name, value in {"report": report | {"excerpt": kept}, "excerpt": kept}.items():
-        write_json(part / f"{name}.json", value)
+    for name, value in {"report": report | {"excerpt": contents}, "excerpt": contents}.items():
+        write_json(staging / f"{name}.json", value)
     for name in ("settings", "provenance"):
-        write_json(part / f"{name}.json", report[name])
-    check(part, run)
+        write_json(staging / f"{name}.json", report[name])
+    check(staging, run)
     shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
-    return kept
+    staging.rename(out)
+    return contents
 
 
-def keep_heldout(run: RunDir, part: Path) -> dict[str, int]:
-    """Some held-out tasks, chosen by the hash of their names, with every policy's attempts; some tasks of new structures."""
+def keep_heldout(run: RunDir, staging: Path) -> dict[str, int]:
+    """Copy some held-out tasks, chosen by the hash of their names, with every policy's attempts; some tasks of new structures."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     chosen = set(sorted(tasks, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:HELDOUT_TASKS])
-    save_tasks([task for name, task in tasks.items() if name in chosen], part / "data" / "heldout.jsonl")
-    save_tasks(load_tasks(run.path / "data" / "structures.jsonl")[:STRUCTURE_TASKS], part / "data" / "structures.jsonl")
+    save_tasks([task for name, task in tasks.items() if name in chosen], staging / "data" / "heldout.jsonl")
+    save_tasks(
+        load_tasks(run.path / "data" / "structures.jsonl")[:STRUCTURE_TASKS], staging / "data" / "structures.jsonl"
+    )
     for policy in POLICIES:
         name = f"rollouts/eval_{policy}.parquet"
-        attempts = [done for done in load_attempts(run.path / name, tasks) if done.task.id in chosen]
-        save_attempts(part / name, attempts)
+        attempts = [attempt for attempt in load_attempts(run.path / name, tasks) if attempt.task.id in chosen]
+        save_attempts(staging / name, attempts)
     return {"heldout_tasks": len(chosen), "of_heldout_tasks": len(tasks)}
 
 
-def keep_batches(run: RunDir, part: Path, steps: Sequence[int]) -> dict[str, int]:
-    """The rollouts of RL steps, from 1, as they are, and the tasks of these."""
+def keep_batches(run: RunDir, staging: Path, steps: Sequence[int]) -> dict[str, int]:
+    """Copy the rollouts of RL steps, counted from 1, unchanged, and their tasks."""
     named: set[str] = set()
     for step in steps:
         for file in (run.path / "rollouts").glob(f"rl_{step - 1:05d}_*"):
-            shutil.copyfile(file, part / "rollouts" / file.name)
+            shutil.copyfile(file, staging / "rollouts" / file.name)
             if file.suffix == ".parquet":
                 named |= set(pc.unique(pq.read_table(file, columns=["task_id"])["task_id"]).to_pylist())
     tasks = load_tasks(run.path / "data" / "rl.jsonl")
-    save_tasks([task for task in tasks if task.id in named], part / "data" / "rl.jsonl")
+    save_tasks([task for task in tasks if task.id in named], staging / "data" / "rl.jsonl")
     return {"rl_tasks": len(named), "of_rl_tasks": len(tasks)}
 
 
-def keep_demonstrations(run: RunDir, part: Path) -> dict[str, int]:
-    """The first demonstrations of each kind."""
+def keep_demonstrations(run: RunDir, staging: Path) -> dict[str, int]:
+    """Copy the first demonstrations of each kind."""
     counts = {}
     for kind in ("clean", "mistaken"):
         rows = load_rows(run.path / "data" / f"{kind}-000.npz")[:DEMONSTRATIONS]
-        save_rows(rows, part / "data" / f"{kind}-000.npz")
+        save_rows(rows, staging / "data" / f"{kind}-000.npz")
         counts[f"{kind}_demonstrations"] = len(rows)
     return counts
 
 
-def keep_database(run: RunDir, part: Path, steps: Sequence[int]) -> None:
-    """`run.db` in one file that needs no journal, without what only a running process needs."""
-    with closing(sqlite3.connect(part / "run.db")) as db:
+def keep_database(run: RunDir, staging: Path, steps: Sequence[int]) -> None:
+    """Copy `run.db` into one file that needs no journal, without what only a running process needs."""
+    with closing(sqlite3.connect(staging / "run.db")) as db:
         with closing(run.connect()) as source:
             source.backup(db)
         db.execute("PRAGMA journal_mode=DELETE")
@@ -136,47 +138,47 @@ def keep_database(run: RunDir, part: Path, steps: Sequence[int]) -> None:
         db.execute("VACUUM")
 
 
-def keep_weights(run: RunDir, part: Path) -> list[str]:
+def keep_weights(run: RunDir, staging: Path) -> list[str]:
     """Copy the versions that RL began with, that its last step started from, and that it ended with."""
     for name in WEIGHTS:
-        shutil.copytree(run.path / "weights" / name, part / "weights" / name)
+        shutil.copytree(run.path / "weights" / name, staging / "weights" / name)
     return list(WEIGHTS)
 
 
 def picture(run: RunDir, file: Path) -> None:
     """Draw the scores of every policy, and RL below them."""
-    drawn = pictures(run)
-    parts = [Image.open(BytesIO(drawn[name][1].png())).convert("RGBA") for name in ("policies", "rl")]
-    whole = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
+    drawings = pictures(run)
+    panels = [Image.open(BytesIO(drawings[name][1].png())).convert("RGBA") for name in ("policies", "rl")]
+    image = Image.new("RGB", (max(panel.width for panel in panels), sum(panel.height for panel in panels)), "white")
     at = 0
-    for part in parts:
-        whole.paste(part, ((whole.width - part.width) // 2, at), part)
-        at += part.height
-    whole.save(file, optimize=True)
+    for panel in panels:
+        image.paste(panel, ((image.width - panel.width) // 2, at), panel)
+        at += panel.height
+    image.save(file, optimize=True)
 
 
 def impersonal(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of settings or of provenance without places, and with no more of the system than its name."""
-    found: dict[str, Any] = {}
+    """Return a tree of settings or of provenance without paths, and with no more of the system than its name."""
+    cleaned: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
             value = impersonal(value)
         elif isinstance(value, str) and ("/" in value or "\\" in value):
             value = ""
-        found[name] = value.split("-")[0] if name == "system" else value
-    return found
+        cleaned[name] = value.split("-")[0] if name == "system" else value
+    return cleaned
 
 
-def check(part: Path, run: RunDir) -> None:
-    """Raises ValueError when the result is too large, or when a file of it names this machine or a place on it."""
-    if size(part) > LIMIT:
-        sizes = sorted(((file.stat().st_size, file.name) for file in files(part)), reverse=True)
-        raise ValueError(f"{size(part):,} bytes, more than {LIMIT:,}; the largest: {sizes[:5]}")
+def check(staging: Path, run: RunDir) -> None:
+    """Raise ValueError if the result is too large, or if one of its files names this machine or a path on it."""
+    if size(staging) > LIMIT:
+        sizes = sorted(((file.stat().st_size, file.name) for file in files(staging)), reverse=True)
+        raise ValueError(f"{size(staging):,} bytes, more than {LIMIT:,}; the largest: {sizes[:5]}")
     names = {str(run.path), str(Path.home()), str(Path.cwd()), socket.gethostname()} - {"/", ""}
     pattern = re.compile(rb"(?<!\w)(?:" + b"|".join(re.escape(name.encode()) for name in sorted(names)) + rb")(?!\w)")
-    for file in (file for text in TEXTS for file in part.glob(text)):
-        if found := pattern.search(file.read_bytes()):
-            raise ValueError(f"{file.name} names the machine: {found[0].decode()}")
+    for file in (file for text in TEXTS for file in staging.glob(text)):
+        if match := pattern.search(file.read_bytes()):
+            raise ValueError(f"{file.name} names the machine: {match[0].decode()}")
 
 
 def files(folder: Path) -> list[Path]:
@@ -187,21 +189,21 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in files(folder))
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--scores", action="store_true", help="keep only what a comparison of runs needs")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the run's scores and its RL")
-    given = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     try:
-        kept = excerpt(open_run(given.run), given.out.absolute(), given.scores)
-        if given.picture:
-            picture(open_run(given.run), given.picture)
+        contents = excerpt(open_run(args.run), args.out.absolute(), args.scores)
+        if args.picture:
+            picture(open_run(args.run), args.picture)
     except (ValueError, OSError, pa.ArrowException) as error:
         raise SystemExit(str(error)) from None
-    print(json.dumps(kept, indent=2))
-    print(f"{size(given.out):,} bytes in {given.out}")
+    print(json.dumps(contents, indent=2))
+    print(f"{size(args.out):,} bytes in {args.out}")
 
 
 if __name__ == "__main__":

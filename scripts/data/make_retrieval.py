@@ -42,21 +42,23 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     files = library(Path(sysconfig.get_paths()["stdlib"]))
-    parts = {False: {}, True: {}}
+    subsets = {False: {}, True: {}}
     for path, data in files.items():
-        parts[heldout(path.split("/")[0].removesuffix(".py"))][path] = data
-    mined: dict[bool, Mined] = {out: mine(part) for out, part in parts.items()}
+        subsets[heldout(path.split("/")[0].removesuffix(".py"))][path] = data
+    mined: dict[bool, Mined] = {out: mine(subset) for out, subset in subsets.items()}
     settings = RetrievalSettings(seed=arguments.seed)
-    followed = [read_traces(*each) for each in arguments.traces]
+    followed = [read_traces(*paths) for paths in arguments.traces]
     vocabulary = make_vocabulary([mined[False].files, *(files for files, _ in followed)], settings.vocabulary)
     learnt, measured = (prepare("stdlib", mined[out].files, mined[out].questions, vocabulary) for out in (False, True))
     print(f"{len(files)} files, {len(learnt.questions)} questions to train on, {len(vocabulary)} terms", flush=True)
-    agents = [prepare(f"traces {n}", *each, vocabulary) for n, each in enumerate(followed)]
+    agents = [prepare(f"traces {n}", *trace, vocabulary) for n, trace in enumerate(followed)]
     vectors, losses = train([learnt, *agents], vocabulary, settings)
-    asked = sum(len(each.questions) for each in agents)
+    question_count = sum(len(repository.questions) for repository in agents)
     source = f"standard library of Python {python_version()}, {len(files)} files"
-    source += f"; {asked} questions of agents in {len(agents)} repositories" * bool(agents)
-    inputs = files | {f"traces {n}/{path}": data for n, (held, _) in enumerate(followed) for path, data in held.items()}
+    source += f"; {question_count} questions of agents in {len(agents)} repositories" * bool(agents)
+    inputs = files | {
+        f"traces {n}/{path}": data for n, (trace_files, _) in enumerate(followed) for path, data in trace_files.items()
+    }
     save_embedding(arguments.out, list(vocabulary), vectors, provenance(settings, inputs, source))
     last = sum(losses[-50:]) / len(losses[-50:])
     print(f"loss {losses[0]:.3f} -> {last:.3f}; recall@10 on {len(measured.questions)} held-out questions: "
@@ -64,9 +66,9 @@ def main() -> None:
 
 
 def library(root: Path) -> dict[str, bytes]:
-    """The library's Python files by path."""
-    found = read_repository(root, lambda path: path.suffix == ".py" and not NOT_OURS & set(path.parts))
-    return {path: data for path, data in found.items() if not is_test_file(path)}
+    """Return the library's Python files by path."""
+    files = read_repository(root, lambda path: path.suffix == ".py" and not NOT_OURS & set(path.parts))
+    return {path: data for path, data in files.items() if not is_test_file(path)}
 
 
 if __name__ == "__main__":

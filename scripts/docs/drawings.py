@@ -189,14 +189,14 @@ def packing() -> Drawing:
     for length, colour in zip(rows, colours, strict=True):
         for t in range(9):
             for s in range(start, start + length):
-                seen = start <= t < start + length and s <= t
+                visible = start <= t < start + length and s <= t
                 d.rect(
                     left + cell * s,
                     top + cell * t,
                     cell - 3,
                     cell - 3,
-                    colour if seen else "grey",
-                    solid=0.45 if seen else 0.03,
+                    colour if visible else "grey",
+                    solid=0.45 if visible else 0.03,
                 )
         start += length
     d.text(left - 8, top + 20, "reader ↓", size=12, anchor="end", kind="soft")

@@ -62,15 +62,15 @@ def kl(count: int = 10_000_000) -> Iterator[Row]:
     x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for mean in (0.1, 0.5, 1.0, 2.0):
         for kind in ("k1", "k2", "k3"):
-            found = kl_estimate(-(x**2) / 2, -((x - mean) ** 2) / 2, kind)
+            estimates = kl_estimate(-(x**2) / 2, -((x - mean) ** 2) / 2, kind)
             first, second = closed_form(kind, mean)
-            yield mean, kind, f"{found.mean():.4g}", f"{first:.4g}", f"{found.var():.4g}", f"{second:.4g}"
+            yield mean, kind, f"{estimates.mean():.4g}", f"{first:.4g}", f"{estimates.var():.4g}", f"{second:.4g}"
 
 
 def mix(tasks: list[Task]) -> Iterator[Row]:
     yield "kind", "family", "bug", "tasks", "share"
     names = (("kind", "bug"), ("family", "–"), ("bug", "–"))
-    counted = Counter(tuple(task.metadata.get(name, other) for name, other in names) for task in tasks)
+    counted = Counter(tuple(task.metadata.get(name, default) for name, default in names) for task in tasks)
     yield from ((*key, n, f"{n / len(tasks):.0%}") for key, n in counted.most_common())
 
 
@@ -84,12 +84,12 @@ def sizes(tasks: list[Task]) -> Iterator[Row]:
         yield name, *np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist(), len(values)
 
 
-def during(run: Path, parts: int = 4) -> Iterator[Row]:
+def during(run: Path, sections: int = 4) -> Iterator[Row]:
     steps = open_run(run).steps("rl")
     yield "steps", "mean", "best of a group"
-    for part in np.array_split(np.arange(len(steps)), parts):
-        means = [np.mean([steps[n][name] for n in part]) for name in ("solved", "best_of_group")]
-        yield f"{part[0] + 1} to {part[-1] + 1}", *(f"{value:.3f}" for value in means)
+    for section in np.array_split(np.arange(len(steps)), sections):
+        means = [np.mean([steps[n][name] for n in section]) for name in ("solved", "best_of_group")]
+        yield f"{section[0] + 1} to {section[-1] + 1}", *(f"{value:.3f}" for value in means)
 
 
 def formats() -> Iterator[Row]:
@@ -101,7 +101,9 @@ def formats() -> Iterator[Row]:
     yield "what", "differs"
     for name, quantize in FORMATS.items():
         yield f"{name}: earlier tokens, if the last is tripled", int((changed_past(quantize, few) != 0).sum())
-    exact, fast = (nvfp4_quantize_reference(x, division=way).scale.view(torch.uint8) for way in ("ieee", "fast"))
+    exact, fast = (
+        nvfp4_quantize_reference(x, division=division).scale.view(torch.uint8) for division in ("ieee", "fast")
+    )
     wrong = exact != fast
     yield "NVFP4, x · (1/s) for x / s: scales of 16", f"{wrong.float().mean():.1e}"
     yield "the same: tokens with such a scale", f"{wrong.any(1).float().mean():.0%}"
@@ -117,7 +119,7 @@ def losses(recipe: str, text: torch.Tensor, seed: int, steps: int) -> float:
     model = Model(config)
     model.kernels = Kernels(recipe=recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    held, random = len(text) * 7 // 8, torch.Generator().manual_seed(seed)
+    heldout_start, random = len(text) * 7 // 8, torch.Generator().manual_seed(seed)
 
     def loss(at: torch.Tensor) -> torch.Tensor:
         rows = torch.stack([text[n : n + 129] for n in at.tolist()])
@@ -125,10 +127,10 @@ def losses(recipe: str, text: torch.Tensor, seed: int, steps: int) -> float:
 
     for _ in range(steps):
         optimizer.zero_grad()
-        loss(torch.randint(held - 129, (4,), generator=random)).backward()
+        loss(torch.randint(heldout_start - 129, (4,), generator=random)).backward()
         optimizer.step()
     with torch.no_grad():
-        return float(loss(torch.arange(held, len(text) - 129, 512)))
+        return float(loss(torch.arange(heldout_start, len(text) - 129, 512)))
 
 
 def precision(steps: int = 200) -> Iterator[Row]:
@@ -138,10 +140,10 @@ def precision(steps: int = 200) -> Iterator[Row]:
     yield "recipe", "held-out loss by seed", "mean less that of bf16", "largest difference of a seed"
     base = [losses("bf16", text, seed, steps) for seed in range(3)]
     for recipe in ("bf16", "mxfp8", "nvfp4"):
-        found = base if recipe == "bf16" else [losses(recipe, text, seed, steps) for seed in range(3)]
-        off = [one / other - 1 for one, other in zip(found, base, strict=True)]
-        shown = " ".join(f"{each:.4f}" for each in found)
-        yield recipe, shown, f"{np.mean(off):+.2%}", f"{max(map(abs, off)):.2%}"
+        recipe_losses = base if recipe == "bf16" else [losses(recipe, text, seed, steps) for seed in range(3)]
+        differences = [loss / base_loss - 1 for loss, base_loss in zip(recipe_losses, base, strict=True)]
+        losses_text = " ".join(f"{loss:.4f}" for loss in recipe_losses)
+        yield recipe, losses_text, f"{np.mean(differences):+.2%}", f"{max(map(abs, differences)):.2%}"
 
 
 def zigzag(tokens: int = 4096) -> Iterator[Row]:
@@ -182,9 +184,9 @@ def routes(run: RunDir, pair: str = "int4-experts-int8-router", most: int = 16) 
     for count, pairs in enumerate(shared):
         yield f"tokens and layers that share {count} experts", pair, f"{pairs / shared.sum():.3%}"
     use = {n: expert_use(sorted((run.path / "rollouts").glob(f"rl_{n - 1:05d}_*.safetensors"))) for n in stored}
-    for before, after in pairwise(stored):
-        moved = load_drift(use[before], use[after])
-        yield "load that moved to other experts", f"RL step {before} to {after}", " ".join(f"{x:.1%}" for x in moved)
+    for earlier, later in pairwise(stored):
+        moved = load_drift(use[earlier], use[later])
+        yield "load that moved to other experts", f"RL step {earlier} to {later}", " ".join(f"{x:.1%}" for x in moved)
     c = model.config
     shapes = {
         "this model": (c.moe_layers, c.num_experts_per_tok, c.num_experts),
@@ -192,14 +194,14 @@ def routes(run: RunDir, pair: str = "int4-experts-int8-router", most: int = 16) 
         "Kimi K2": (60, 8, 384),
     }
     for name, shape in shapes.items():
-        for part, size in route_bytes(*shape).items():
-            yield f"bytes a token, {part}", name, f"{size:,.0f} ({size * 1e5 / 2**20:,.0f} MiB for 100,000 tokens)"
+        for field, size in route_bytes(*shape).items():
+            yield f"bytes a token, {field}", name, f"{size:,.0f} ({size * 1e5 / 2**20:,.0f} MiB for 100,000 tokens)"
 
 
 def table(rows: Iterable[Row]) -> str:
-    head, *others = [" | ".join(map(str, row)) for row in rows]
+    head, *body = [" | ".join(map(str, row)) for row in rows]
     rule = "|".join("---" for _ in head.split(" | "))
-    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in others)])
+    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in body)])
 
 
 def main() -> None:
@@ -207,18 +209,18 @@ def main() -> None:
     alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag, "warp": warp}
     parser.add_argument("name", choices=[*alone, "mix", "sizes", "during", "routes"])
     parser.add_argument("paths", nargs="*", type=Path)
-    given = parser.parse_args()
-    if (given.name in alone) == bool(given.paths):
-        parser.error(f"{given.name}: {'takes no path' if given.paths else 'give a path'}")
-    if given.name in alone:
-        print(table(alone[given.name]()))
-    elif given.name == "routes":
-        print(table(routes(open_run(given.paths[0]))))
-    elif given.name == "during":
-        print(table(during(given.paths[0])))
+    args = parser.parse_args()
+    if (args.name in alone) == bool(args.paths):
+        parser.error(f"{args.name}: {'takes no path' if args.paths else 'give a path'}")
+    if args.name in alone:
+        print(table(alone[args.name]()))
+    elif args.name == "routes":
+        print(table(routes(open_run(args.paths[0]))))
+    elif args.name == "during":
+        print(table(during(args.paths[0])))
     else:
-        held = [task for path in given.paths for task in load_tasks(path)]
-        print(table((mix if given.name == "mix" else sizes)(held)))
+        tasks = [task for path in args.paths for task in load_tasks(path)]
+        print(table((mix if args.name == "mix" else sizes)(tasks)))
 
 
 if __name__ == "__main__":

@@ -88,19 +88,19 @@ def has_run(source: Path, build: Path) -> bool:
 
 def is_stale(source: Path, build: Path) -> bool:
     """Whether neither the executed copy nor the page in docs/pages has outputs of the notebook's present code."""
-    return not has_run(source, build) and not notebook_pages.held_outputs(source)
+    return not has_run(source, build) and not notebook_pages.stored_outputs(source)
 
 
 def page(source: Path, build: Path) -> nbformat.NotebookNode:
     """Return the notebook with the outputs of its last run, or else with those of its page in docs/pages."""
     book, runs = nbformat.read(source, 4), has_run(source, build)
     ran = {cell.id: cell for cell in nbformat.read(executed(source, build), 4).cells} if runs else {}
-    held = {} if runs else notebook_pages.held_outputs(source)
+    cell_outputs = {} if runs else notebook_pages.stored_outputs(source)
     for cell in book.cells:
         if cell.cell_type == "code" and cell.id in ran:
             cell.outputs, cell.execution_count = ran[cell.id].outputs, ran[cell.id].execution_count
-        if cell.cell_type == "code" and cell.id in held:
-            cell.outputs = [nbformat.v4.new_output("display_data", {"text/markdown": held[cell.id]})]
+        if cell.cell_type == "code" and cell.id in cell_outputs:
+            cell.outputs = [nbformat.v4.new_output("display_data", {"text/markdown": cell_outputs[cell.id]})]
     for cell in book.cells:
         if cell.cell_type == "markdown":
             cell.source = inside(cell.source, source)
@@ -117,12 +117,12 @@ def on_site(target: Path) -> bool:
 def inside(text: str, path: Path) -> str:
     """Return Markdown in which links to files that are not on the site are their text alone."""
 
-    def changed(found: re.Match[str]) -> str:
-        _, said, target = found.groups()
+    def changed(match: re.Match[str]) -> str:
+        _, label, target = match.groups()
         if "://" in target or target.startswith("#"):
-            return found[0]
+            return match[0]
         file = path.parent / target.partition("#")[0]
-        return found[0] if on_site(file.resolve()) else said
+        return match[0] if on_site(file.resolve()) else label
 
     return LINK.sub(changed, text).replace("](../README.md", "](../index.md")
 
@@ -133,15 +133,15 @@ def toctree(caption: str, names: list[str]) -> str:
 
 def write_sources(build: Path) -> Path:
     """Write what Sphinx reads: README.md as the first page, docs/, and the notebooks with their outputs."""
-    place = build / "source"
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(ROOT / "docs" / "images", place / "docs" / "images")
-    (place / "notebooks").mkdir()
+    folder = build / "source"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs" / "images", folder / "docs" / "images")
+    (folder / "notebooks").mkdir()
     for source in notebooks():
-        nbformat.write(page(source, build), place / "notebooks" / source.name)
+        nbformat.write(page(source, build), folder / "notebooks" / source.name)
     pages = sorted((ROOT / "docs").glob("*.md"), key=lambda path: (path.stem not in FIRST, path.stem))
     for path in pages:
-        (place / "docs" / path.name).write_text(inside(path.read_text(encoding="utf-8"), path), encoding="utf-8")
+        (folder / "docs" / path.name).write_text(inside(path.read_text(encoding="utf-8"), path), encoding="utf-8")
     trees = [
         toctree("Notebooks", [f"notebooks/{path.stem}" for path in notebooks()]),
         toctree("Pages", [f"docs/{path.stem}" for path in pages]),
@@ -149,8 +149,8 @@ def write_sources(build: Path) -> Path:
     readme = ROOT / "README.md"
     text = re.sub(r"\(docs/pages/(\w+)\.md", r"(notebooks/\1.ipynb", readme.read_text(encoding="utf-8"))
     text = inside(text, readme)
-    (place / "index.md").write_text(text + "".join(trees), encoding="utf-8")
-    return place
+    (folder / "index.md").write_text(text + "".join(trees), encoding="utf-8")
+    return folder
 
 
 def setup(app: Any) -> None:
@@ -183,7 +183,11 @@ def build_site(build: Path, *, strict: bool = True) -> Path:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of Markdown below its title, without markup."""
-    body = next(part for part in text.split("\n\n")[1:] if part and not part.startswith(("#", "```", "|", "!")))
+    body = next(
+        paragraph
+        for paragraph in text.split("\n\n")[1:]
+        if paragraph and not paragraph.startswith(("#", "```", "|", "!"))
+    )
     plain = LINK.sub(r"\2", " ".join(body.split()))
     return re.split(r"(?<=[.?])\s", plain.replace("**", ""))[0].rstrip(":")
 
@@ -198,7 +202,7 @@ def llms_txt() -> str:
         plain = LINK.sub(r"\2", learnt)
         lines.append(f"- [{opening.splitlines()[0][2:]}](notebooks/{path.name}): {plain}")
     lines += ["", "## Pages", ""]
-    lines += [f"- [{title}](docs/{name}): {said}" for title, name, said in titles()]
+    lines += [f"- [{title}](docs/{name}): {description}" for title, name, description in titles()]
     lines += ["", "## Work on it", ""]
     for path in (ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "skills").glob("*/SKILL.md"))):
         text = re.sub(r"\A---.*?\n---\n\n", "", path.read_text(encoding="utf-8"), flags=re.S)
@@ -214,48 +218,48 @@ def titles() -> Iterator[tuple[str, str, str]]:
 
 def write_pages(pages: Path, build: Path | None = None) -> list[str]:
     """Write the pages that are out of date, and return what is wrong with those that need a run which is not in `build`."""
-    left = []
+    faults = []
     for path in notebooks():
-        said = notebook_pages.fault(path, pages)
-        if said.endswith(notebook_pages.TEXT):
+        fault = notebook_pages.fault(path, pages)
+        if fault.endswith(notebook_pages.TEXT):
             notebook_pages.write_page(path, pages)
-        elif said and build and has_run(path, build):
+        elif fault and build and has_run(path, build):
             notebook_pages.write_page(path, pages, nbformat.read(executed(path, build), 4))
-        elif said:
-            left.append(said)
-    return left
+        elif fault:
+            faults.append(fault)
+    return faults
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the documentation site.")
-    for name, said in FLAGS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=said)
+    for name, description in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=description)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "docs")
-    given = parser.parse_args()
-    if given.llms:
+    args = parser.parse_args()
+    if args.llms:
         (ROOT / "llms.txt").write_text(llms_txt(), encoding="utf-8")
         return 0
-    if given.text:
-        left = write_pages(notebook_pages.PAGES)
-        print("\n".join(left) or "docs/pages is up to date")
-        return 1 if left else 0
-    old = [path for path in notebooks() if is_stale(path, given.build)]
-    if given.stale:
+    if args.text:
+        faults = write_pages(notebook_pages.PAGES)
+        print("\n".join(faults) or "docs/pages is up to date")
+        return 1 if faults else 0
+    old = [path for path in notebooks() if is_stale(path, args.build)]
+    if args.stale:
         print(*(f"{path.name}: its page does not show its present code; run make docs" for path in old), sep="\n")
         return 1 if old else 0
     from composer_nb.jobs.notebook import run_notebook
 
-    for number, path in enumerate([] if given.bare else old, 1):
+    for number, path in enumerate([] if args.bare else old, 1):
         print(f"{path.name}, {number} of {len(old)}: running; a notebook takes up to some minutes", flush=True)
         try:
-            record = run_notebook(path, executed(path, given.build), SHORT.get(path.stem, {}))
+            record = run_notebook(path, executed(path, args.build), SHORT.get(path.stem, {}))
         except KeyboardInterrupt:
             print(f"{path.name}: interrupted; the same command goes on with it")
             return 130
         print(f"{path.name}: {record['state']} after {record['seconds']:.0f} s", flush=True)
-    if not given.bare:
-        write_pages(notebook_pages.PAGES, given.build)
-    print(build_site(given.build) / "index.html")
+    if not args.bare:
+        write_pages(notebook_pages.PAGES, args.build)
+    print(build_site(args.build) / "index.html")
     return 0
 
 

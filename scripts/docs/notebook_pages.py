@@ -29,7 +29,7 @@ RUN, TEXT = "make docs", "scripts/docs/make_docs.py --text"
 """Commands that mend a page after a change of code, and of prose."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
-HELD = re.compile(r"^<!-- outputs of (\S+) -->\n\n(.*?)\n\n<!-- end of \1 -->$", re.S | re.M)
+CELL_OUTPUTS = re.compile(r"^<!-- outputs of (\S+) -->\n\n(.*?)\n\n<!-- end of \1 -->$", re.S | re.M)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 OF_A_MACHINE = re.compile(r"(?<![\w.])/(?:tmp|work|root|home|Users|private|mnt)/(?:[\w.@+-]+/)*([\w.@+-]*)")
 KEPT = set("b br code details div i p pre summary table tbody td th thead tr".split())
@@ -47,27 +47,27 @@ def fault(source: Path, pages: Path = PAGES) -> str:
     """Return what is out of date in the page of a notebook, with the command that mends it; empty if nothing is."""
     page = page_of(source, pages)
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    held, ids = dict(HELD.findall(text)), {cell.id for cell in nbformat.read(source, 4).cells}
+    cell_outputs, ids = dict(CELL_OUTPUTS.findall(text)), {cell.id for cell in nbformat.read(source, 4).cells}
     figures = re.findall(rf"{source.stem}/\d+\.png", text)
-    if not text.startswith(first_line(source)) or not held.keys() <= ids:
+    if not text.startswith(first_line(source)) or not cell_outputs.keys() <= ids:
         return f"{source.name}: {page.name} does not show its present code; run {RUN}"
     if not all((pages / name).is_file() for name in figures):
         return f"{source.name}: {page.name} lacks figures; delete it and run {RUN}"
-    if text != page_text(source, held, pages):
+    if text != page_text(source, cell_outputs, pages):
         return f"{source.name}: {page.name} does not show its present prose; run {TEXT}"
     return ""
 
 
-def held_outputs(source: Path, pages: Path = PAGES) -> dict[str, str]:
+def stored_outputs(source: Path, pages: Path = PAGES) -> dict[str, str]:
     """Return the outputs that a notebook's page holds as Markdown by cell, figures inside; empty if the page is of other code."""
     page = page_of(source, pages)
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
 
-    def inside(found: re.Match[str]) -> str:
-        return f'src="data:image/png;base64,{base64.b64encode((pages / found[1]).read_bytes()).decode()}"'
+    def inside(match: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{base64.b64encode((pages / match[1]).read_bytes()).decode()}"'
 
-    held = HELD.findall(text) if text.startswith(first_line(source)) else []
-    return {cell: re.sub(rf'src="({source.stem}/\d+\.png)"', inside, body) for cell, body in held}
+    cell_outputs = CELL_OUTPUTS.findall(text) if text.startswith(first_line(source)) else []
+    return {cell: re.sub(rf'src="({source.stem}/\d+\.png)"', inside, body) for cell, body in cell_outputs}
 
 
 def write_page(source: Path, pages: Path = PAGES, ran: nbformat.NotebookNode | None = None) -> None:
@@ -75,48 +75,48 @@ def write_page(source: Path, pages: Path = PAGES, ran: nbformat.NotebookNode | N
     run whose cells have other ids."""
     page, folder = page_of(source, pages), pages / source.stem
     if ran is None:
-        held = dict(HELD.findall(page.read_text(encoding="utf-8")))
+        cell_outputs = dict(CELL_OUTPUTS.findall(page.read_text(encoding="utf-8")))
     else:
         if {cell.id for cell in nbformat.read(source, 4).cells} - {cell.id for cell in ran.cells}:
             raise ValueError(
                 f"{source.name}: its cells have other ids than when it ran; remove the copy that ran and run {RUN}"
             )
         shutil.rmtree(folder, ignore_errors=True)
-        held = outputs(ran, folder)
+        cell_outputs = outputs(ran, folder)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(page_text(source, held, pages), encoding="utf-8")
+    page.write_text(page_text(source, cell_outputs, pages), encoding="utf-8")
 
 
 def first_line(source: Path) -> str:
     return f"<!-- code {notebook_digest(source)} -->\n"
 
 
-def page_text(source: Path, held: Mapping[str, str], pages: Path) -> str:
+def page_text(source: Path, cell_outputs: Mapping[str, str], pages: Path) -> str:
     """Return the Markdown of a page: prose, code, and outputs by the id of their cell."""
     link = f"[{source.name}]({os.path.relpath(source, pages)})"
-    parts = [
+    blocks = [
         f"{first_line(source)}<!-- written by {TEXT.split()[0]}, not by hand -->",
         f"*This is {link} with the outputs of one run. The notebook itself also has controls, shades of colour and hover texts.*",
     ]
     for cell in nbformat.read(source, 4).cells:
         if cell.cell_type == "markdown":
-            parts.append(moved(cell.source, source, pages))
+            blocks.append(moved(cell.source, source, pages))
         elif cell.source:
-            parts.append(fenced(cell.source, "python"))
-        if held.get(cell.id):
-            parts.append(f"<!-- outputs of {cell.id} -->\n\n{held[cell.id]}\n\n<!-- end of {cell.id} -->")
-    return "\n\n".join(parts) + "\n"
+            blocks.append(fenced(cell.source, "python"))
+        if cell_outputs.get(cell.id):
+            blocks.append(f"<!-- outputs of {cell.id} -->\n\n{cell_outputs[cell.id]}\n\n<!-- end of {cell.id} -->")
+    return "\n\n".join(blocks) + "\n"
 
 
 def moved(text: str, source: Path, pages: Path) -> str:
     """Return Markdown whose links lead from the folder of the pages to where they led: notebooks give way to their pages."""
 
-    def changed(found: re.Match[str]) -> str:
-        target = source.parent / found[1]
+    def changed(match: re.Match[str]) -> str:
+        target = source.parent / match[1]
         if not target.exists():
-            return found[0]  # an address, or code that looks like a link
+            return match[0]  # an address, or code that looks like a link
         target = page_of(target, pages) if target.suffix == ".ipynb" else target
-        return f"]({os.path.relpath(target, pages)}{found[2] or ''})"
+        return f"]({os.path.relpath(target, pages)}{match[2] or ''})"
 
     return LINK.sub(changed, text)
 
@@ -126,39 +126,39 @@ def moved(text: str, source: Path, pages: Path) -> str:
 
 def outputs(ran: nbformat.NotebookNode, folder: Path) -> dict[str, str]:
     """Return the outputs of an executed notebook as Markdown by the id of their cell. Figures are written into the folder."""
-    kept: dict[bytes, int] = {}
+    figure_numbers: dict[bytes, int] = {}
 
     def keep(png: bytes) -> str:
-        number = kept.setdefault(png, len(kept) + 1)
+        number = figure_numbers.setdefault(png, len(figure_numbers) + 1)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.png").write_bytes(small(png))
         return f'<img alt="figure {number}" src="{folder.name}/{number}.png">'
 
-    found, before = dict[str, list[str]](), ""
+    texts_by_cell, previous_id = dict[str, list[str]](), ""
     for cell in ran.cells:
         if cell.cell_type != "code":
             continue
         if "injected-parameters" in cell.metadata.get("tags", []):  # papermill puts them below the parameters cell
-            found.setdefault(before, []).append("Run with\n\n" + fenced(clean(cell.source), "python"))
+            texts_by_cell.setdefault(previous_id, []).append("Run with\n\n" + fenced(clean(cell.source), "python"))
         else:
-            found[cell.id] = list(shown(joined(cell.outputs), keep))
-        before = cell.id
-    return {name: "\n\n".join(parts) for name, parts in found.items() if parts}
+            texts_by_cell[cell.id] = list(rendered(joined(cell.outputs), keep))
+        previous_id = cell.id
+    return {name: "\n\n".join(texts) for name, texts in texts_by_cell.items() if texts}
 
 
-def joined(found: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+def joined(nodes: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
     """Return outputs in which what was printed in pieces is one piece."""
-    whole: list[nbformat.NotebookNode] = []
-    for output in found:
-        if whole and "text" in output and whole[-1].get("name") == output.name:
-            whole[-1] = nbformat.v4.new_output("stream", name=output.name, text=whole[-1].text + output.text)
+    merged: list[nbformat.NotebookNode] = []
+    for output in nodes:
+        if merged and "text" in output and merged[-1].get("name") == output.name:
+            merged[-1] = nbformat.v4.new_output("stream", name=output.name, text=merged[-1].text + output.text)
         else:
-            whole.append(output)
-    return whole
+            merged.append(output)
+    return merged
 
 
-def shown(found: list[nbformat.NotebookNode], keep: Keep) -> Iterator[str]:
-    for output in found:
+def rendered(nodes: list[nbformat.NotebookNode], keep: Keep) -> Iterator[str]:
+    for output in nodes:
         data = output.get("data", {})
         if "text/html" in data:
             yield as_github_shows(clean(data["text/html"]), keep)
@@ -209,15 +209,15 @@ class Reduced(HTMLParser):
         self.open: list[tuple[str, str, str]] = []  # tag, class, and how it ends on the page
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         if tag == "img":
-            kind, _, data = given.get("src", "").partition("base64,")
+            kind, _, data = attributes.get("src", "").partition("base64,")
             self._add(self.keep(base64.b64decode(data)) if kind == "data:image/png;" else "")
             return
-        begin, end = reduced(tag, given)
+        begin, end = reduced(tag, attributes)
         self._add(begin)
         if tag != "br":
-            self.open.append((tag, given.get("class", ""), end))
+            self.open.append((tag, attributes.get("class", ""), end))
 
     def handle_endtag(self, tag: str) -> None:
         while self._within(tag):
@@ -227,12 +227,12 @@ class Reduced(HTMLParser):
                 break
 
     def handle_data(self, data: str) -> None:
-        said = html.escape(data, quote=False)
+        text = html.escape(data, quote=False)
         if self._within("mono"):
-            said = said.strip("\n").replace("\n", "<br>").replace("  ", "&nbsp; ")
+            text = text.strip("\n").replace("\n", "<br>").replace("  ", "&nbsp; ")
         elif not self._within("pre"):
-            said = "" if said.isspace() and "\n" in said else re.sub(r"\s*\n\s*", " ", said)
-        self._add(said)
+            text = "" if text.isspace() and "\n" in text else re.sub(r"\s*\n\s*", " ", text)
+        self._add(text)
 
     def _within(self, *names: str) -> bool:
         return any(name in (tag, kind) for tag, kind, _ in self.open for name in names)
@@ -242,15 +242,15 @@ class Reduced(HTMLParser):
             self.parts.append(text)
 
 
-def reduced(tag: str, given: Mapping[str, str]) -> tuple[str, str]:
+def reduced(tag: str, attributes: Mapping[str, str]) -> tuple[str, str]:
     """Return how an element begins and ends on the page."""
     if tag == "span":
-        return ("<mark>", "</mark>") if re.search("background:(?!none)", given.get("style", "")) else ("", "")
+        return ("<mark>", "</mark>") if re.search("background:(?!none)", attributes.get("style", "")) else ("", "")
     if tag not in KEPT:
         return "", ""
-    spans = "".join(f' {name}="{given[name]}"' for name in ("colspan", "rowspan") if name in given)
-    begin, end = f"<{tag}{spans}{' open' * ('open' in given)}>", f"</{tag}>"
-    if given.get("class") == "head":
+    spans = "".join(f' {name}="{attributes[name]}"' for name in ("colspan", "rowspan") if name in attributes)
+    begin, end = f"<{tag}{spans}{' open' * ('open' in attributes)}>", f"</{tag}>"
+    if attributes.get("class") == "head":
         begin, end = f"{begin}<b>", f"</b>{end}"
     return begin, end + "\n" * (tag in ENDS_A_LINE)
 
@@ -260,8 +260,8 @@ def as_github_shows(text: str, keep: Keep) -> str:
     parser = Reduced(keep)
     parser.feed(text)
     parser.close()
-    whole = re.sub(
+    block = re.sub(
         "<pre>.*?</pre>", lambda pre: re.sub(r"\n(?=[ \t]*\n)", "&#10;", pre[0]), "".join(parser.parts), flags=re.S
     )
-    whole = re.sub(r"\n\s*\n", "\n", whole.replace("</mark><mark>", "")).strip()
-    return whole if re.match("<(?:details|div|p|table)[ >]", whole) else f"<div>{whole}</div>"
+    block = re.sub(r"\n\s*\n", "\n", block.replace("</mark><mark>", "")).strip()
+    return block if re.match("<(?:details|div|p|table)[ >]", block) else f"<div>{block}</div>"

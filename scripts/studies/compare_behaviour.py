@@ -60,11 +60,11 @@ TOKENIZER = load_tokenizer(example_run().path / "data")
 Figures = Mapping[str, float]
 
 
-def table(found: Mapping[str, Sequence[Figures]], names: Iterable[str]) -> str:
+def table(figures_by_arm: Mapping[str, Sequence[Figures]], names: Iterable[str]) -> str:
     """Return rows of a Markdown table: for each arm the median of each figure over seeds, with its range."""
     names = list(names)
     lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for arm, runs in found.items():
+    for arm, runs in figures_by_arm.items():
         cells = []
         for name in names:
             values = [run[name] for run in runs]
@@ -78,25 +78,25 @@ def table(found: Mapping[str, Sequence[Figures]], names: Iterable[str]) -> str:
 
 
 def compaction(seeds: int, count: int = 16, triggers: Sequence[int] = (400, 200)) -> str:
-    found: dict[str, list[dict[str, float]]] = {}
+    figures_by_arm: dict[str, list[dict[str, float]]] = {}
     with Sandboxes() as sandboxes:
         for seed in range(seeds):
-            made = make_miniatures(f"compaction {seed}", count, heldout=False, executor=sandboxes.functions)
-            tasks = list(made)
+            miniatures = make_miniatures(f"compaction {seed}", count, heldout=False, executor=sandboxes.functions)
+            tasks = list(miniatures)
 
             def attempts(tasks: list[Task] = tasks, **summary: Any) -> dict[str, float]:
                 settings = EnvSettings(summary=SummarySettings(**summary))
                 agent = make_agent(settings, TOKENIZER, Limits(turns=24, tokens=8000), sandboxes)
                 return figures(list(run_eval(Seeker(agent.renderer), agent, tasks, sandboxes, samples=1)), TOKENIZER)
 
-            whole = attempts()
-            ways = {"one segment": whole}
+            one_segment = attempts()
+            scores_by_arm = {"one segment": one_segment}
             for trigger in triggers:
                 for kind in ("self", "prompted", "truncate"):
-                    ways[f"{kind}, trigger {trigger}"] = attempts(kind=kind, trigger=trigger)
-            for way, each in ways.items():
-                found.setdefault(way, []).append({**each, "error": whole["solved"] - each["solved"]})
-    return table(found, ("solved", "error", "summary tokens", "reused", "forgotten", "tried twice"))
+                    scores_by_arm[f"{kind}, trigger {trigger}"] = attempts(kind=kind, trigger=trigger)
+            for arm, scores in scores_by_arm.items():
+                figures_by_arm.setdefault(arm, []).append({**scores, "error": one_segment["solved"] - scores["solved"]})
+    return table(figures_by_arm, ("solved", "error", "summary tokens", "reused", "forgotten", "tried twice"))
 
 
 # Habits
@@ -111,19 +111,19 @@ LOOKS = (3, 6, 12)
 @term
 def failed_calls(rollout: Rollout, grade: Grade) -> float:
     """Return the share of calls that failed."""
-    return sum(each.error is not None for each in rollout.turns) / max(1, rollout.calls)
+    return sum(turn.error is not None for turn in rollout.turns) / max(1, rollout.calls)
 
 
 def task(number: int) -> Task:
     """An easy repair: the request names the number, and one sign is wrong."""
     n, name = number % 10, "f"
-    right, wrong = (f"def f(x):\n    return x {sign} {n}\n" for sign in "+-")
+    correct, wrong = (f"def f(x):\n    return x {sign} {n}\n" for sign in "+-")
     return Task(
         id=f"add-{number}",
         instruction=f"fix f.py: x plus {n}",
         files={"f.py": wrong, "test_f.py": render_tests("f", name, [((1,), 1 + n), ((5,), 5 + n)])},
         tests={"test_hidden.py": render_tests("f", name, [((7,), 7 + n), ((20,), 20 + n)])},
-        solution={"f.py": right},
+        solution={"f.py": correct},
         source_scope=("f.py",),
     )
 
@@ -134,9 +134,9 @@ class Played(Seeker):
     talks: Sequence[Sequence[Sequence[ToolCall]]] = ()
 
     def _answer(self, request: Request) -> Completion:
-        said = self._contexts.setdefault(request.rollout, [])
-        said.append(0)
-        ids = self.renderer.turn(turn(self.talks[request.rollout][len(said) - 1]))
+        context = self._contexts.setdefault(request.rollout, [])
+        context.append(0)
+        ids = self.renderer.turn(turn(self.talks[request.rollout][len(context) - 1]))
         none = [0.0] * len(ids)
         return Completion(rollout=request.rollout, token_ids=ids, logprobs=none, policy_versions=[-1] * len(ids))
 
@@ -156,12 +156,12 @@ def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int =
     kinds = [(rng.random() < 0.6, rng.random() < 0.15) for _ in range(count)]
     policy = Played(agent.renderer)
     policy.talks = [messages(n, *kind) for n, kind in enumerate(kinds)]
-    done = dict(drive([agent.attempt(task(n), n) for n in range(count)], policy, sandboxes.functions))
-    bad = next(done[n].rollout for n, (habit, _) in enumerate(kinds) if habit)
+    attempts = dict(drive([agent.attempt(task(n), n) for n in range(count)], policy, sandboxes.functions))
+    bad = next(attempts[n].rollout for n, (habit, _) in enumerate(kinds) if habit)
     [hint] = hints_of(bad, agent.renderer, agent.tools)[0]
     rows = []
     for n, (habit, _) in enumerate(kinds):
-        [segment] = done[n].rollout.segments
+        [segment] = attempts[n].rollout.segments
         ids, weight = segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)
         if not habit and n % 5 < 3:
             ids = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at :]])
@@ -172,15 +172,15 @@ def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int =
     return rows
 
 
-def taught(seed: int, steps: int, made: Callable[[Random], list[TokenRow]]) -> Model:
-    """Return a model that has learnt the demonstrations that `made` draws."""
+def taught(seed: int, steps: int, draw_rows: Callable[[Random], list[TokenRow]]) -> Model:
+    """Return a model that has learnt the demonstrations that `draw_rows` draws."""
     torch.manual_seed(seed)
     shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
     model = Model(shape)
     plant_induction(model, seed)
     model.requires_grad_()
     rng = Random(seed)
-    rows, optimizer = made(rng), FlatOptimizer(model, published=torch.bfloat16)
+    rows, optimizer = draw_rows(rng), FlatOptimizer(model, published=torch.bfloat16)
     for step in range(steps):
         lr = 3e-3 * min(1.0, (step + 1) / 10, (steps - step) / (steps / 2))
         train_step(model, rng.sample(rows, 10), optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
@@ -188,14 +188,14 @@ def taught(seed: int, steps: int, made: Callable[[Random], list[TokenRow]]) -> M
 
 
 def figures_of(attempts: Sequence[Attempt]) -> dict[str, float]:
-    rollouts = [done.rollout for done in attempts]
-    habits = [MISSING in each.turns[0].call for each in rollouts if each.turns]
+    rollouts = [attempt.rollout for attempt in attempts]
+    habits = [MISSING in rollout.turns[0].call for rollout in rollouts if rollout.turns]
     return {
-        "solved": float(np.mean([done.grade.passed for done in attempts])),
+        "solved": float(np.mean([attempt.grade.passed for attempt in attempts])),
         "useless read first": float(np.mean(habits)),
-        "calls": float(np.mean([each.calls for each in rollouts])),
-        "messages": float(np.mean([each.messages for each in rollouts])),
-        "written tokens": float(np.mean([each.sampled for each in rollouts])),
+        "calls": float(np.mean([rollout.calls for rollout in rollouts])),
+        "messages": float(np.mean([rollout.messages for rollout in rollouts])),
+        "written tokens": float(np.mean([rollout.sampled for rollout in rollouts])),
     }
 
 
@@ -233,39 +233,41 @@ def trained(
     reference = copy.deepcopy(start).requires_grad_(False) if feedback else None
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss, reference)
     hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
-    kept = []
+    attempts_by_step = []
     for step in range(steps + 1):
         engine = engine_at(model, agent, seed, step)
-        places = range(step * GROUP * PROMPTS, (step + 1) * GROUP * PROMPTS)
-        done = dict(drive([agent.attempt(task(1000 + n // GROUP), n) for n in places], engine, sandboxes.functions))
-        kept.append([done[n] for n in range(len(places))])
-        groups = [kept[-1][at : at + GROUP] for at in range(0, len(places), GROUP)]
+        numbers = range(step * GROUP * PROMPTS, (step + 1) * GROUP * PROMPTS)
+        attempts = dict(
+            drive([agent.attempt(task(1000 + n // GROUP), n) for n in numbers], engine, sandboxes.functions)
+        )
+        attempts_by_step.append([attempts[n] for n in range(len(numbers))])
+        groups = [attempts_by_step[-1][at : at + GROUP] for at in range(0, len(numbers), GROUP)]
         if step < steps and (streams := streams_of(score_groups(groups, rewards, loss), loss, hinter)):
-            each = {
+            learning = {
                 "minibatches": 1,
                 "denominator": GROUP * PROMPTS * 24.0,
                 "lr": 3e-4 * min(1.0, (step + 1) / 3),
                 "clip": 1.0,
             }
-            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **each)
-    return model, kept
+            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **learning)
+    return model, attempts_by_step
 
 
 def habits(seeds: int, taught_steps: int = 120) -> str:
-    found: dict[str, list[dict[str, float]]] = {}
+    figures_by_arm: dict[str, list[dict[str, float]]] = {}
     with Sandboxes() as sandboxes:
         agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=6, turn_tokens=64, tokens=400), sandboxes)
         for seed in range(seeds):
             start = taught(seed, taught_steps, partial(demonstrations, agent, sandboxes))
             for arm in ARMS:
-                _, kept = trained(start, agent, sandboxes, seed, ARMS[arm], LOOKS[-1])
-                by_step = [figures_of(each) for each in kept]
+                _, attempts_by_step = trained(start, agent, sandboxes, seed, ARMS[arm], LOOKS[-1])
+                by_step = [figures_of(attempts) for attempts in attempts_by_step]
                 if arm == "solved alone":
-                    found.setdefault("start", []).append(by_step[0])
-                for after in LOOKS:
-                    found.setdefault(f"{arm}, {after} steps", []).append(by_step[after])
+                    figures_by_arm.setdefault("start", []).append(by_step[0])
+                for steps in LOOKS:
+                    figures_by_arm.setdefault(f"{arm}, {steps} steps", []).append(by_step[steps])
                 print(f"seed {seed}, {arm}: {by_step[-1]}", flush=True)
-    return table(found, ("solved", "useless read first", "calls", "messages", "written tokens"))
+    return table(figures_by_arm, ("solved", "useless read first", "calls", "messages", "written tokens"))
 
 
 # Effort
@@ -326,43 +328,43 @@ def words(number: int, rng: Random) -> list[list[ToolCall]]:
     return [[call] for step in steps for call in step] if apart else steps
 
 
-def told(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[TokenRow]:
+def effort_demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[TokenRow]:
     """Return demonstrations of easy and hard repairs. All of them succeed."""
     policy = Played(agent.renderer)
     policy.talks = [words(n, rng) for n in range(count)]
-    done = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
-    assert all(each.grade.passed for each in done.values())
-    segments = [done[n].rollout.segments[0] for n in range(count)]
-    return [TokenRow(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
+    attempts = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
+    assert all(attempt.grade.passed for attempt in attempts.values())
+    segments = [attempts[n].rollout.segments[0] for n in range(count)]
+    return [TokenRow(segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)) for segment in segments]
 
 
 def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: int = 96) -> dict[str, float]:
     """Return what half as many easy and as many hard tasks took that nothing trained on, one rollout each."""
     engine = Engine(model, stop=agent.renderer.stop, slots=48, max_length=agent.limits.tokens, seed=999 + seed)
-    done = dict(drive([agent.attempt(either(50_000 + n), n) for n in range(count)], engine, sandboxes.functions))
-    found: dict[str, float] = {}
+    attempts = dict(drive([agent.attempt(either(50_000 + n), n) for n in range(count)], engine, sandboxes.functions))
+    measures: dict[str, float] = {}
     for kind, odd in (("easy", 0), ("hard", 1)):
-        mine = [done[n] for n in range(odd, count, 2)]
-        rollouts = [each.rollout for each in mine]
-        found[f"{kind} solved"] = float(np.mean([each.grade.passed for each in mine]))
-        found[f"{kind} tokens"] = float(np.mean([each.sampled for each in rollouts]))
-        found[f"{kind} calls a message"] = sum(e.calls for e in rollouts) / sum(e.messages for e in rollouts)
-    return found
+        kind_attempts = [attempts[n] for n in range(odd, count, 2)]
+        rollouts = [attempt.rollout for attempt in kind_attempts]
+        measures[f"{kind} solved"] = float(np.mean([attempt.grade.passed for attempt in kind_attempts]))
+        measures[f"{kind} tokens"] = float(np.mean([rollout.sampled for rollout in rollouts]))
+        measures[f"{kind} calls a message"] = sum(e.calls for e in rollouts) / sum(e.messages for e in rollouts)
+    return measures
 
 
 def effort(seeds: int, taught_steps: int = 240, steps: int = 60) -> str:
-    found: dict[str, list[dict[str, float]]] = {}
+    figures_by_arm: dict[str, list[dict[str, float]]] = {}
     with Sandboxes() as sandboxes:
         agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=12, turn_tokens=96, tokens=512), sandboxes)
         for seed in range(seeds):
-            start = taught(seed, taught_steps, partial(told, agent, sandboxes))
-            found.setdefault("start", []).append(spent(start, agent, sandboxes, seed))
-            print(f"seed {seed}, start: {found['start'][-1]}", flush=True)
+            start = taught(seed, taught_steps, partial(effort_demonstrations, agent, sandboxes))
+            figures_by_arm.setdefault("start", []).append(spent(start, agent, sandboxes, seed))
+            print(f"seed {seed}, start: {figures_by_arm['start'][-1]}", flush=True)
             for name, arm in PENALTIES.items():
                 model, _ = trained(start, agent, sandboxes, seed, arm, steps, either)
-                found.setdefault(name, []).append(spent(model, agent, sandboxes, seed))
-                print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
-    return table(found, found["start"][0])
+                figures_by_arm.setdefault(name, []).append(spent(model, agent, sandboxes, seed))
+                print(f"seed {seed}, {name}: {figures_by_arm[name][-1]}", flush=True)
+    return table(figures_by_arm, figures_by_arm["start"][0])
 
 
 # Curriculum
@@ -379,16 +381,16 @@ CURRICULA = {
 def scored_tasks(model: Model, agent: Agent, sandboxes: Sandboxes, tasks: Sequence[Task], easy: set[str]) -> Figures:
     """Return the shares solved of the tasks of easy kinds and of the others, and calls; two rollouts a task."""
     engine = Engine(model, stop=agent.renderer.stop, slots=64, max_length=agent.limits.tokens, seed=999)
-    done = list(run_eval(engine, agent, tasks, sandboxes, samples=2))
+    attempts = list(run_eval(engine, agent, tasks, sandboxes, samples=2))
     shares = {
-        True: [d.grade.passed for d in done if d.task.id in easy],
-        False: [d.grade.passed for d in done if d.task.id not in easy],
+        True: [d.grade.passed for d in attempts if d.task.id in easy],
+        False: [d.grade.passed for d in attempts if d.task.id not in easy],
     }
     return {
-        "solved": float(np.mean([d.grade.passed for d in done])),
+        "solved": float(np.mean([d.grade.passed for d in attempts])),
         "easy kinds": float(np.mean(shares[True])),
         "hard kinds": float(np.mean(shares[False])),
-        "calls": float(np.mean([d.rollout.calls for d in done])),
+        "calls": float(np.mean([d.rollout.calls for d in attempts])),
     }
 
 
@@ -396,20 +398,20 @@ def learnt(
     start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, pool: Sequence[Task], c: CurriculumSettings
 ) -> tuple[Model, Figures]:
     """Return the policy after `STEPS` steps of RL under a curriculum, and what its steps were like from `start` on."""
-    model, known = copy.deepcopy(start), {task.id: task for task in pool}
+    model, tasks = copy.deepcopy(start), {task.id: task for task in pool}
     order = Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c)
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
     used, tried, late = list[str](), list[Tried](), list[dict[str, float]]()
     for step in range(STEPS):
-        names = chosen(step, order, known, used, tried)
+        names = chosen(step, order, tasks, used, tried)
         engine = engine_at(model, agent, seed, step)
         jobs = [
-            agent.attempt(named(name, known), step * GROUP * PROMPTS + at * GROUP + n)
+            agent.attempt(named(name, tasks), step * GROUP * PROMPTS + at * GROUP + n)
             for at, name in enumerate(names)
             for n in range(GROUP)
         ]
-        done = dict(drive(jobs, engine, sandboxes.functions))
-        groups = [[done[at * GROUP + n] for n in range(GROUP)] for at in range(PROMPTS)]
+        attempts = dict(drive(jobs, engine, sandboxes.functions))
+        groups = [[attempts[at * GROUP + n] for n in range(GROUP)] for at in range(PROMPTS)]
         used += names
         scored = score_groups(groups, RewardSettings(), LossSettings())
         for name, group in zip(names, groups, strict=True):
@@ -421,23 +423,23 @@ def learnt(
             late.append(
                 {
                     "live groups": float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored])),
-                    "solved in RL": float(np.mean([each.solved for each in tried[-PROMPTS:]])),
-                    "calls in RL": float(np.mean([each.turns for each in tried[-PROMPTS:]])),
+                    "solved in RL": float(np.mean([record.solved for record in tried[-PROMPTS:]])),
+                    "calls in RL": float(np.mean([record.turns for record in tried[-PROMPTS:]])),
                 }
             )
         if streams := streams_of(scored, LossSettings()):
-            given: dict[str, Any] = {
+            learning: dict[str, Any] = {
                 "minibatches": 1,
                 "denominator": GROUP * PROMPTS * 64.0,
                 "lr": 5e-4 * min(1.0, (step + 1) / 6),
                 "clip": 1.0,
             }
-            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **given)
-    return model, {name: float(np.mean([each[name] for each in late])) for name in late[0]}
+            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **learning)
+    return model, {name: float(np.mean([figures[name] for figures in late])) for name in late[0]}
 
 
 def curriculum(seeds: int) -> str:
-    found: dict[str, list[Figures]] = {}
+    figures_by_arm: dict[str, list[Figures]] = {}
     run = example_run()
     start = load_pretrained(run.path / "weights" / "start")
     start.requires_grad_()
@@ -448,20 +450,22 @@ def curriculum(seeds: int) -> str:
             tune = list(make_miniatures(f"curriculum tune {seed}", TUNE, heldout=False, executor=sandboxes.functions))
             engine = Engine(start, stop=agent.renderer.stop, slots=64, max_length=512, seed=998)
             calls: dict[tuple[str, ...], list[int]] = {}
-            for done in run_eval(engine, agent, tune, sandboxes, samples=1):
-                calls.setdefault(kind_of(done.task), []).append(done.rollout.calls)
-            middle = np.median([n for each in calls.values() for n in each])
+            for attempt in run_eval(engine, agent, tune, sandboxes, samples=1):
+                calls.setdefault(kind_of(attempt.task), []).append(attempt.rollout.calls)
+            middle = np.median([n for counts in calls.values() for n in counts])
             easy = {task.id for task in tune if np.mean(calls[kind_of(task)]) <= middle}
-            found.setdefault("start", []).append(
+            figures_by_arm.setdefault("start", []).append(
                 scored_tasks(start, agent, sandboxes, tune, easy)
                 | dict.fromkeys(("live groups", "solved in RL", "calls in RL"), float("nan"))
             )
             for arm, settings in CURRICULA.items():
                 begun = time.process_time()
                 model, late = learnt(start, agent, sandboxes, seed, pool, settings)
-                found.setdefault(arm, []).append({**scored_tasks(model, agent, sandboxes, tune, easy), **late})
-                print(f"seed {seed}, {arm}: {found[arm][-1]}, {time.process_time() - begun:.0f} s", flush=True)
-    return table(found, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL"))
+                figures_by_arm.setdefault(arm, []).append({**scored_tasks(model, agent, sandboxes, tune, easy), **late})
+                print(f"seed {seed}, {arm}: {figures_by_arm[arm][-1]}, {time.process_time() - begun:.0f} s", flush=True)
+    return table(
+        figures_by_arm, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL")
+    )
 
 
 STUDIES = {"compaction": compaction, "habits": habits, "effort": effort, "curriculum": curriculum}
@@ -471,10 +475,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=tuple(STUDIES))
     parser.add_argument("--seeds", type=int, default=5)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.process_time()
-    print(STUDIES[given.what](given.seeds))
+    print(STUDIES[args.what](args.seeds))
     print(f"{time.process_time() - begun:.0f} CPU-seconds")
 
 

@@ -2,10 +2,11 @@
 """compare_summaries.py FOLDER [--arm ARM] [--seed N]: what the summaries of a trained policy lose, before and after RL.
 
 The example's policy is fine-tuned on demonstrations of `labs/horizons/seeker.py`: in one segment, with short summaries, with
-summaries of twelve sections, and with cuts. RL then trains it with short summaries, where the final reward reaches their tokens,
-or with long ones. The policy before RL, and what an arm of RL makes of it, are scored on the same tasks in every way to end a
-segment; cuts before RL alone. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as tables, medians
-with the least and the most of the seeds. The fine-tuned policy, FOLDER/start, is made once for all seeds. One thread.
+summaries of twelve sections, and with cuts. RL then trains it with short summaries, where the final reward reaches their
+tokens, or with long ones. The policy before RL, and what an arm of RL makes of it, are scored on the same tasks with every way
+to end a segment; cuts before RL alone. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as
+tables, medians with the least and the most of the seeds. The fine-tuned policy, FOLDER/start, is made once for all seeds. One
+thread.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ TRIGGERS = (250, 180)
 LONG = "\n".join(re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M))
 """The long instruction of the study: the titles of its sections, 104 tokens. The whole text has 678, too many for this policy."""
 LIMITS = Limits(turns=12, turn_tokens=64, tokens=1024)
-SHOWN = replace(LIMITS, turns=16)
+DEMONSTRATION_LIMITS = replace(LIMITS, turns=16)
 """Limits of demonstrations."""
-ONE = SummarySettings()
-WAYS: dict[str, SummarySettings] = {"one segment": ONE}
+ONE_SEGMENT = SummarySettings()
+SUMMARIES: dict[str, SummarySettings] = {"one segment": ONE_SEGMENT}
 KINDS: Sequence[Compaction] = ("self", "prompted", "truncate")
-WAYS |= {f"{kind}, {t}": SummarySettings(kind=kind, trigger=t, tokens=320) for t in TRIGGERS for kind in KINDS}
+SUMMARIES |= {f"{kind}, {t}": SummarySettings(kind=kind, trigger=t, tokens=320) for t in TRIGGERS for kind in KINDS}
 
-DRAWN: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
-TAUGHT = "x"
+TASK_OPTIONS: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
+DEMONSTRATION_SEED = "x"
 """Seed of the tasks of demonstrations."""
-MOST = 9
+MOST_CHANGES = 9
 """Changes that a function has, at most."""
 
 
@@ -84,42 +85,46 @@ class Size:
     samples: int = 2
 
 
-def agent_of(way: SummarySettings, sandboxes: Sandboxes, limits: Limits = LIMITS) -> Agent:
-    agent = make_agent(EnvSettings(summary=way), TOKENIZER, limits, sandboxes)
+def agent_of(summary: SummarySettings, sandboxes: Sandboxes, limits: Limits = LIMITS) -> Agent:
+    agent = make_agent(EnvSettings(summary=summary), TOKENIZER, limits, sandboxes)
     agent.renderer.queries = {**agent.renderer.queries, "prompted": LONG}
     return agent
 
 
 def tasks_of(name: str, count: int, sandboxes: Sandboxes) -> list[Task]:
     """Return tasks whose bug is one of few changes, and whose request does not describe it."""
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for number in range(count + 8):
-        for task in make_miniatures(f"{name} {number}", min(64, 4 * count), executor=sandboxes.functions, **DRAWN):
+        for task in make_miniatures(
+            f"{name} {number}", min(64, 4 * count), executor=sandboxes.functions, **TASK_OPTIONS
+        ):
             [path] = task.solution
             _, function, _ = split_at(task.files[path].rstrip("\n"), task.metadata["function"])
-            if len(neighbours(function, ENUMERABLE)) <= MOST:
-                found[task.id] = task
-        if len(found) >= count:
-            return list(found.values())[:count]
+            if len(neighbours(function, ENUMERABLE)) <= MOST_CHANGES:
+                tasks[task.id] = task
+        if len(tasks) >= count:
+            return list(tasks.values())[:count]
     raise ValueError(f"{name}: too few tasks")
 
 
-def drawn(seed: str, change: tuple[str, str]) -> float:
-    """Return the place of a change in a random order."""
+def change_order(seed: str, change: tuple[str, str]) -> float:
+    """Return the key that sorts a change into a random order."""
     return Random(f"{seed} {change[1]}").random()
 
 
 def demonstrations(seed: int, count: int, sandboxes: Sandboxes) -> list[TokenRow]:
     """Return examples of the seeker. Of 13 ways to show a task, 3 are in one segment, 2 for each summary and trigger, 1 for each
     cut and trigger."""
-    tasks, rows = tasks_of(TAUGHT, count, sandboxes), list[TokenRow]()
-    ways = [ONE] * 3 + [w for w in WAYS.values() if w.trigger for _ in range(1 if w.kind == "truncate" else 2)]
-    for place, way in enumerate(ways):
-        agent = agent_of(way, sandboxes, SHOWN)
-        mine = [task for n, task in enumerate(tasks) if (n + place) % len(ways) < 3]
-        policy = Seeker(agent.renderer, partial(drawn, f"{seed} {place}"))
-        for _, done in drive([agent.attempt(task, n) for n, task in enumerate(mine)], policy, sandboxes.functions):
-            rows += demonstration_rows(done.rollout, 0.1)
+    tasks, rows = tasks_of(DEMONSTRATION_SEED, count, sandboxes), list[TokenRow]()
+    summaries = [ONE_SEGMENT] * 3 + [
+        w for w in SUMMARIES.values() if w.trigger for _ in range(1 if w.kind == "truncate" else 2)
+    ]
+    for position, summary in enumerate(summaries):
+        agent = agent_of(summary, sandboxes, DEMONSTRATION_LIMITS)
+        subset = [task for n, task in enumerate(tasks) if (n + position) % len(summaries) < 3]
+        policy = Seeker(agent.renderer, partial(change_order, f"{seed} {position}"))
+        for _, attempt in drive([agent.attempt(task, n) for n, task in enumerate(subset)], policy, sandboxes.functions):
+            rows += demonstration_rows(attempt.rollout, 0.1)
     return rows
 
 
@@ -132,9 +137,9 @@ def fine_tuned(size: Size, sandboxes: Sandboxes, seed: int = 0) -> Model:
     batches = deal(rows, 2048, Random(seed))
     for step in range(size.sft):
         lr = 2.5e-3 * min(1.0, (step + 1) / 20, (size.sft - step) / (size.sft / 2))
-        found = train_step(model, [rows[n] for n in next(batches)], optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
+        metrics = train_step(model, [rows[n] for n in next(batches)], optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
         if step % 50 == 49:
-            print(f"sft {step + 1}: {found['agent_loss']:.3f}", flush=True)
+            print(f"sft {step + 1}: {metrics['agent_loss']:.3f}", flush=True)
     with torch.no_grad():
         model.final_norm.mul_(SHARPNESS)
     return model
@@ -146,29 +151,29 @@ SHARPNESS = 1.4
 
 def reinforced(start: Model, kind: Compaction, seed: int, size: Size, sandboxes: Sandboxes) -> Model:
     """Return the policy after RL with one kind of summaries, at both triggers in turn."""
-    agents = [agent_of(WAYS[f"{kind}, {trigger}"], sandboxes) for trigger in TRIGGERS]
+    agents = [agent_of(SUMMARIES[f"{kind}, {trigger}"], sandboxes) for trigger in TRIGGERS]
     model, loss = copy.deepcopy(start), LossSettings()
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss)
-    each = size.prompts * size.group
+    rollouts = size.prompts * size.group
     tasks = tasks_of(f"summaries rl {seed}", size.rl * size.prompts, sandboxes)
     for step in range(size.rl):
         agent = agents[step % len(agents)]
         engine = engine_of(model, agent, seed, step)
-        jobs = [agent.attempt(tasks[n // size.group], n) for n in range(step * each, (step + 1) * each)]
-        done = dict(drive(jobs, engine, sandboxes.functions))
-        groups = [[done[at + n] for n in range(size.group)] for at in range(0, each, size.group)]
+        jobs = [agent.attempt(tasks[n // size.group], n) for n in range(step * rollouts, (step + 1) * rollouts)]
+        attempts = dict(drive(jobs, engine, sandboxes.functions))
+        groups = [[attempts[at + n] for n in range(size.group)] for at in range(0, rollouts, size.group)]
         if step % 5 == 4:
-            print(f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}", flush=True)
+            print(f"rl {step + 1}: solved {np.mean([d.grade.passed for d in attempts.values()]):.2f}", flush=True)
         if streams := streams_of(score_groups(groups, RewardSettings(), loss), loss):
             lr = 2e-4 * min(1.0, (step + 1) / 4)
-            how: dict[str, Any] = {
+            learning: dict[str, Any] = {
                 "minibatches": 1,
-                "denominator": each * 128.0,
+                "denominator": rollouts * 128.0,
                 "lr": lr,
                 "clip": 1.0,
                 "microbatch_tokens": 4096,
             }
-            learner.learn(streams, Ranks(), Random(step), **how)
+            learner.learn(streams, Ranks(), Random(step), **learning)
     return model
 
 
@@ -176,39 +181,43 @@ def engine_of(model: Model, agent: Agent, seed: int, version: int = 0) -> Engine
     return Engine(model, stop=agent.renderer.stop, slots=64, max_length=LIMITS.tokens, seed=seed, version=version)
 
 
-def known(rollout: Rollout) -> tuple[list[int], list[int]]:
+def told_tries(rollout: Rollout) -> tuple[list[int], list[int]]:
     """Return, for each segment after the first, how many tries were made before it and how many its beginning tells of; and how
     many it tells of at all, and how many of these were never made."""
-    made, kept, told = set[str](), [0, 0], [0, 0]
-    for before, after in pairwise(rollout.segments):
-        text = TOKENIZER.decode(before.token_ids.tolist(), skip_special_tokens=False)
-        made |= {*tried(re.sub(r"(?m)^tried .*$", "", text))}
-        begun = after.token_ids[: int(after.acted.argmax())].tolist()
-        here = {*tried(TOKENIZER.decode(begun, skip_special_tokens=False))}
-        kept = [kept[0] + len(made & here), kept[1] + len(made)]
-        told = [told[0] + len(here - made), told[1] + len(here)]
-    return kept, told
+    tries, told_counts, invented_counts = set[str](), [0, 0], [0, 0]
+    for previous, current in pairwise(rollout.segments):
+        text = TOKENIZER.decode(previous.token_ids.tolist(), skip_special_tokens=False)
+        tries |= {*tried(re.sub(r"(?m)^tried .*$", "", text))}
+        beginning = current.token_ids[: int(current.acted.argmax())].tolist()
+        tries_told = {*tried(TOKENIZER.decode(beginning, skip_special_tokens=False))}
+        told_counts = [told_counts[0] + len(tries & tries_told), told_counts[1] + len(tries)]
+        invented_counts = [invented_counts[0] + len(tries_told - tries), invented_counts[1] + len(tries_told)]
+    return told_counts, invented_counts
 
 
 def scored(model: Model, size: Size, sandboxes: Sandboxes, seed: int, cuts: bool) -> dict[str, dict[str, float]]:
-    """Return the figures of a policy in each way, on the same tasks; `cuts`: without summaries, too."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the figures of a policy for each way to end a segment, on the same tasks; `cuts`: without summaries, too."""
+    figures_by_summary: dict[str, dict[str, float]] = {}
     tasks = tasks_of(f"summaries scored {seed}", size.scored, sandboxes)
-    for name, way in WAYS.items():
-        if way.kind == "truncate" and not cuts:
+    for name, summary in SUMMARIES.items():
+        if summary.kind == "truncate" and not cuts:
             continue
-        agent = agent_of(way, sandboxes)
-        done = list(run_eval(engine_of(model, agent, 999 + seed), agent, tasks, sandboxes, size.samples))
-        kept, told = (np.sum(counts, axis=0) for counts in zip(*(known(d.rollout) for d in done), strict=True))
-        found[name] = {
-            **figures(done, TOKENIZER),
-            "kept": float(kept[0] / max(1, kept[1])),
-            "invented": float(told[0] / max(1, told[1])),
-            "calls": float(np.mean([d.rollout.messages for d in done])),
+        agent = agent_of(summary, sandboxes)
+        attempts = list(run_eval(engine_of(model, agent, 999 + seed), agent, tasks, sandboxes, size.samples))
+        told_counts, invented_counts = (
+            np.sum(counts, axis=0) for counts in zip(*(told_tries(d.rollout) for d in attempts), strict=True)
+        )
+        figures_by_summary[name] = {
+            **figures(attempts, TOKENIZER),
+            "kept": float(told_counts[0] / max(1, told_counts[1])),
+            "invented": float(invented_counts[0] / max(1, invented_counts[1])),
+            "calls": float(np.mean([d.rollout.messages for d in attempts])),
         }
-        found[name]["error"] = found["one segment"]["solved"] - found[name]["solved"]
-        print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
-    return found
+        figures_by_summary[name]["error"] = (
+            figures_by_summary["one segment"]["solved"] - figures_by_summary[name]["solved"]
+        )
+        print(name, {key: round(value, 2) for key, value in figures_by_summary[name].items()}, flush=True)
+    return figures_by_summary
 
 
 ARMS: dict[str, Compaction | None] = {"before RL": None, "RL, self": "self", "RL, prompted": "prompted"}
@@ -231,15 +240,15 @@ def study(seed: int, arm: str, folder: Path, size: Size) -> None:
 
 def report(folder: Path) -> str:
     """Return a table for each arm, over the files of a folder."""
-    parts = []
+    sections = []
     for arm in ARMS:
         if runs := [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]:
             if any(run["size"] != runs[0]["size"] for run in runs):
                 raise SystemExit(f"{folder}: its runs of {arm!r} are of different sizes; give each size a folder")
             spent = sum(run["seconds"] for run in runs)
-            ways = {way: [run["ways"][way] for run in runs] for way in runs[0]["ways"]}
-            parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
-    return "\n\n".join(parts)
+            figures_by_summary = {summary: [run["ways"][summary] for run in runs] for summary in runs[0]["ways"]}
+            sections += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(figures_by_summary, COLUMNS)]
+    return "\n\n".join(sections)
 
 
 COLUMNS = ("solved", "error", "summary tokens", "reused", "kept", "invented", "calls")
@@ -251,14 +260,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arm", choices=tuple(ARMS))
     parser.add_argument("--steps", type=int, default=Size().rl, help="of RL")
-    given = parser.parse_args()
-    if given.steps < 1 or given.seed < 0:
-        parser.error(f"--steps {given.steps}, --seed {given.seed}: at least 1, at least 0")
+    args = parser.parse_args()
+    if args.steps < 1 or args.seed < 0:
+        parser.error(f"--steps {args.steps}, --seed {args.seed}: at least 1, at least 0")
     torch.set_num_threads(1)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    if given.arm:
-        study(given.seed, given.arm, given.folder, Size(rl=given.steps))
-    print(report(given.folder) or f"{given.folder}: no results; --arm makes them, one of: {' | '.join(ARMS)}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.arm:
+        study(args.seed, args.arm, args.folder, Size(rl=args.steps))
+    print(report(args.folder) or f"{args.folder}: no results; --arm makes them, one of: {' | '.join(ARMS)}")
 
 
 if __name__ == "__main__":

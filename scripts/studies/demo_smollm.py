@@ -135,14 +135,14 @@ def main(arguments: list[str] | None = None) -> int:
     if any(run_dir.finished("eval_final") is None for run_dir in runs["RL"]):
         return 0  # RL was refused, or `until` ends the runs before it
     shares = shares_solved(runs)
-    gains = {name: (gain(own, shares["start"]), gain(shares["RL"], own)) for name, own in shares.items()}
+    gains = {name: (gain(solved, shares["start"]), gain(shares["RL"], solved)) for name, solved in shares.items()}
     rows = [
         (
             name,
-            f"{np.mean([*own.values()]):.3f}",
+            f"{np.mean([*solved.values()]):.3f}",
             *(f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" for mean, low, high in gains[name]),
         )
-        for name, own in shares.items()
+        for name, solved in shares.items()
     ]
     print(f"\n{len(args.seeds)} seeds, {len(shares['start'])} held-out tasks; gains in points, with 95 % intervals")
     console().print(text_table(rows, ("policy", "solved", "gain over the start", "gain of RL over it")))
@@ -160,10 +160,12 @@ def shares_solved(runs: Mapping[str, Sequence[RunDir]]) -> dict[str, dict[tuple[
     return {"start": pooled(runs["RL"], "start")} | ends
 
 
-def gain(policy: Mapping[tuple[int, str], float], other: Mapping[tuple[int, str], float]) -> tuple[float, float, float]:
-    """Return how many points more `policy` solves than `other`, paired by task, and the bounds of its 95 % interval, by a
+def gain(
+    policy: Mapping[tuple[int, str], float], baseline: Mapping[tuple[int, str], float]
+) -> tuple[float, float, float]:
+    """Return how many points more `policy` solves than `baseline`, paired by task, and the bounds of its 95 % interval, by a
     bootstrap over the tasks of all seeds."""
-    differences = np.array([100 * (policy[key] - other[key]) for key in sorted(policy.keys() & other.keys())])
+    differences = np.array([100 * (policy[key] - baseline[key]) for key in sorted(policy.keys() & baseline.keys())])
     low, high = bootstrap(differences, 0)
     return float(differences.mean()), low, high
 

@@ -23,10 +23,11 @@ from composer_nb.trainer.learning.data import TokenRow
 
 
 @tool()
-def run_tests(place: Session) -> Observation:
+def run_tests(session: Session) -> Observation:
     """Run the visible tests."""
-    seen = place.run_visible_tests()
-    return replace(seen, text="ran") if place.edits.now else seen  # what they refuse is not kept: `tried` would tell
+    observation = session.run_visible_tests()
+    # A text that failed is not recorded as refused: the answer `tried` would reveal it.
+    return replace(observation, text="ran") if session.edits.now else observation
 
 
 class Masked:
@@ -45,9 +46,9 @@ def without_tries(row: TokenRow, tokenizer: Tokenizer) -> TokenRow:
     call, end = tokenizer.token_to_id("<|call|>"), tokenizer.token_to_id("<|end|>")
     ids, weight = row.token_ids, row.weight.copy()
     turns = [*np.flatnonzero((weight[1:] == 1.0) & (weight[:-1] != 1.0)) + 1, len(ids)]
-    for begin, after in pairwise(turns):
-        close = begin + ids[begin:after].tolist().index(end) + 1 if end in ids[begin:after] else after
-        if "fail" not in tokenizer.decode(ids[close:after].tolist()):
+    for begin, stop in pairwise(turns):
+        close = begin + ids[begin:stop].tolist().index(end) + 1 if end in ids[begin:stop] else stop
+        if "fail" not in tokenizer.decode(ids[close:stop].tolist()):
             continue
         calls = [begin, *begin + np.flatnonzero(ids[begin:close] == call) + 1, close]
         for first, last in pairwise(calls):

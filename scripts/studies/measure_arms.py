@@ -32,18 +32,18 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def run(source: RunDir, runs: Path, name: str, settings: Settings) -> dict[str, Any]:
-    """Scores and metrics of a fork: begun, or taken up again."""
+    """Return the scores and metrics of a fork, which is started or resumed."""
     path = runs / name
     if not (path / "run.db").is_file():
         fork(source, settings, runs=runs, name=name)
     print(f"== {name}", flush=True)
-    done = start_or_resume(path, say=lambda line: print(line, flush=True))
-    report, steps = build_report(done), done.steps("rl")
-    found = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
+    run_dir = start_or_resume(path, say=lambda line: print(line, flush=True))
+    report, steps = build_report(run_dir), run_dir.steps("rl")
+    result = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
     for metric in ("solved", "k3", "masked", "replay_overlap"):
         values = [step[metric] for step in steps[-LAST:] if step.get(metric) is not None]
-        found[metric] = float(np.mean(values)) if values else float("nan")
-    return found
+        result[metric] = float(np.mean(values)) if values else float("nan")
+    return result
 
 
 def main() -> None:
@@ -65,25 +65,25 @@ def main() -> None:
     arms: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arguments.arm}
     for seed in arguments.seeds:
         for name, *pairs in arguments.arm:
-            own = dict(pair.split("=", 1) for pair in pairs)
-            settings = override(from_dict(source.settings()), base | own | {"rl_seed": seed})
+            arm_changes = dict(pair.split("=", 1) for pair in pairs)
+            settings = override(from_dict(source.settings()), base | arm_changes | {"rl_seed": seed})
             arms[name].append(run(source, arguments.runs, f"{name}-{seed}", settings))
     print(f"\n{arguments.steps} batches; pass@1 / greedy / best of 4; metrics of the last {LAST} steps\n")
     print("| seed | arm | scores | solved | k3 | clipped | overlap | RL s |")
     print("|---|---|---|---|---|---|---|---|")
-    for place, seed in enumerate(arguments.seeds):
-        for name, found in arms.items():
-            f = found[place]
-            scores = " / ".join(f"{f[score]:.3f}" for score in SCORES)
+    for index, seed in enumerate(arguments.seeds):
+        for name, results in arms.items():
+            result = results[index]
+            scores = " / ".join(f"{result[score]:.3f}" for score in SCORES)
             print(
-                f"| {seed} | {name} | {scores} | {f['solved']:.3f} | {f['k3']:.1e} | {f['masked']:.2%} | "
-                f"{f['replay_overlap']:.4f} | {f['seconds']:.0f} |"
+                f"| {seed} | {name} | {scores} | {result['solved']:.3f} | {result['k3']:.1e} | {result['masked']:.2%} | "
+                f"{result['replay_overlap']:.4f} | {result['seconds']:.0f} |"
             )
     print()
-    (first, without), *others = arms.items()
-    for name, found in others:
+    (first, without), *other_arms = arms.items()
+    for name, results in other_arms:
         for score in (*SCORES, "solved"):
-            gains = [100 * (b[score] - a[score]) for a, b in zip(without, found, strict=True)]
+            gains = [100 * (b[score] - a[score]) for a, b in zip(without, results, strict=True)]
             half = STUDENT[len(gains) - 2] * statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else np.inf
             print(
                 f"{score}: {name} − {first}, mean {np.mean(gains):+.1f} ± {half:.1f} points, "

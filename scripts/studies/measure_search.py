@@ -95,7 +95,7 @@ def by_task(attempts: Sequence[Attempt], figure: Callable[[Attempt], float]) -> 
     values: dict[str, list[float]] = {}
     for attempt in attempts:
         values.setdefault(attempt.task.id, []).append(figure(attempt))
-    return {task: float(np.mean(own)) for task, own in values.items()}
+    return {task: float(np.mean(figures)) for task, figures in values.items()}
 
 
 def located(within: int) -> Callable[[Attempt], float]:
@@ -120,7 +120,7 @@ def gain(
         for task, value in values["with"].items():
             if size[task] in sizes:
                 differences.setdefault(task, []).append(value - values["without"][task])
-    means = np.array([np.mean(own) for own in differences.values()])
+    means = np.array([np.mean(task_differences) for task_differences in differences.values()])
     low, high = bootstrap(means, 0)
     return f"{means.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
@@ -129,7 +129,10 @@ def rows(attempts: dict[str, dict[int, list[Attempt]]]) -> list[tuple[str, ...]]
     """Return the rows of one set of tasks: a policy each, and the gain."""
 
     def texts(figure: Callable[[Attempt], float], form: str) -> list[str]:
-        pooled = {arm: [attempt for own in by_seed.values() for attempt in own] for arm, by_seed in attempts.items()}
+        pooled = {
+            arm: [attempt for seed_attempts in by_seed.values() for attempt in seed_attempts]
+            for arm, by_seed in attempts.items()
+        }
         means = [f"{np.mean([figure(attempt) for attempt in pooled[arm]]):{form}}" for arm in ARMS]
         return [*means, gain(attempts, figure)]
 

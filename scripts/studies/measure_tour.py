@@ -66,15 +66,15 @@ def folder(seed: int, control: str) -> str:
 
 
 def run(runs: Path, name: str, settings: Settings, source: RunDir | None = None) -> RunDir:
-    """The run `name`: begun, forked from `source`, or taken up again. A fork may have another environment: RL's own."""
+    """Return the run `name`: started, forked from `source`, or resumed. A fork may have another environment: RL's own."""
     path = runs / name
     if not (path / "run.db").is_file():
         if source:  # which refuses another environment than the source's
-            made = fork(source, replace(settings, env=from_dict(source.settings()).env), runs=runs, name=name)
+            new_run = fork(source, replace(settings, env=from_dict(source.settings()).env), runs=runs, name=name)
         else:
-            made = create(runs, name)
-        write_json(made.path / "settings.json", to_dict(settings))
-        write_json(made.path / "provenance.json", provenance())
+            new_run = create(runs, name)
+        write_json(new_run.path / "settings.json", to_dict(settings))
+        write_json(new_run.path / "provenance.json", provenance())
     return finished(path)
 
 
@@ -87,46 +87,46 @@ def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained:
     """Return a fork of `source` that takes what RL left in `trained`, and does what follows RL by its own settings."""
     path = runs / name
     if not (path / "run.db").is_file():
-        made = fork(source, settings, runs=runs, name=name)
+        new_run = fork(source, settings, runs=runs, name=name)
         for source_weights in (trained.path / "weights" / "before_final", trained.trained_weights):
             name = "before_final" if source_weights.name == "before_final" else "final"
-            shutil.copytree(source_weights, made.path / "weights" / name)
+            shutil.copytree(source_weights, new_run.path / "weights" / name)
         info = trained.finished("rl")
         assert info is not None
-        made.finish("rl", info.pop("seconds"), info)
+        new_run.finish("rl", info.pop("seconds"), info)
     return finished(path)
 
 
-def after(runs: Path, name: str, settings: Settings, source: RunDir, taught: RunDir) -> RunDir:
-    """RL that starts from the control of `taught`, as `source` starts from its fine-tuning."""
+def rl_after_control(runs: Path, name: str, settings: Settings, source: RunDir, taught: RunDir) -> RunDir:
+    """Return RL that starts from the control of `taught`, as `source` starts from its fine-tuning."""
     path = runs / name
     if not (path / "run.db").is_file():
-        made = fork(source, settings, runs=runs, name=name)
-        shutil.rmtree(made.path / "weights" / "start")
-        shutil.copytree(taught.path / "weights" / "control", made.path / "weights" / "start")
+        new_run = fork(source, settings, runs=runs, name=name)
+        shutil.rmtree(new_run.path / "weights" / "start")
+        shutil.copytree(taught.path / "weights" / "control", new_run.path / "weights" / "start")
         for file in (taught.path / "rollouts").glob("eval_control*"):
-            shutil.copyfile(file, made.path / "rollouts" / file.name.replace("control", "start"))
+            shutil.copyfile(file, new_run.path / "rollouts" / file.name.replace("control", "start"))
         info = taught.finished("eval_control")
         assert info is not None
-        made.finish("eval_start", info.pop("seconds"), info)
+        new_run.finish("eval_start", info.pop("seconds"), info)
     return finished(path)
 
 
 def untried(runs: Path, name: str, settings: Settings, source: RunDir) -> RunDir:
-    """A run on the tokenizer and the data of `source`, whose demonstrations are masked by `without_tries`."""
+    """Return a run on the tokenizer and the data of `source`, whose demonstrations are masked by `without_tries`."""
     path = runs / name
     if not (path / "run.db").is_file():
-        made = create(runs, name)
-        shutil.copytree(source.path / "data", made.path / "data", dirs_exist_ok=True)
-        tokenizer = load_tokenizer(made.path / "data", needed=())
-        for file in (made.path / "data").glob("mistaken-*.npz"):
+        new_run = create(runs, name)
+        shutil.copytree(source.path / "data", new_run.path / "data", dirs_exist_ok=True)
+        tokenizer = load_tokenizer(new_run.path / "data", needed=())
+        for file in (new_run.path / "data").glob("mistaken-*.npz"):
             save_rows([without_tries(row, tokenizer) for row in load_rows(file)], file)
         for stage in ("tokenizer", "data"):
             info = source.finished(stage)
             assert info is not None
-            made.finish(stage, info.pop("seconds"), info)
-        write_json(made.path / "settings.json", to_dict(settings))
-        write_json(made.path / "provenance.json", provenance())
+            new_run.finish(stage, info.pop("seconds"), info)
+        write_json(new_run.path / "settings.json", to_dict(settings))
+        write_json(new_run.path / "provenance.json", provenance())
     return finished(path)
 
 
@@ -142,19 +142,19 @@ def control_steps(source: RunDir) -> int:
 def restarted(tries: Sequence[Attempt], patience: int, calls: int = CALLS) -> float:
     """Return how often a task is solved within `calls` if an attempt that has not ended after `patience` of them, or whose
     visible tests do not pass, is followed by another one, in a fresh context; over which attempt comes first."""
-    found = []
+    outcomes = []
     for first in range(len(tries)):
-        left, solved = calls, False
-        for done in (*tries[first:], *tries[:first]):
-            spent = done.rollout.calls
-            if spent <= min(patience, left) and Course.of(done.rollout.turns).accepted:
-                solved = done.grade.passed
+        calls_left, solved = calls, False
+        for attempt in (*tries[first:], *tries[:first]):
+            spent = attempt.rollout.calls
+            if spent <= min(patience, calls_left) and Course.of(attempt.rollout.turns).accepted:
+                solved = attempt.grade.passed
                 break
-            left -= min(spent, patience)
-            if left <= 0:
+            calls_left -= min(spent, patience)
+            if calls_left <= 0:
                 break
-        found.append(float(solved))
-    return float(np.mean(found))
+        outcomes.append(float(solved))
+    return float(np.mean(outcomes))
 
 
 def sampled(run: RunDir, policy: str, kind: str) -> dict[str, list[Attempt]]:
@@ -162,17 +162,19 @@ def sampled(run: RunDir, policy: str, kind: str) -> dict[str, list[Attempt]]:
     tasks = {task.id: task for task in load_tasks(run.path / "data" / f"{kind}.jsonl")}
     suffix = "" if kind == "heldout" else f"_{kind}"
     attempts = load_attempts(run.path / "rollouts" / f"eval_{policy}{suffix}.parquet", tasks)
-    found: dict[str, list[Attempt]] = {task: [] for task in tasks}
-    for done in attempts[: -len(tasks)]:  # greedy attempts come last
-        found[done.task.id].append(done)
-    return found
+    attempts_by_task: dict[str, list[Attempt]] = {task: [] for task in tasks}
+    for attempt in attempts[: -len(tasks)]:  # greedy attempts come last
+        attempts_by_task[attempt.task.id].append(attempt)
+    return attempts_by_task
 
 
 def fresh_contexts(run: RunDir) -> tuple[int, dict[str, dict[str, float]]]:
     """Return the start's best patience on the held-out tasks, and with it the share solved of each task of each kind."""
     tries = {kind: sampled(run, "start", kind) for kind in KINDS}
     shares = {
-        patience: {kind: {t: restarted(own, patience) for t, own in tries[kind].items()} for kind in KINDS}
+        patience: {
+            kind: {t: restarted(task_attempts, patience) for t, task_attempts in tries[kind].items()} for kind in KINDS
+        }
         for patience in range(3, CALLS)
     }
     best = max(shares, key=lambda patience: statistics.mean(shares[patience]["heldout"].values()))
@@ -183,15 +185,15 @@ def blind(run: RunDir, runs: Path) -> dict[str, dict[str, float]]:
     """Return the share solved of each task by a search that knows nothing, in the run's tokens; kept beside the runs."""
     file, settings = runs / f"blind-{run.path.name}.json", from_dict(run.settings())
     if not file.is_file():
-        agent, found = make_agent(settings.env, load_tokenizer(run.path / "data", needed=()), settings.limits), {}
+        agent, shares = make_agent(settings.env, load_tokenizer(run.path / "data", needed=()), settings.limits), {}
         for kind in KINDS:
             with SandboxExecutor() as sandboxes:
-                found[kind] = _searched(
+                shares[kind] = _searched(
                     load_tasks(run.path / "data" / f"{kind}.jsonl"), agent, CachedExecutor(sandboxes)
                 )
-        write_json(file, found)
-    kept: dict[str, dict[str, float]] = json.loads(file.read_text())
-    return kept
+        write_json(file, shares)
+    stored_shares: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return stored_shares
 
 
 def _searched(tasks: Sequence[Task], agent: Agent, executor: CachedExecutor, samples: int = 4) -> dict[str, float]:
@@ -199,9 +201,9 @@ def _searched(tasks: Sequence[Task], agent: Agent, executor: CachedExecutor, sam
         return TINY_SCRIPTS["blind"](tasks[rollout // samples], Random(f"blind {rollout}"))
 
     solved: dict[str, list[bool]] = {task.id: [] for task in tasks}
-    for done in run_eval(ScriptedPolicy(agent.renderer, script), agent, tasks, executor, samples):
-        solved[done.task.id].append(done.grade.passed and done.rollout.calls <= CALLS)
-    return {task: float(np.mean(each)) for task, each in solved.items()}
+    for attempt in run_eval(ScriptedPolicy(agent.renderer, script), agent, tasks, executor, samples):
+        solved[attempt.task.id].append(attempt.grade.passed and attempt.rollout.calls <= CALLS)
+    return {task: float(np.mean(outcomes)) for task, outcomes in solved.items()}
 
 
 # Tables
@@ -216,23 +218,23 @@ def row(name: str, run: RunDir, report: dict[str, Any]) -> str:
     for policy in (scores["midtrained"], scores["start"], scores["final"]):
         cells.append(" / ".join(f"{value:.3f}" for value in (policy["pass_within"]["12"], *map(policy.get, FIGURES))))
     for kind in KINDS:
-        found = within_12(run, scores, kind)
-        low, high = (100 * end for end in found["ci95"])
-        cells.append(f"{100 * found['gain']:+.1f} ({low:+.1f} to {high:+.1f})")
+        gain = within_12(run, scores, kind)
+        low, high = (100 * end for end in gain["ci95"])
+        cells.append(f"{100 * gain['gain']:+.1f} ({low:+.1f} to {high:+.1f})")
     cells.append(" → ".join(f"{scores[policy]['recovery']:.2f}" for policy in ("start", "final")))
     cells.append(f"{scores['final']['tests_after_wrong_edit']:.0%}")
     return "| " + " | ".join([*cells, f"{report['wall_s'].get('rl', 0):.0f}"]) + " |"
 
 
-def print_seeds(done: Mapping[str, RunDir]) -> None:
+def print_seeds(runs: Mapping[str, RunDir]) -> None:
     print(
         "\nPolicies: solved in 12 calls / pass@1 / greedy / best of 4. Gains: in 12 calls, over the better policy before.\n"
     )
     print("| run | midtrained | start | after | gain | gain, new structures | recovery | tests a wrong edit | RL s |")
     print("|---|---|---|---|---|---|---|---|---|")
-    reports = {name: build_report(found) for name, found in done.items()}
+    reports = {name: build_report(run) for name, run in runs.items()}
     for name, report in reports.items():
-        print(row(name, done[name], report))
+        print(row(name, runs[name], report))
     for kind in KINDS:
         gains = sorted(100 * report["gain"]["within_12"][kind]["gain"] for report in reports.values())
         print(
@@ -270,43 +272,47 @@ def print_controls(seed: int, rl: Sequence[RunDir], controls: Mapping[str, RunDi
     )
     print("| policy | held out | RL less that | new structures | RL less that | pass@1 | best of 4 | recovery | s |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for n, own in enumerate(trained):
-        print(_line(f"RL, seed {n}", own, ()))
-    for name, own in lines.items():
-        print(_line(name, own, trained))
+    for n, line in enumerate(trained):
+        print(_line(f"RL, seed {n}", line, ()))
+    for name, line in lines.items():
+        print(_line(name, line, trained))
 
 
-def _line(name: str, own: Line, trained: Sequence[Line]) -> str:
+def _line(name: str, line: Line, trained: Sequence[Line]) -> str:
     cells = [name]
     for kind in KINDS:
-        cells.append(f"{statistics.mean(own.shares[kind].values()):.3f}")
+        cells.append(f"{statistics.mean(line.shares[kind].values()):.3f}")
         gains = (
-            [np.mean([rl.shares[kind][t] for rl in trained]) - own.shares[kind][t] for t in own.shares[kind]]
+            [np.mean([rl.shares[kind][t] for rl in trained]) - line.shares[kind][t] for t in line.shares[kind]]
             if trained
             else []
         )
         low, high = (100 * end for end in bootstrap(np.array(gains), 0)) if gains else (0.0, 0.0)
         cells.append(f"{100 * float(np.mean(gains)):+.1f} ({low:+.1f} to {high:+.1f})" if gains else "")
-    cells += [f"{own.score[key]:.3f}" if own.score else "" for key in ("pass_at_1", "best_of_k", "recovery")]
-    return "| " + " | ".join([*cells, "" if own.seconds is None else f"{own.seconds:.0f}"]) + " |"
+    cells += [f"{line.score[key]:.3f}" if line.score else "" for key in ("pass_at_1", "best_of_k", "recovery")]
+    return "| " + " | ".join([*cells, "" if line.seconds is None else f"{line.seconds:.0f}"]) + " |"
 
 
-def compare(seed: int, rl: Sequence[RunDir], settings: Settings, asked: argparse.Namespace) -> dict[str, RunDir]:
+def compare(seed: int, rl: Sequence[RunDir], settings: Settings, args: argparse.Namespace) -> dict[str, RunDir]:
     """Return the finished controls of a seed by name, run where that is asked for."""
-    changes: dict[str, Mapping[str, Any]] = {pair: dict([pair.split("=", 1)]) for pair in asked.fork}
-    if asked.controls:
+    changes: dict[str, Mapping[str, Any]] = {pair: dict([pair.split("=", 1)]) for pair in args.fork}
+    if args.controls:
         changes = {MORE_SFT: {"control_steps": control_steps(rl[0])}, **CONTROLS, **changes}
-    for name, changed in () if asked.table_only else changes.items():
-        made = run(asked.runs, folder(seed, name), override(settings, changed), rl[0])
+    for name, changed in () if args.table_only else changes.items():
+        control_run = run(args.runs, folder(seed, name), override(settings, changed), rl[0])
         if name == MASKED:
-            rescored(asked.runs, folder(seed, SEEN), settings, rl[0], made)
+            rescored(args.runs, folder(seed, SEEN), settings, rl[0], control_run)
         if name == MORE_SFT:
-            after(asked.runs, folder(seed, AFTER), settings, rl[0], made)
-    if asked.controls and not asked.table_only:
-        untried(asked.runs, folder(seed, UNTRIED), settings, rl[0])
-    paths = {name: asked.runs / folder(seed, name) for name in (*changes, SEEN, AFTER, UNTRIED)}
-    there = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
-    return {name: made for name, made in there.items() if any(map(made.finished, ("eval_final", "eval_control")))}
+            rl_after_control(args.runs, folder(seed, AFTER), settings, rl[0], control_run)
+    if args.controls and not args.table_only:
+        untried(args.runs, folder(seed, UNTRIED), settings, rl[0])
+    paths = {name: args.runs / folder(seed, name) for name in (*changes, SEEN, AFTER, UNTRIED)}
+    stored_runs = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
+    return {
+        name: control_run
+        for name, control_run in stored_runs.items()
+        if any(map(control_run.finished, ("eval_final", "eval_control")))
+    }
 
 
 def main() -> None:
@@ -331,16 +337,16 @@ def main() -> None:
             if arguments.table_only and not (arguments.runs / name / "run.db").is_file():
                 continue
             settings = override(base, {"seed": seed, "rl_seed": rl_seed})
-            found = (
+            rl_run = (
                 RunDir(arguments.runs / name) if arguments.table_only else run(arguments.runs, name, settings, source)
             )
-            seeds.setdefault(seed, {})[name] = found
-            source = source or found
-    print_seeds({name: found for each in seeds.values() for name, found in each.items()})
+            seeds.setdefault(seed, {})[name] = rl_run
+            source = source or rl_run
+    print_seeds({name: rl_run for named_runs in seeds.values() for name, rl_run in named_runs.items()})
     for seed, rl in seeds.items():
         if arguments.controls or arguments.fork:
-            made = compare(seed, list(rl.values()), override(base, {"seed": seed}), arguments)
-            print_controls(seed, list(rl.values()), made, arguments.runs)
+            controls = compare(seed, list(rl.values()), override(base, {"seed": seed}), arguments)
+            print_controls(seed, list(rl.values()), controls, arguments.runs)
 
 
 if __name__ == "__main__":

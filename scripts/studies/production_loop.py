@@ -51,32 +51,32 @@ def serve(
 ) -> list[float]:
     """Let users bring their requests, and keep the conversations with their verdicts. Return what was accepted."""
     rng = Random(f"users {settings.seed} {run.name}")
-    done = attempts_of(load_pretrained(model), trained_with(model), model, tasks, 1, settings)
-    done = [each for each in done if each.grade.known]
-    accepted = [float(each.grade.passed != (rng.random() < noise)) for each in done]
-    keep_judged(run, done, rng.sample(accepted, len(accepted)) if shuffled else accepted)
+    attempts = attempts_of(load_pretrained(model), trained_with(model), model, tasks, 1, settings)
+    attempts = [attempt for attempt in attempts if attempt.grade.known]
+    accepted = [float(attempt.grade.passed != (rng.random() < noise)) for attempt in attempts]
+    keep_judged(run, attempts, rng.sample(accepted, len(accepted)) if shuffled else accepted)
     return accepted
 
 
 def take_back(model: Path, store: str, version: int, tasks: Sequence[Task]) -> str:
     """Publish `version` again while a server of `store` answers one request after another. Return which versions wrote what."""
-    known, written = trained_with(model), list[list[int]]()
-    env = EnvSettings(tools=known.tools, renderer=known.renderer, summary=known.summary)
+    carried, written = trained_with(model), list[list[int]]()
+    env = EnvSettings(tools=carried.tools, renderer=carried.renderer, summary=carried.summary)
     with (
-        open_engine(model, slots=1, tokens=(known.limits or LIMITS).tokens, follow=store) as engine,
+        open_engine(model, slots=1, tokens=(carried.limits or LIMITS).tokens, follow=store) as engine,
         Sandboxes() as boxes,
     ):
-        agent, again, began = make_agent(env, engine.tokenizer, known.limits or LIMITS, boxes), 0, 0.0
+        agent, again, began = make_agent(env, engine.tokenizer, carried.limits or LIMITS, boxes), 0, 0.0
         for number, task in enumerate(cycle(tasks)):
             if number == 2:
                 again, began = revert(store, version), time.monotonic()
             limits, renderer = agent.begin(task)
-            speaks = TokenTurnPolicy(renderer, number, limits, engine.shared.ask, engine.shared.release)
-            done = attempt(task, agent.environment(boxes.functions), speaks)
-            written.append(sorted({*map(int, done.rollout.versions)}))
+            policy = TokenTurnPolicy(renderer, number, limits, engine.shared.ask, engine.shared.release)
+            outcome = attempt(task, agent.environment(boxes.functions), policy)
+            written.append(sorted({*map(int, outcome.rollout.versions)}))
             if again and written[-1] == [again]:
                 break
-    lines = "; ".join(f"{n + 1}: {', '.join(map(str, each))}" for n, each in enumerate(written))
+    lines = "; ".join(f"{n + 1}: {', '.join(map(str, versions))}" for n, versions in enumerate(written))
     seconds = time.monotonic() - began
     return (
         f"taken back before request 3, as version {again} with the weights of {version}; versions that wrote each request: "
@@ -97,35 +97,35 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-4)
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    out = given.out or Path(tempfile.mkdtemp(prefix="production-"))
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp(prefix="production-"))
     weights = {"solved": 0.0, "given": 1.0, "invalid_calls": -0.2}
-    changes: dict[str, Any] = {"rl.lr": given.rate, "rl.minibatches": given.minibatches, "reward.weights": weights}
-    settings = override(Settings(), changes | {"seed": given.seed})
+    changes: dict[str, Any] = {"rl.lr": args.rate, "rl.minibatches": args.minibatches, "reward.weights": weights}
+    settings = override(Settings(), changes | {"seed": args.seed})
     out.mkdir(parents=True, exist_ok=True)
-    gate, store, model = out / "gate.jsonl", str(out / "store"), given.model
-    save_tasks(requests(f"gate {given.seed}", given.gate, given.level), gate)
+    gate, store, model = out / "gate.jsonl", str(out / "store"), args.model
+    save_tasks(requests(f"gate {args.seed}", args.gate, args.level), gate)
     version = publish(store, load_pretrained(model))
     print("| cycle | accepted | pass@1 of the gate: before, after, gain | |\n|---|---|---|---|")
-    for number in range(given.cycles + 1):
-        tasks = requests(f"users {given.seed} {number}", given.requests, given.level)
-        accepted = np.array(serve(model, tasks, out / f"cycle{number}", given.noise, settings, given.shuffled))
+    for number in range(args.cycles + 1):
+        tasks = requests(f"users {args.seed} {number}", args.requests, args.level)
+        accepted = np.array(serve(model, tasks, out / f"cycle{number}", args.noise, settings, args.shuffled))
         low, high = bootstrap(accepted, 0)
         row = f"| {number} | {accepted.mean():.3f} ({low:.3f} to {high:.3f}) |"
-        if number == given.cycles:
+        if number == args.cycles:
             print(f"{row} | |", flush=True)
             break
-        shown = improve([out / f"cycle{number}"], model, out / f"update{number}", gate, settings, store=store)["gate"]
+        figures = improve([out / f"cycle{number}"], model, out / f"update{number}", gate, settings, store=store)["gate"]
         gain = "no grades"
-        if shown["before"]:
-            low, high = shown["ci95"]
-            both = ", ".join(f"{shown[when]['pass_at_1']:.3f}" for when in ("before", "after"))
-            gain = f"{both}, {shown['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
-        print(f"{row} {gain} | {shown['stopped'] or 'passed'} |", flush=True)
-        model = model if shown["stopped"] else out / f"update{number}" / "weights"
+        if figures["before"]:
+            low, high = figures["ci95"]
+            pass_rates = ", ".join(f"{figures[when]['pass_at_1']:.3f}" for when in ("before", "after"))
+            gain = f"{pass_rates}, {figures['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
+        print(f"{row} {gain} | {figures['stopped'] or 'passed'} |", flush=True)
+        model = model if figures["stopped"] else out / f"update{number}" / "weights"
     planted = override(settings, {"rl.lr": 0.1})
-    found = improve([out / f"cycle{given.cycles}"], model, out / "planted", gate, planted, store=store)
-    print(f"\nplanted update: {found['gate']['stopped'] or 'PASSED'}; published: {found['version']}")
+    planted_result = improve([out / f"cycle{args.cycles}"], model, out / "planted", gate, planted, store=store)
+    print(f"\nplanted update: {planted_result['gate']['stopped'] or 'PASSED'}; published: {planted_result['version']}")
     print(take_back(model, store, version, tasks))
 
 

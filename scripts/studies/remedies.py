@@ -77,36 +77,36 @@ def scores_by_task(path: RunDir, policy: str, kind: str) -> dict[str, list[float
     }
 
 
-def gains(first: Sequence[Mapping[str, Sequence[float]]], other: Sequence[Mapping[str, Sequence[float]]]) -> Any:
-    """Return `other` − `first` in points, [tasks of all seeds, SCORES], paired by task, and each seed's mean [seeds, SCORES]."""
+def gains(first: Sequence[Mapping[str, Sequence[float]]], second: Sequence[Mapping[str, Sequence[float]]]) -> Any:
+    """Return `second` − `first` in points, [tasks of all seeds, SCORES], paired by task, and each seed's mean [seeds, SCORES]."""
     differences = [
-        100 * (np.array([after[task] for task in before]) - np.array([*before.values()]))
-        for before, after in zip(first, other, strict=True)
+        100 * (np.array([second_scores[task] for task in first_scores]) - np.array([*first_scores.values()]))
+        for first_scores, second_scores in zip(first, second, strict=True)
     ]
     return np.concatenate(differences), np.array([difference.mean(0) for difference in differences])
 
 
 def surprise(segments: Sequence[Segment]) -> tuple[list[float], list[float]]:
     """Return −log p of the sampled tokens, whose mean is the entropy: of those that open a turn, and of the others."""
-    opening, other = list[float](), list[float]()
+    opening, later = list[float](), list[float]()
     for segment in segments:
         opens = segment.acted & ~np.concatenate([[False], segment.acted[:-1]])
         opening += (-segment.logprob[opens]).tolist()
-        other += (-segment.logprob[segment.acted & ~opens]).tolist()
-    return opening, other
+        later += (-segment.logprob[segment.acted & ~opens]).tolist()
+    return opening, later
 
 
 def behaviour(path: RunDir, policy: str) -> dict[str, float]:
     """Return recovery, calls a turn, and the entropies of `surprise`, on the held-out tasks."""
     scores = path.finished(f"eval_{policy}") or {}
     attempts = [attempt for group in sampled(path, policy, "heldout").values() for attempt in group]
-    parts = zip(*(surprise(attempt.rollout.segments) for attempt in attempts), strict=True)
-    opening, other = (float(np.mean([value for values in part for value in values])) for part in parts)
+    columns = zip(*(surprise(attempt.rollout.segments) for attempt in attempts), strict=True)
+    opening, later = (float(np.mean([value for values in column for value in values])) for column in columns)
     return {
         "recovery": float(scores["recovery"] or 0.0),
         "calls a turn": scores["calls_per_turn"],
         "entropy, first token of a turn": opening,
-        "entropy, other tokens": other,
+        "entropy, other tokens": later,
     }
 
 
@@ -119,8 +119,8 @@ def measure(paths: Sequence[RunDir], policy: str, default: Sequence[RunDir]) -> 
     for kind in KINDS:
         scores = [scores_by_task(path, policy, kind) for path in paths]
         result[kind] = {"scores": np.mean([np.mean([*s.values()], axis=0) for s in scores], axis=0).tolist()}
-        for label, before in (("over the start", "start"), ("over the default", "final")):
-            pooled, seeds = gains([scores_by_task(path, before, kind) for path in default], scores)
+        for label, baseline in (("over the start", "start"), ("over the default", "final")):
+            pooled, seeds = gains([scores_by_task(path, baseline, kind) for path in default], scores)
             intervals = [bootstrap(pooled[:, column], 0) for column in range(len(SCORES))]
             result[kind][label] = {"gain": pooled.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
     return result

@@ -49,14 +49,16 @@ def row(run: RunDir) -> dict[str, Any]:
     }
 
 
-def rank_correlation(one: pd.Series, other: pd.Series) -> float:
+def rank_correlation(first: pd.Series, second: pd.Series) -> float:
     """Spearman's: the correlation of ranks, ties sharing theirs."""
-    return float(one.rank().corr(other.rank()))
+    return float(first.rank().corr(second.rank()))
 
 
 def within_seeds(table: pd.DataFrame) -> float:
     """Mean over seeds of the rank correlation of loss and reward: what a seed changes in all its runs alike is left out."""
-    return float(np.mean([rank_correlation(part["loss"], part["reward"]) for _, part in table.groupby("seed")]))
+    return float(
+        np.mean([rank_correlation(seed_rows["loss"], seed_rows["reward"]) for _, seed_rows in table.groupby("seed")])
+    )
 
 
 def law(table: pd.DataFrame) -> tuple[LossFit, float]:
@@ -71,28 +73,33 @@ def figure(table: pd.DataFrame) -> style.Picture:
     """Reward over loss, and the codebase's loss over tokens with the law fitted to all budgets but the largest: a mark a run, a
     colour a budget."""
     picture = style.Picture(10, 4)
-    ax, right = picture.panels(1, 2)
+    reward_ax, loss_ax = picture.panels(1, 2)
     fit, error = law(table)
-    for hue, (steps, part) in zip(
+    for hue, (steps, budget_rows) in zip(
         (style.SKY, style.BLUE, style.VERMILION, style.PURPLE), table.groupby("steps"), strict=False
     ):
-        ax.plot(part["loss"], part["reward"], "o", color=hue, label=f"{steps} steps of mid-training")
-        right.plot(part["tokens"], part["code_loss"], "o", color=hue)
+        reward_ax.plot(
+            budget_rows["loss"], budget_rows["reward"], "o", color=hue, label=f"{steps} steps of mid-training"
+        )
+        loss_ax.plot(budget_rows["tokens"], budget_rows["code_loss"], "o", color=hue)
     line = np.geomspace(table["tokens"].min(), table["tokens"].max(), 50)
-    right.plot(line, fit.predict(line), "--", color=style.INK)
-    right.set_xscale("log")
+    loss_ax.plot(line, fit.predict(line), "--", color=style.INK)
+    loss_ax.set_xscale("log")
     style.title(
-        right, f"the law is {error:+.2f} nats off at the largest budget", "tokens", "loss on the codebase, nats a token"
+        loss_ax,
+        f"the law is {error:+.2f} nats off at the largest budget",
+        "tokens",
+        "loss on the codebase, nats a token",
     )
-    for _, part in table.groupby("seed"):
-        ax.plot(part["loss"], part["reward"], color=style.PALE, zorder=0)
+    for _, seed_rows in table.groupby("seed"):
+        reward_ax.plot(seed_rows["loss"], seed_rows["reward"], color=style.PALE, zorder=0)
     style.title(
-        ax,
+        reward_ax,
         f"rank correlation {within_seeds(table):+.2f} within seeds (lines)",
         "loss after fine-tuning, nats a token",
         "reward in RL",
     )
-    style.key(ax)
+    style.key(reward_ax)
     return picture
 
 
@@ -102,18 +109,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/transfer"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every run")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     rows = []
-    for seed in given.seeds:
-        for steps in given.budgets:
-            values = SETTINGS | {"seed": seed, "midtrain.steps": steps} | overrides(given.set)
+    for seed in args.seeds:
+        for steps in args.budgets:
+            values = SETTINGS | {"seed": seed, "midtrain.steps": steps} | overrides(args.set)
             name = f"{steps}-{seed}"
             print(f"== {name}", flush=True)
             rows.append(
-                row(start_or_resume(None, override(Settings(), values), runs=given.runs, name=name, resume=True))
+                row(start_or_resume(None, override(Settings(), values), runs=args.runs, name=name, resume=True))
             )
             table = pd.DataFrame(rows)
-            table.to_csv(given.runs / "transfer.csv", index=False)
+            table.to_csv(args.runs / "transfer.csv", index=False)
     print(table.round(3).to_string(index=False))
     if table["tokens"].nunique() < 3:
         return
@@ -121,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     overall = rank_correlation(table["loss"], table["reward"])
     print(f"rank correlation of loss and reward: {within_seeds(table):+.2f} within seeds, {overall:+.2f} over all runs")
     print(f"loss on the codebase: {fit.intercept:.3f} {fit.slope:+.4f} ln(tokens), {error:+.2f} at the largest budget")
-    write_atomic(given.runs / "transfer.png", figure(table).png())
+    write_atomic(args.runs / "transfer.png", figure(table).png())
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def settings(loop: ModuleType) -> LossSettings:
 
 def to_stream(rollout: Any, model: Model) -> Stream:
     """A rollout of the loop as the package's trainer gets it."""
-    acted = np.arange(len(rollout.token_ids)) >= rollout.asked
+    acted = np.arange(len(rollout.token_ids)) >= rollout.prompt_length
     logprob = np.zeros(len(acted), np.float32)
     logprob[acted] = rollout.logprobs
     c = model.config
@@ -141,7 +141,7 @@ def test_the_whole_loop_is_the_package_s(loop: ModuleType, clip: float):
         tasks = [loop.draw_prompt(rng) for _ in range(loop.prompts)]
         rollouts_P_G = loop.sample(theirs.learner.model, tasks, loop.group, dice)
         for rollouts_G in rollouts_P_G:
-            rewards = [loop.reward(r.token_ids[: r.asked], r.token_ids[r.asked :]) for r in rollouts_G]
+            rewards = [loop.reward(r.token_ids[: r.prompt_length], r.token_ids[r.prompt_length :]) for r in rollouts_G]
             shares = package.advantages(torch.tensor(rewards)).tolist()
             for r, advantage in zip(rollouts_G, shares, strict=True):
                 r.advantage = advantage
@@ -221,7 +221,7 @@ def test_its_solutions_are_right(loop: ModuleType):
     assert len(solutions(exercises)) == 2
     vars(loop).update(SMOKE)
     mean = partial(lambda part, window: sum(h["reward"] for h in part) / window, window=4)
-    loop.window, loop.after = 4, mean(loop.run(loop.steps)[1][-4:])
+    loop.window, loop.end_reward = 4, mean(loop.run(loop.steps)[1][-4:])
     for solution in solutions(exercises):
         exec(compile(solution, "solution", "exec"), vars(loop))
 

@@ -1,6 +1,6 @@
-"""How well search answers questions with known answers: recall@5, recall@10 and MRR of four ways to rank the same chunks.
+"""How well search answers questions with known answers: recall@5, recall@10 and MRR of four methods that rank the same chunks.
 
-A chunk answers a question if it shares at least half of the shorter one's lines with the span that is asked for. Ways:
+A chunk answers a question if it shares at least half of the shorter one's lines with the span that is asked for. Methods:
 * `grep`: what an agent gets from one case-insensitive pattern of all of the question's words: chunks by how many of the words
   occur in them, then by how often;
 * `bm25`, `embedding`: each alone; `fused`: what `CodeIndex.search` does.
@@ -33,7 +33,7 @@ class Score:
 
 
 def answers(index: CodeIndex, question: Question) -> NDArray[np.bool_]:
-    """Which chunks answer a question, in the order of `CodeIndex.scores`."""
+    """Return which chunks answer a question, in the order of `CodeIndex.scores`."""
     spans, inside = index.table().spans, index.table().inside([question.path])
     first, last = spans[:, 0], spans[:, 1]
     shared = np.minimum(last, question.last) - np.maximum(first, question.first) + 1
@@ -42,11 +42,11 @@ def answers(index: CodeIndex, question: Question) -> NDArray[np.bool_]:
 
 
 def ranks(index: CodeIndex, questions: Sequence[Question]) -> dict[str, NDArray[np.float64]]:
-    """By way, the rank of the first answer to each question, from 1; infinite where there is none among the first 100."""
-    lowered = [index.hit(place, 0.0).text.lower() for place in range(len(index.table().file))]
-    found: dict[str, list[float]] = {}
+    """Return, by method, the rank of the first answer to each question, from 1; infinite if none of the first 100 answers."""
+    lowered = [index.hit(number, 0.0).text.lower() for number in range(len(index.table().file))]
+    ranks_by_method: dict[str, list[float]] = {}
     for question in questions:
-        right = answers(index, question)
+        is_answer = answers(index, question)
         bm25, cosine = index.scores(question.text)
         orders = {
             "grep": ranking(_grep(question.text, lowered), DEPTH),
@@ -54,10 +54,10 @@ def ranks(index: CodeIndex, questions: Sequence[Question]) -> dict[str, NDArray[
             "embedding": ranking(cosine, DEPTH),
             "fused": np.array(fused(bm25, cosine)[0][:DEPTH], np.int64),
         }
-        for way, order in orders.items():
-            place = np.flatnonzero(right[order])
-            found.setdefault(way, []).append(float(place[0]) + 1 if len(place) else np.inf)
-    return {way: np.array(each) for way, each in found.items()}
+        for method, order in orders.items():
+            positions = np.flatnonzero(is_answer[order])
+            ranks_by_method.setdefault(method, []).append(float(positions[0]) + 1 if len(positions) else np.inf)
+    return {method: np.array(method_ranks) for method, method_ranks in ranks_by_method.items()}
 
 
 def _grep(text: str, lowered: Sequence[str]) -> NDArray[np.float32]:
@@ -68,23 +68,28 @@ def _grep(text: str, lowered: Sequence[str]) -> NDArray[np.float32]:
 
 
 def figures(rank: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Of each question: whether it is answered among the first 5 and 10, and the reciprocal rank."""
+    """Return, for each question, whether it is answered among the first 5 and 10, and the reciprocal rank."""
     return {"recall@5": (rank <= 5) * 1.0, "recall@10": (rank <= 10) * 1.0, "mrr": np.reciprocal(rank)}
 
 
 def score(values: NDArray[np.float64], resamples: int = 2000) -> Score:
-    """The mean with its interval. For differences of two ways, give differences a question."""
+    """Return the mean with its interval. For the difference of two methods, pass the difference at each question."""
     rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
     return Score(mean=float(values.mean()), low=float(low), high=float(high))
 
 
-def table(found: Mapping[str, NDArray[np.float64]]) -> dict[str, dict[str, Score]]:
-    """Scores by way, and under `fused - grep` and the like what fused has over each other way, question by question."""
-    scores = {way: {name: score(each) for name, each in figures(rank).items()} for way, rank in found.items()}
-    own = figures(found["fused"])
-    for way in [way for way in found if way != "fused"]:
-        theirs = figures(found[way])
-        scores[f"fused - {way}"] = {name: score(own[name] - theirs[name]) for name in own}
+def table(ranks_by_method: Mapping[str, NDArray[np.float64]]) -> dict[str, dict[str, Score]]:
+    """Return the scores by method, and under `fused - grep` and the like how much more `fused` scores, question by question."""
+    scores = {
+        method: {name: score(values) for name, values in figures(rank).items()}
+        for method, rank in ranks_by_method.items()
+    }
+    fused_figures = figures(ranks_by_method["fused"])
+    for method in [method for method in ranks_by_method if method != "fused"]:
+        method_figures = figures(ranks_by_method[method])
+        scores[f"fused - {method}"] = {
+            name: score(fused_figures[name] - method_figures[name]) for name in fused_figures
+        }
     return scores

@@ -67,17 +67,17 @@ class _Function:
 
     @property
     def first(self) -> int:
-        return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
+        return min([self.node.lineno, *(decorator.lineno for decorator in self.node.decorator_list)])
 
     @property
     def last(self) -> int:
         return self.node.end_lineno or self.node.lineno
 
 
-def read_repository(root: Path, wanted: Callable[[Path], bool] = lambda path: True) -> dict[str, bytes]:
-    """All files of a folder whose relative path is `wanted`; links are left out."""
+def read_repository(root: Path, selects: Callable[[Path], bool] = lambda path: True) -> dict[str, bytes]:
+    """Return the files of a folder whose relative path `selects` accepts; links are left out."""
     inside = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {path.as_posix(): (root / path).read_bytes() for path in inside if wanted(path)}
+    return {path.as_posix(): (root / path).read_bytes() for path in inside if selects(path)}
 
 
 def is_test_file(path: str) -> bool:
@@ -85,24 +85,24 @@ def is_test_file(path: str) -> bool:
 
 
 def mine(files: Mapping[str, bytes], seed: int = 0) -> Mined:
-    """All questions of a repository. Files that Python can not parse ask nothing."""
+    """Return all questions of a repository. Files that Python cannot parse have none."""
     functions = [
-        found for path, data in sorted(files.items()) if path.endswith(".py") for found in _functions(path, data)
+        function for path, data in sorted(files.items()) if path.endswith(".py") for function in _functions(path, data)
     ]
-    plain = [each for each in functions if not is_test_file(each.path) and _does_something(each.node)]
-    asked = Counter(sentence for each in plain if (sentence := _sentences(each.node)[0]))
+    plain = [function for function in functions if not is_test_file(function.path) and _does_something(function.node)]
+    sentence_counts = Counter(sentence for function in plain if (sentence := _sentences(function.node)[0]))
     rng = Random(seed)
     questions: list[Question] = []
     blank: dict[str, list[ast.stmt]] = {}
-    for each in plain:
-        first, rest = _sentences(each.node)
+    for function in plain:
+        first, remainder = _sentences(function.node)
         if not first:
             continue
-        blank.setdefault(each.path, []).append(each.node.body[0])
-        if asked[first] == 1 and len(first.split()) >= _SHORTEST:
-            questions.append(_question(first, each, "docstring"))
-            if len(rest.split()) >= _SHORTEST and (planted := _planted(each.node, rng)):
-                questions.append(_question(f"{each.path}: {_BUGS[planted]}. {rest}", each, "bug"))
+        blank.setdefault(function.path, []).append(function.node.body[0])
+        if sentence_counts[first] == 1 and len(first.split()) >= _SHORTEST:
+            questions.append(_question(first, function, "docstring"))
+            if len(remainder.split()) >= _SHORTEST and (planted := _planted(function.node, rng)):
+                questions.append(_question(f"{function.path}: {_BUGS[planted]}. {remainder}", function, "bug"))
     questions += _tests(functions, plain)
     return Mined(
         files={path: _blanked(data, blank.get(path, [])) for path, data in files.items()}, questions=tuple(questions)
@@ -128,20 +128,24 @@ def _functions(path: str, data: bytes) -> Iterator[_Function]:
 
 
 def _does_something(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    said = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
-    return not all(isinstance(each, ast.Pass | ast.Raise) for each in said)
+    statements = [
+        statement
+        for statement in node.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
+    return not all(isinstance(statement, ast.Pass | ast.Raise) for statement in statements)
 
 
 def _sentences(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str]:
-    """The first sentence of the docstring, and 300 characters after it; empty if its lines hold other code."""
+    """Return the first sentence of the docstring, and 300 characters after it; empty if its lines hold other code."""
     first = node.body[0]
     if node.lineno == first.lineno or (len(node.body) > 1 and first.end_lineno == node.body[1].lineno):
         return "", ""
     text = re.sub(r"[ \t]+", " ", ast.get_docstring(node) or "").strip()
-    found = re.match(r"(.+?)(?:\.(?=\s)|\.\Z|\n\s*\n|\Z)", text, re.DOTALL)
-    if found is None:
+    match = re.match(r"(.+?)(?:\.(?=\s)|\.\Z|\n\s*\n|\Z)", text, re.DOTALL)
+    if match is None:
         return "", ""
-    return " ".join(found[1].split()), " ".join(text[found.end() :].split())[:300]
+    return " ".join(match[1].split()), " ".join(text[match.end() :].split())[:300]
 
 
 def _planted(node: ast.FunctionDef | ast.AsyncFunctionDef, rng: Random) -> str | None:
@@ -160,26 +164,26 @@ def _terms(name: str) -> set[str]:
 
 
 def _tests(functions: list[_Function], plain: list[_Function]) -> Iterator[Question]:
-    names = Counter(each.node.name for each in functions)
-    only = {each.node.name: each for each in plain if names[each.node.name] == 1}
-    for each in functions:
-        if not (is_test_file(each.path) and each.node.name.startswith("test")):
+    names = Counter(function.node.name for function in functions)
+    only = {function.node.name: function for function in plain if names[function.node.name] == 1}
+    for function in functions:
+        if not (is_test_file(function.path) and function.node.name.startswith("test")):
             continue
-        spoken = _terms(each.node.name)
-        calls = [node.func for node in ast.walk(each.node) if isinstance(node, ast.Call)]
+        spoken = _terms(function.node.name)
+        calls = [node.func for node in ast.walk(function.node) if isinstance(node, ast.Call)]
         called = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in calls}
         for name in sorted(called & only.keys()):
             if _terms(name) & spoken:
-                body = re.sub(rf"\b{re.escape(name)}\b", " ", ast.unparse(each.node))
-                yield _question(f"{each.node.name.replace('_', ' ')} {body[:600]}", only[name], "test")
+                body = re.sub(rf"\b{re.escape(name)}\b", " ", ast.unparse(function.node))
+                yield _question(f"{function.node.name.replace('_', ' ')} {body[:600]}", only[name], "test")
 
 
 def _blanked(data: bytes, statements: list[ast.stmt]) -> bytes:
-    """Without these docstrings; their lines stay, empty."""
+    """Return a file without these docstrings; their lines stay, empty."""
     if not statements:
         return data
     lines = data.split(b"\n")
-    for each in statements:
-        for number in range(each.lineno, (each.end_lineno or each.lineno) + 1):
+    for statement in statements:
+        for number in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
             lines[number - 1] = b""
     return b"\n".join(lines)

@@ -21,5 +21,5 @@ def save_embedding(
     safe = np.maximum(scales.astype(np.float32), 1e-7)[:, None]
     rounded = np.clip(np.rint(vectors / safe), -127, 127).astype(np.int8)
     metadata = {"embedding": json.dumps({"terms": list(terms), **provenance})}
-    with replacing(path) as part:
-        save_file({"vectors": rounded, "scales": scales}, part, metadata=metadata)
+    with replacing(path) as staging:
+        save_file({"vectors": rounded, "scales": scales}, staging, metadata=metadata)

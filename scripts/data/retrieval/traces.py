@@ -37,57 +37,59 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was said before a call, and the lines that the call read or edited."""
+    """What a call searched for, and the lines that it read or edited."""
 
-    said: str = ""
+    query: str = ""
     read: Lines | None = None
     edited: Lines | None = None
 
 
 def labels(steps: Sequence[Step]) -> Iterator[tuple[str, tuple[Lines, ...]]]:
-    """Every query of a rollout with what answers it, the edited lines first; queries that nothing answers are left out."""
+    """Yield every query of a rollout with what answers it, the edited lines first; queries that nothing answers are left out."""
     for start, step in enumerate(steps):
-        if not step.said.strip():
+        if not step.query.strip():
             continue
-        wanted: list[Lines] = [each.edited for each in steps[start:] if each.edited]
-        for place in range(start, len(steps)):
-            seen = steps[place].read
-            if seen and any(each.edited and each.edited.path == seen.path for each in steps[place:]):
-                wanted.append(seen)
-        apart = [each for place, each in enumerate(wanted) if not any(each.meets(other) for other in wanted[:place])]
+        answers: list[Lines] = [later.edited for later in steps[start:] if later.edited]
+        for index in range(start, len(steps)):
+            lines_read = steps[index].read
+            if lines_read and any(later.edited and later.edited.path == lines_read.path for later in steps[index:]):
+                answers.append(lines_read)
+        apart = [
+            lines for index, lines in enumerate(answers) if not any(lines.meets(earlier) for earlier in answers[:index])
+        ]
         if apart:
-            yield step.said, tuple(apart)
+            yield step.query, tuple(apart)
 
 
 def steps_of(instruction: str, turns: Sequence[Turn], files: Mapping[str, str]) -> list[Step]:
-    """The steps of a stored rollout: the instruction is said first, then the queries of `codebase_search`.
+    """Return the steps of a stored rollout: the instruction is the first query, then the queries of `codebase_search`.
 
-    Calls that failed, that nobody knows, or that name what `files` (the workspace at the start) does not hold are steps that say
+    Calls that failed, that nobody knows, or that name what `files` (the workspace at the start) lacks are steps that ask
     and touch nothing.
     """
-    return [Step(said=instruction), *(_step(turn, files) for turn in turns)]
+    return [Step(query=instruction), *(_step(turn, files) for turn in turns)]
 
 
 def _step(turn: Turn, files: Mapping[str, str]) -> Step:
     try:
         call = json.loads(turn.call)
-        name, given = call["name"], dict(call["arguments"])
+        name, arguments = call["name"], dict(call["arguments"])
     except (ValueError, KeyError, TypeError):
         return Step()
-    path = given.get("path") or given.get("target_file") or given.get("file_path")
+    path = arguments.get("path") or arguments.get("target_file") or arguments.get("file_path")
     if name == "codebase_search":
-        return Step(said=str(given.get("query", "")))
+        return Step(query=str(arguments.get("query", "")))
     if turn.error is not None or not isinstance(path, str) or path not in files:
         return Step()
     count = files[path].removesuffix("\n").count("\n") + 1
-    match name, given:
+    match name, arguments:
         case "read_file", _:
-            first = _whole(given.get("offset"), 1, count)
+            first = _whole(arguments.get("offset"), 1, count)
             return Step(
                 read=Lines(
                     path=path,
                     first=first,
-                    last=_whole(first + _whole(given.get("limit"), count, count) - 1, count, count),
+                    last=_whole(first + _whole(arguments.get("limit"), count, count) - 1, count, count),
                 )
             )
         case "edit_line", {"line": int(line)} if 1 <= line <= count:
@@ -104,32 +106,32 @@ def _whole(value: object, default: int, most: int) -> int:
 
 
 def trace_questions(instruction: str, turns: Sequence[Turn], files: Mapping[str, str]) -> list[Question]:
-    """A rollout's labels as questions, one a span, of the kind `trace`."""
+    """Return a rollout's labels as questions of the kind `trace`, one for each span."""
     return [
-        Question(text=said, path=each.path, first=each.first, last=each.last, kind="trace")
-        for said, spans in labels(steps_of(instruction, turns, files))
-        for each in spans
+        Question(text=query, path=span.path, first=span.first, last=span.last, kind="trace")
+        for query, spans in labels(steps_of(instruction, turns, files))
+        for span in spans
     ]
 
 
 def traced(attempts: Sequence[Attempt]) -> tuple[dict[str, bytes], list[Question]]:
-    """A repository as the right answers of its tasks leave it, and what rollouts on these tasks ask of it.
+    """Return a repository as the solutions of its tasks leave it, and what rollouts on these tasks ask of it.
 
     A question's lines are where they stand in the repository, which all tasks share. Raises ValueError for no attempts.
     """
     if not attempts:
         raise ValueError("no rollouts")
-    whole: dict[str, str] = {}
-    for each in attempts:
-        whole |= {path: text for path, text in each.task.files.items() if path not in whole}
-    for each in attempts:
-        whole |= each.task.solution
+    final_texts: dict[str, str] = {}
+    for attempt in attempts:
+        final_texts |= {path: text for path, text in attempt.task.files.items() if path not in final_texts}
+    for attempt in attempts:
+        final_texts |= attempt.task.solution
     questions = [
-        followed(question, each.task.files[question.path], whole[question.path])
-        for each in attempts
-        for question in trace_questions(each.task.instruction, each.rollout.turns, each.task.files)
+        followed(question, attempt.task.files[question.path], final_texts[question.path])
+        for attempt in attempts
+        for question in trace_questions(attempt.task.instruction, attempt.rollout.turns, attempt.task.files)
     ]
-    return {path: text.encode() for path, text in whole.items()}, list(dict.fromkeys(questions))
+    return {path: text.encode() for path, text in final_texts.items()}, list(dict.fromkeys(questions))
 
 
 def read_traces(tasks: Path, rollouts: Path) -> tuple[dict[str, bytes], list[Question]]:
@@ -138,11 +140,11 @@ def read_traces(tasks: Path, rollouts: Path) -> tuple[dict[str, bytes], list[Que
     return traced(load_attempts(rollouts, {task.id: task for task in load_tasks(tasks)}))
 
 
-def followed(question: Question, before: str, after: str) -> Question:
-    """The same question of another state of its file: lines that differ are those that they became."""
-    blocks = difflib.SequenceMatcher(None, before.split("\n"), after.split("\n"), autojunk=False).get_opcodes()
+def followed(question: Question, old_text: str, new_text: str) -> Question:
+    """Return the same question about another state of its file: lines that differ are those that they became."""
+    blocks = difflib.SequenceMatcher(None, old_text.split("\n"), new_text.split("\n"), autojunk=False).get_opcodes()
 
-    def place(line: int, last: bool) -> int:
+    def moved(line: int, last: bool) -> int:
         for _, start, end, new_start, new_end in blocks:
             if start <= line < end:
                 if end - start == new_end - new_start:
@@ -150,6 +152,6 @@ def followed(question: Question, before: str, after: str) -> Question:
                 return new_end - 1 if last else new_start
         raise ValueError(f"{question.path} has no line {line + 1}")
 
-    end = after.count("\n")  # what stood at the end of the file may be gone
-    first = min(place(question.first - 1, last=False), end)
-    return replace(question, first=first + 1, last=max(first, min(place(question.last - 1, last=True), end)) + 1)
+    end = new_text.count("\n")  # what stood at the end of the file may be gone
+    first = min(moved(question.first - 1, last=False), end)
+    return replace(question, first=first + 1, last=max(first, min(moved(question.last - 1, last=True), end)) + 1)

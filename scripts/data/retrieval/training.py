@@ -58,9 +58,9 @@ class RetrievalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Bags of terms, one after another: vocabulary places and weights [N], and where each bag starts [bags + 1]."""
+    """Bags of terms, one after another: positions in the vocabulary and weights [N], and where each bag starts [bags + 1]."""
 
-    places: NDArray[np.int64]
+    columns: NDArray[np.int64]
     weights: NDArray[np.float32]
     starts: NDArray[np.int64]
 
@@ -68,8 +68,8 @@ class Rows:
         return len(self.starts) - 1
 
     def row(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        some = slice(self.starts[number], self.starts[number + 1])
-        return self.places[some], self.weights[some]
+        span = slice(self.starts[number], self.starts[number + 1])
+        return self.columns[span], self.weights[span]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,20 +86,20 @@ class Repository:
 
 
 def heldout(name: str, share: float = 0.2) -> bool:
-    """Whether a repository of this name is for measuring only: by hash, so always the same ones."""
+    """Return whether a repository of this name is for measuring only: by hash, so always the same ones."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < share * 2**32
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
-    """SHA-256 over paths and contents."""
-    whole = hashlib.sha256()
+    """Return the SHA-256 of paths and contents."""
+    digest = hashlib.sha256()
     for path, data in sorted(files.items()):
-        whole.update(f"{path}\0{len(data)}\0".encode() + data)
-    return whole.hexdigest()
+        digest.update(f"{path}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
 
 
 def make_vocabulary(repositories: Sequence[Mapping[str, bytes]], size: int) -> dict[str, float]:
-    """The `size` terms that most files have (two at least), with their idf over files."""
+    """Return the `size` terms that most files have (two at least), with their idf over files."""
     spread: Counter[str] = Counter()
     files = 0
     for repository in repositories:
@@ -107,43 +107,43 @@ def make_vocabulary(repositories: Sequence[Mapping[str, bytes]], size: int) -> d
             if not unfit(data):
                 files += 1
                 spread.update({term for word in words(data.decode(errors="replace")) for term in split(word)})
-    usual = sorted(((count, term) for term, count in spread.items() if count > 1), key=lambda item: (-item[0], item[1]))
+    usual = sorted(((count, term) for term, count in spread.items() if count > 1), key=lambda pair: (-pair[0], pair[1]))
     return {term: math.log(1 + files / count) for count, term in usual[:size]}
 
 
 def prepare(
     name: str, files: Mapping[str, bytes], questions: Sequence[Question], vocabulary: Mapping[str, float]
 ) -> Repository:
-    """A repository as bags of terms. Questions that no chunk answers, or none of whose terms is known, are dropped."""
-    place = {term_id(term): number for number, term in enumerate(vocabulary)}
-    found: dict[str, FileChunks] = {}
+    """Return a repository as bags of terms. Questions that no chunk answers, or none of whose terms is known, are dropped."""
+    column_of = {term_id(term): number for number, term in enumerate(vocabulary)}
+    files_in_chunks: dict[str, FileChunks] = {}
     names: list[str] = []
     for path, data in sorted(files.items()):
         if not unfit(data):
-            found[path] = chunk_file(path, data)
+            files_in_chunks[path] = chunk_file(path, data)
             names += [span.name for span in cut(path, data, text_lines(data))]
-    starts = np.cumsum([0, *(len(each.spans) for each in found.values())])
-    first = dict(zip(found, starts.tolist(), strict=False))
-    asked: list[dict[int, float]] = []
+    starts = np.cumsum([0, *(len(chunked.spans) for chunked in files_in_chunks.values())])
+    first = dict(zip(files_in_chunks, starts.tolist(), strict=False))
+    question_bags: list[dict[int, float]] = []
     answers: list[int] = []
     for question in questions:
-        bag = {term: weight for term, weight in weigh([(question.text, 1.0)]).items() if term in place}
-        if question.path in found and bag:
-            spans = found[question.path].spans
+        bag = {term: weight for term, weight in weigh([(question.text, 1.0)]).items() if term in column_of}
+        if question.path in files_in_chunks and bag:
+            spans = files_in_chunks[question.path].spans
             shared = np.minimum(spans[:, 1], question.last) - np.maximum(spans[:, 0], question.first) + 1
             if len(spans) and shared.max() > 0:
-                asked.append(bag)
+                question_bags.append(bag)
                 answers.append(first[question.path] + int(shared.argmax()))
     chunks = []
-    for each in found.values():
-        for terms, weights in _rows_of(each):
+    for chunked in files_in_chunks.values():
+        for terms, weights in _rows_of(chunked):
             chunks.append(dict(zip(terms.tolist(), weights.tolist(), strict=True)))
     return Repository(
         name=name,
-        chunks=_rows(chunks, place),
-        questions=_rows(asked, place),
+        chunks=_rows(chunks, column_of),
+        questions=_rows(question_bags, column_of),
         answers=np.array(answers, np.int64),
-        names=_rows([weigh([(each, 1.0)]) for each in names], place),
+        names=_rows([weigh([(text, 1.0)]) for text in names], column_of),
     )
 
 
@@ -152,24 +152,24 @@ def _rows_of(file: FileChunks) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.
     yield from zip(np.split(file.terms, ends), np.split(file.weights, ends), strict=True) if len(file.counts) else ()
 
 
-def _rows(bags: Sequence[Mapping[int, float]], place: Mapping[int, int]) -> Rows:
-    known = [[(place[term], weight) for term, weight in bag.items() if term in place] for bag in bags]
-    flat = [pair for bag in known for pair in bag]
+def _rows(bags: Sequence[Mapping[int, float]], column_of: Mapping[int, int]) -> Rows:
+    numbered_bags = [[(column_of[term], weight) for term, weight in bag.items() if term in column_of] for bag in bags]
+    flat = [pair for bag in numbered_bags for pair in bag]
     return Rows(
-        places=np.array([place for place, _ in flat], np.int64),
+        columns=np.array([column for column, _ in flat], np.int64),
         weights=np.log1p(np.array([weight for _, weight in flat], np.float32)),
-        starts=np.cumsum([0, *map(len, known)]),
+        starts=np.cumsum([0, *map(len, numbered_bags)]),
     )
 
 
 def train(
     repositories: Sequence[Repository], vocabulary: Mapping[str, float], settings: RetrievalSettings
 ) -> tuple[NDArray[np.float32], list[float]]:
-    """The vectors [V, W] and the loss of each step. The same inputs give the same bits on the same machine.
+    """Return the vectors [V, W] and the loss of each step. The same inputs give the same bits on the same machine.
 
     Every repository is drawn as often as it has questions. Raises ValueError when there are none.
     """
-    usable = [each for each in repositories if len(each.questions)]
+    usable = [repository for repository in repositories if len(repository.questions)]
     if not usable:
         raise ValueError("no repository has a question to train on")
     rng = np.random.default_rng(settings.seed)
@@ -180,18 +180,18 @@ def train(
     vectors_VW.requires_grad_()
     optimiser = torch.optim.Adam([vectors_VW], lr=settings.learning_rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, settings.learning_rate, total_steps=settings.steps)
-    share = np.array([len(each.questions) for each in usable], float)
+    share = np.array([len(repository.questions) for repository in usable], float)
     losses: list[float] = []
     for _ in range(settings.steps):
         repository = usable[int(rng.choice(len(usable), p=share / share.sum()))]
-        asked, chunks, right_B, place_D = draw(repository, settings, rng)
-        cosine_BD = _encode(vectors_VW, asked) @ _encode(vectors_VW, chunks).T
-        same_BD = torch.from_numpy(place_D[None, :] == place_D[right_B][:, None])
-        same_BD[torch.arange(len(right_B)), torch.from_numpy(right_B)] = (
+        questions, chunks, answer_B, chunk_D = draw(repository, settings, rng)
+        cosine_BD = _encode(vectors_VW, questions) @ _encode(vectors_VW, chunks).T
+        same_BD = torch.from_numpy(chunk_D[None, :] == chunk_D[answer_B][:, None])
+        same_BD[torch.arange(len(answer_B)), torch.from_numpy(answer_B)] = (
             False  # the answer, drawn once more, is no rival
         )
         loss = cross_entropy(
-            (cosine_BD / settings.temperature).masked_fill(same_BD, -torch.inf), torch.from_numpy(right_B)
+            (cosine_BD / settings.temperature).masked_fill(same_BD, -torch.inf), torch.from_numpy(answer_B)
         )
         optimiser.zero_grad()
         loss.backward()
@@ -213,7 +213,7 @@ def _dropped(bag: Bag, share: float, rng: np.random.Generator) -> Bag:
 def draw(
     repository: Repository, settings: RetrievalSettings, rng: np.random.Generator
 ) -> tuple[Bags, Bags, NDArray[np.int64], NDArray[np.int64]]:
-    """A batch: B questions, D chunks, the answer's place among them [B], and which chunk each is [D]."""
+    """Draw a batch: B questions, D chunks, the answer's place among them [B], and which chunk each is [D]."""
     named = np.flatnonzero(np.diff(repository.names.starts))
     by_name = rng.random(settings.batch) < settings.names if len(named) else np.zeros(settings.batch, bool)
     number_B = rng.integers(0, len(repository.questions), settings.batch)
@@ -221,27 +221,27 @@ def draw(
     if len(named):
         chunk_B = np.where(by_name, rng.choice(named, settings.batch), chunk_B)
     hide = by_name | (rng.random(settings.batch) < settings.hide_shared)
-    asked: Bags = []
+    questions: Bags = []
     chunks: Bags = []
     for name, number, chunk, hidden in zip(by_name, number_B, chunk_B, hide, strict=True):
         question = repository.names.row(chunk) if name else repository.questions.row(number)
-        places, weights = repository.chunks.row(chunk)
+        columns, weights = repository.chunks.row(chunk)
         if hidden:
-            keep = ~np.isin(places, question[0])
-            places, weights = places[keep], weights[keep]
-        asked.append(_dropped(question, settings.drop, rng))
-        chunks.append(_dropped((places, weights), settings.drop, rng))
+            keep = ~np.isin(columns, question[0])
+            columns, weights = columns[keep], weights[keep]
+        questions.append(_dropped(question, settings.drop, rng))
+        chunks.append(_dropped((columns, weights), settings.drop, rng))
     further_D = rng.integers(0, len(repository.chunks), settings.further)
-    chunks += [repository.chunks.row(int(each)) for each in further_D]
-    return asked, chunks, np.arange(settings.batch), np.concatenate([chunk_B, further_D])
+    chunks += [repository.chunks.row(int(index)) for index in further_D]
+    return questions, chunks, np.arange(settings.batch), np.concatenate([chunk_B, further_D])
 
 
 def _encode(vectors_VW: Tensor, bags: Bags) -> Tensor:
-    """[bags, W], of length 1."""
-    places = torch.from_numpy(np.concatenate([each[0] for each in bags]))
-    weights = torch.from_numpy(np.concatenate([each[1] for each in bags]))
-    starts = torch.from_numpy(np.cumsum([0, *(len(each[0]) for each in bags[:-1])]))
-    return normalize(embedding_bag(places, vectors_VW, starts, mode="sum", per_sample_weights=weights), dim=1)
+    """Return vectors [bags, W] of length 1."""
+    columns = torch.from_numpy(np.concatenate([bag[0] for bag in bags]))
+    weights = torch.from_numpy(np.concatenate([bag[1] for bag in bags]))
+    starts = torch.from_numpy(np.cumsum([0, *(len(bag[0]) for bag in bags[:-1])]))
+    return normalize(embedding_bag(columns, vectors_VW, starts, mode="sum", per_sample_weights=weights), dim=1)
 
 
 def to_embedding(vectors: NDArray[np.float32], vocabulary: Mapping[str, float]) -> Embedding:
@@ -252,14 +252,14 @@ def to_embedding(vectors: NDArray[np.float32], vocabulary: Mapping[str, float]) 
 
 
 def recall(repository: Repository, vectors: NDArray[np.float32], depth: int = 10) -> float:
-    """Share of the questions whose chunk is among the `depth` most similar ones of its repository."""
+    """Return the share of the questions whose chunk is among the `depth` most similar ones of its repository."""
     with torch.no_grad():
         table = torch.from_numpy(vectors)
-        chunks = _encode(table, [repository.chunks.row(each) for each in range(len(repository.chunks))])
-        asked = _encode(table, [repository.questions.row(each) for each in range(len(repository.questions))])
-        cosine = asked @ chunks.T
-        own = cosine[torch.arange(len(asked)), torch.from_numpy(repository.answers)]
-        return float(((cosine > own[:, None]).sum(dim=1) < depth).float().mean())
+        chunks = _encode(table, [repository.chunks.row(number) for number in range(len(repository.chunks))])
+        questions = _encode(table, [repository.questions.row(number) for number in range(len(repository.questions))])
+        cosine = questions @ chunks.T
+        answer_cosine = cosine[torch.arange(len(questions)), torch.from_numpy(repository.answers)]
+        return float(((cosine > answer_cosine[:, None]).sum(dim=1) < depth).float().mean())
 
 
 def provenance(settings: RetrievalSettings, inputs: Mapping[str, bytes], source: str) -> dict[str, str]:
