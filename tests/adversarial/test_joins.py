@@ -38,9 +38,9 @@ class Joins(ast.NodeVisitor):
                 case ast.For(target=target, iter=values) | ast.comprehension(target=target, iter=values):
                     called = name_of(values.func) if isinstance(values, ast.Call) else ""
                     names = {name_of(part) for part in (target.elts[:1] if isinstance(target, ast.Tuple) else [target])}
-                    known = isinstance(values, ast.Tuple) and all(map(self.is_own, values.elts))
+                    constant = isinstance(values, ast.Tuple) and all(map(self.is_own, values.elts))
                     self.own |= (
-                        names if known or name_of(values).isupper() or called in ("range", "enumerate") else set()
+                        names if constant or name_of(values).isupper() or called in ("range", "enumerate") else set()
                     )
                     self.paths |= names if called in LISTINGS else set()
         self.visit(tree)
@@ -118,7 +118,7 @@ def test_no_name_becomes_a_path_unchecked() -> None:
     root = ROOT / PACKAGE
     reviewed = set(" ".join(REVIEWED.values()).split())
     joins = {path.relative_to(root).as_posix(): unchecked(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    new = {path: found for path, found in joins.items() if found and path not in reviewed}
+    new = {path: calls for path, calls in joins.items() if calls and path not in reviewed}
     assert not new, f"use untrusted.beneath, or review them: {new}"
 
 

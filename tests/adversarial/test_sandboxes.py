@@ -50,8 +50,10 @@ class NoWalls:
 
     def exec(self, command: list[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> Any:
         words = [sys.executable if word == "python3" else word for word in command]
-        done = subprocess.run(words, input=stdin, capture_output=True, timeout=timeout_s, cwd=self.folder, check=False)
-        return SimpleNamespace(stdout=done.stdout, stderr=done.stderr, exit_code=done.returncode)
+        process = subprocess.run(
+            words, input=stdin, capture_output=True, timeout=timeout_s, cwd=self.folder, check=False
+        )
+        return SimpleNamespace(stdout=process.stdout, stderr=process.stderr, exit_code=process.returncode)
 
 
 # Hostile programs as function calls: every case is blocked, and the cases notice where walls are missing.

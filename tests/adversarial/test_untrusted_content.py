@@ -88,16 +88,16 @@ STRANGE: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
-    [(asked, answer) for asked, answers in STRANGE.items() for answer in answers],
+    ("method", "answer"),
+    [(method, answer) for method, answers in STRANGE.items() for answer in answers],
     ids=lambda v: str(v)[:40],
 )
-def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
+def test_a_strange_answer_ends_the_sandbox(method: str, answer: Any) -> None:
     numbered = {"number": 1, **answer} if isinstance(answer, dict) else answer
     machine = Scripted(json.dumps(numbered).encode() + b"\n")
     box = Sandbox(MagicMock(), SandboxSpec(), machine)
     with pytest.raises(SandboxFailure):
-        getattr(box, asked)(**ASKED.get(asked, {}))
+        getattr(box, method)(**ASKED.get(method, {}))
     assert machine.ended
 
 
@@ -138,12 +138,12 @@ def test_an_error_from_a_sandbox_is_escaped_and_short() -> None:
 
 def archive(size: int = 1, **more: Any) -> bytes:
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as held:
+    with tarfile.open(fileobj=packed, mode="w") as tar:
         info = tarfile.TarInfo("a")
         info.size = size
         for name, value in more.items():
             setattr(info, name, value)
-        held.addfile(info, io.BytesIO(b"x" * size))
+        tar.addfile(info, io.BytesIO(b"x" * size))
     return packed.getvalue()
 
 
@@ -237,7 +237,7 @@ def test_nothing_that_a_terminal_obeys_or_a_page_hides_is_left() -> None:
 
 
 def test_a_diff_hides_nothing() -> None:
-    for data, shown in (
+    for data, expected in (
         (b"\0import os\nos.system('x')\n", "os.system('x')"),
         (b"safe()\revil()\n", r"safe()\x0devil()"),
         ("x = 'a\u202e' # \u2066b\n".encode(), r"x = 'a\u202e' # \u2066b"),
@@ -245,7 +245,7 @@ def test_a_diff_hides_nothing() -> None:
         (b"#!/bin/sh\nevil\n" + bytes(range(256)) * 9, "#!/bin/sh"),
     ):
         text = visible_lines(patch({}, {"a": Blob(data=data)}, whole=False).decode("utf-8", "surrogateescape"))
-        assert shown in text and text.replace("\n", "").replace("\t", "").isprintable()
+        assert expected in text and text.replace("\n", "").replace("\t", "").isprintable()
 
 
 def test_a_card_of_a_task_holds_no_markup_of_the_tasks_own() -> None:
@@ -259,8 +259,8 @@ def test_an_error_on_the_command_line_is_escaped(tmp_path: Path, capsys: pytest.
     folder.mkdir(parents=True)
     (folder / "task.toml").write_text("")
     assert main(["tasks", "check", str(tmp_path / "tasks")]) == 1
-    said = capsys.readouterr().out
-    assert r"t\x1b[2J\u202e" in said and "\x1b" not in said and "\u202e" not in said
+    output = capsys.readouterr().out
+    assert r"t\x1b[2J\u202e" in output and "\x1b" not in output and "\u202e" not in output
 
 
 def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:
