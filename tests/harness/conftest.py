@@ -31,8 +31,8 @@ def sandboxes() -> Iterator[SandboxExecutor]:
 
 @pytest.fixture(scope="session")
 def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as sandboxes:
+        yield sandboxes
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +81,7 @@ class Typist:
         self, renderer: CompactRenderer, write: Callable[[int, int], Sequence[int]], capacity: int = 4, slow: int = 1
     ) -> None:
         self.renderer, self.write, self.capacity, self.slow = renderer, write, capacity, slow
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
         self.released: list[int] = []
         self.most = 0
         self._live: dict[int, list[int]] = {}  # rollout -> [turns, tokens]
@@ -91,7 +91,7 @@ class Typist:
         self._live.setdefault(request.rollout, [0, 0])
         assert len(self._live) <= self.capacity, "more rollouts alive than capacity"
         self.most = max(self.most, len(self._live))
-        self.asked.append(request)
+        self.requests.append(request)
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:

@@ -30,8 +30,8 @@ class Echo:
 
     def step(self) -> list[Completion]:
         self.threads.add(threading.get_ident())
-        done, self._waiting = self._waiting, []
-        return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in done]
+        ready, self._waiting = self._waiting, []
+        return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in ready]
 
     def release(self, rollout: int) -> Trace:
         self.noted.append(("released", rollout))
@@ -66,16 +66,16 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
 
             return work
 
-        done, waiting, rounds = list[Any](), list(range(8)), 0
+        endings, waiting, rounds = list[Any](), list(range(8)), 0
         while waiting or driver.alive:
             while waiting and driver.room:
                 driver.add(number := waiting.pop(0), job(number))
-            done.append(driver.wait(seconds))
+            endings.append(driver.wait(seconds))
             rounds += 1
         assert policy.threads == {threading.get_ident()}, (
             "an engine's device and number of threads are its thread's own"
         )
-        return policy.noted, [ended for ended in done if ended], rounds
+        return policy.noted, [ended for ended in endings if ended], rounds
 
     whole, broken = run(math.inf), run(0.01)
     assert whole[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
@@ -159,10 +159,10 @@ def test_without_lockstep_neither_calls_nor_work_hold_up_another() -> None:
     driver: Driver[Any] = Driver(Echo(), Slow(), lockstep=False)
     for position, job in enumerate((calling, working, talking)):
         driver.add(position, job)
-    done: list[tuple[int, Any]] = []
+    endings: list[tuple[int, Any]] = []
     while driver.alive:
-        done += driver.wait()
-    assert dict([*done, *driver.wait()]) == {0: [(0,)], 1: "worked", 2: "talked"}
+        endings += driver.wait()
+    assert dict([*endings, *driver.wait()]) == {0: [(0,)], 1: "worked", 2: "talked"}
     driver.close()
 
     driver = Driver(Echo(), Nothing(), lockstep=False)

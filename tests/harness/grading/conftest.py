@@ -41,7 +41,7 @@ def make_task() -> Callable[..., Task]:
     ) -> Task:
         files = files or {"f.py": "def f(x):\n    return x\n"}
         solution = solution or {"f.py": "def f(x):\n    return x + 1\n"}
-        made = {"tests": dict(tests), "files": dict(files), "solution": dict(solution), "source_scope": scope}
-        return Task(id="t", instruction="repair f.py", grader="pytest", **made | more)
+        fields = {"tests": dict(tests), "files": dict(files), "solution": dict(solution), "source_scope": scope}
+        return Task(id="t", instruction="repair f.py", grader="pytest", **fields | more)
 
     return make

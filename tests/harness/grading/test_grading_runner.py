@@ -68,18 +68,20 @@ def test_bad_subtests(subtests):
 def test_how_tests_end(run: Run) -> None:
     ran = run({"test_a.py": OUTCOMES})
     assert ran.flags == frozenset()
-    found = outcomes(ran)
+    results = outcomes(ran)
     passed = "test_passes test_not_marked test_capture TestClass::test_in_class Cases::test_case"
-    assert {key for key, outcome in found.items() if outcome == "passed"} == {
+    assert {key for key, outcome in results.items() if outcome == "passed"} == {
         *(f"{name}#0" for name in passed.split()), "test_many#0", "test_many#1", "test_many#2",
     }  # fmt: skip
     skipped = "test_skips test_expected test_may_fail test_may_pass"
     skipped += " Cases::test_expected_case Cases::test_skipped_sub"
-    assert {key for key, outcome in found.items() if outcome == "skipped"} == {f"{name}#0" for name in skipped.split()}
+    assert {key for key, outcome in results.items() if outcome == "skipped"} == {
+        f"{name}#0" for name in skipped.split()
+    }
     assert ran.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
     assert ran.results["test_a.py::test_fails#0"].why == "AssertionError"
     assert ran.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
-    assert len(found) == 21
+    assert len(results) == 21
 
 
 def test_what_tests_may_use(run: Run) -> None:

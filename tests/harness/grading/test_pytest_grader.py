@@ -38,8 +38,8 @@ def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend
     stale = ledger.model_copy(update={"tests": ledger.tests | {"tests/test_more.py": "def test_x(): pass\n"}})
     broken = ledger.model_copy(update={"metadata": {"pytest.plan": "{}"}})
     for task in (TARGET, stale, broken):
-        found = grade_pytest(task, GOLD, backend)
-        assert found.status == "invalid_task" and not found.passed and found.tests == {}
+        outcome = grade_pytest(task, GOLD, backend)
+        assert outcome.status == "invalid_task" and not outcome.passed and outcome.tests == {}
 
 
 class Faulty:
@@ -89,10 +89,10 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
 )
 def test_whose_fault_it_is(ledger: Task, backend: Backend, fault: Any, status: str) -> None:
     faulty: Any = Faulty(backend.name, fault)
-    found = grade_pytest(ledger, GOLD, faulty)
-    assert found.status == status and not found.passed and 0 < faulty.destroyed == faulty.made
-    assert found.tests == ({} if status == "infra_error" else dict.fromkeys(found.tests, False))
-    assert (len(found.tests) == 16) == (status == "agent_failed")
+    outcome = grade_pytest(ledger, GOLD, faulty)
+    assert outcome.status == status and not outcome.passed and 0 < faulty.destroyed == faulty.made
+    assert outcome.tests == ({} if status == "infra_error" else dict.fromkeys(outcome.tests, False))
+    assert (len(outcome.tests) == 16) == (status == "agent_failed")
 
 
 def test_a_run_that_pytest_gives_up_is_no_whole_one(make_task: Callable[..., Task], backend: Backend) -> None:
@@ -135,7 +135,7 @@ def test_a_test_and_its_twin_are_written_alike(make_task: Callable[..., Task], e
         assert ast.unparse(ast.parse(hidden)) + "\n" == hidden
         assert "#" not in hidden and '"' not in hidden and "\r" not in hidden and len(hidden.splitlines()) == 19
     plain = job(task, {}, [], None).hidden["test_f.py"].splitlines()
-    changed = [job(task, {}, [each], None).hidden["test_f.py"].splitlines() for each in candidates]
+    changed = [job(task, {}, [candidate], None).hidden["test_f.py"].splitlines() for candidate in candidates]
     differing = [[new for old, new in zip(plain, lines, strict=True) if old != new] for lines in changed]
     assert {len(lines) for lines in differing} == {1}
 

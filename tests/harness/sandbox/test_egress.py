@@ -67,13 +67,13 @@ def listed() -> Iterator[Server]:
 
 
 @pytest.fixture
-def other() -> Iterator[Server]:
+def unlisted() -> Iterator[Server]:
     server = Server("other")
     yield server
     server.listener.close()
 
 
-def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: Server) -> None:
+def test_only_the_listed_host_answers(backend: Backend, listed: Server, unlisted: Server) -> None:
     spec = SandboxSpec(egress=destinations(f"mirror.test=127.0.0.1:{listed.port}"))
     with backend.create(spec) as box:
 
@@ -82,7 +82,7 @@ def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: S
             return result.exit_code, (result.stdout or result.stderr.strip().rpartition(b"\n")[2]).decode().strip()
 
         assert call("mirror.test", listed.port, "hello") == (0, "listed got hello")
-        smuggled = f"CONNECT 127.0.0.1:{other.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{other.port}\\r\\n\\r\\n"
+        smuggled = f"CONNECT 127.0.0.1:{unlisted.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{unlisted.port}\\r\\n\\r\\n"
         assert call("mirror.test", listed.port, smuggled)[1].startswith("listed got CONNECT")
         # Names of other hosts, other ports of the listed one, this machine's addresses, and a list of one's own.
         for host in (
@@ -94,7 +94,7 @@ def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: S
             "169.254.169.254",
             "93.184.215.14",
         ):
-            assert call(host, other.port, "x")[0], host
+            assert call(host, unlisted.port, "x")[0], host
         changed = box.exec(["sh", "-c", "echo '127.80.0.1 other.test' > /etc/hosts || mount -t tmpfs none /etc"])
         assert changed.exit_code and call("other.test", listed.port, "x")[0]
         query = "import socket; s = socket.socket(2, 2); s.sendto(b'q', ('8.8.8.8', 53))"
@@ -102,7 +102,7 @@ def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: S
         assert box.exec(["sh", "-c", "ls /proc/1/fd"]).exit_code  # where the sockets that accept came from
         first, second = box.egress_log
     assert f"mirror.test:{listed.port} 127.0.0.1, 5 bytes out, {len('listed got hello')} in" in first
-    assert "refused" not in second and other.arrived == [] and len(listed.arrived) == 2
+    assert "refused" not in second and unlisted.arrived == [] and len(listed.arrived) == 2
 
 
 @pytest.mark.parametrize("answer", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"])

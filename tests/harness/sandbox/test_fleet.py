@@ -90,8 +90,8 @@ class Fleet(fleets.SandboxFleet):
 
 @pytest.fixture
 def backends() -> Iterator[list[BwrapBackend]]:
-    with BwrapBackend() as one, BwrapBackend() as other:
-        yield [one, other]
+    with BwrapBackend() as first, BwrapBackend() as second:
+        yield [first, second]
 
 
 def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[BwrapBackend]) -> None:

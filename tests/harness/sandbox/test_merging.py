@@ -34,7 +34,7 @@ def test_requests_get_the_answers_of_separate_processes(sandboxes: SandboxExecut
     tests = [
         parse_tests(f"test_{m}.py", f"from {m} import f\ndef test_0():\n    assert f(2) == 3\n") for m in ("f", "g")
     ]
-    several = [request_tests({"f.py": GOOD, "g.py": other}, sum(tests, ())) for other in (*ENDINGS.values(), GOOD)]
+    several = [request_tests({"f.py": GOOD, "g.py": source}, sum(tests, ())) for source in (*ENDINGS.values(), GOOD)]
     requests = [request(GOOD.replace("1", str(n))) for n in range(MOST + 3)] + [
         *map(request, ENDINGS.values()),
         *several,

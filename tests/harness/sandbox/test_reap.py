@@ -73,9 +73,9 @@ def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
         return owners[-1]
 
     yield make
-    for each in owners:
-        if each.process.poll() is None:
-            each.kill()
+    for instance in owners:
+        if instance.process.poll() is None:
+            instance.kill()
     reap(tmp_path / "runs")
 
 
@@ -106,12 +106,12 @@ def test_whoever_has_the_name_now_is_spared(owner: Callable[..., Owner], tmp_pat
     left.kill()
     pid, folder = left.names
     [file] = journal_files(tmp_path)
-    kept = file.read_text()
-    entries = map(json.loads, kept.splitlines())
+    text = file.read_text()
+    entries = map(json.loads, text.splitlines())
     file.write_text("".join(json.dumps(entry | {"mark": entry["mark"] + "1"}) + "\n" for entry in entries))
     assert reap(tmp_path / "runs") == Reaped()
     assert started(int(pid)) and Path(folder).is_dir() and journal_files(tmp_path) == []
-    file.write_text(kept)
+    file.write_text(text)
     assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
 
 
@@ -147,9 +147,9 @@ def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_pa
     with file.open("a") as cut:
         cut.write('{"event": "made", "kind": "proc')
     (file.parent / "rubbish.jsonl").write_text("rubbish\n")
-    found = reap(tmp_path / "runs")
-    assert found.directories == tuple(left.names)
-    [failure] = found.failed
+    reaped = reap(tmp_path / "runs")
+    assert reaped.directories == tuple(left.names)
+    [failure] = reaped.failed
     assert "rubbish.jsonl:1: no line of a journal" in failure
     assert not file.exists()
     with pytest.raises(FileNotFoundError, match="no such folder of runs"):
@@ -179,15 +179,15 @@ def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: C
 
 
 def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    if isinstance(found := Cgroups.find(), str):
-        pytest.skip(found)
-    place = found.folders(f"composer_nb-test-{os.getpid()}")[0]
-    left = owner("cgroup", cgroup=str(place))
+    if isinstance(groups := Cgroups.find(), str):
+        pytest.skip(groups)
+    group = groups.folders(f"composer_nb-test-{os.getpid()}")[0]
+    left = owner("cgroup", cgroup=str(group))
     left.kill()
-    [inside] = [int(pid) for pid in (place / "inner" / "cgroup.procs").read_text().split()]
+    [inside] = [int(pid) for pid in (group / "inner" / "cgroup.procs").read_text().split()]
     assert started(inside)
-    assert reap(tmp_path / "runs") == Reaped(cgroups=(str(place),))
-    assert not place.exists() and not started(inside)
+    assert reap(tmp_path / "runs") == Reaped(cgroups=(str(group),))
+    assert not group.exists() and not started(inside)
 
 
 def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owner: Callable[..., Owner], tmp_path):
@@ -196,29 +196,29 @@ def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owne
     [folder] = map(Path, left.names)
     mark = (folder / reaping.LABEL).read_text()
     anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
-    writer, other = (
+    writer, bystander = (
         subprocess.Popen(["sh", "-c", text], env=os.environ | {reaping.WRITER: word}, stdout=subprocess.PIPE, text=True)
         for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
     )
-    with writer, other:
-        assert writer.stdout is not None and other.stdout is not None
+    with writer, bystander:
+        assert writer.stdout is not None and bystander.stdout is not None
         below = int(writer.stdout.readline())
-        other.stdout.readline()
+        bystander.stdout.readline()
         left.kill()
         assert reap(tmp_path / "runs").directories == (str(folder),)
         time.sleep(0.2)
         assert not folder.exists() and started(writer.pid) is None and started(below) is None
-        assert other.poll() is None
-        other.kill()
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 def test_a_container_stays_in_the_journal_while_no_engine_answers(owner: Callable[..., Owner], tmp_path, monkeypatch):
     left = owner("container", "directory", container="composer_nb-1")
     left.kill()
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-    found = reap(tmp_path / "runs")
-    assert found.directories == (left.names[1],) and not found.containers
-    [failure] = found.failed
+    reaped = reap(tmp_path / "runs")
+    assert reaped.directories == (left.names[1],) and not reaped.containers
+    [failure] = reaped.failed
     assert failure.startswith("container composer_nb-1: no Docker Engine answers at")
     assert len(journal_files(tmp_path)) == 1 and reap(tmp_path / "runs").failed == (failure,)
 

@@ -34,9 +34,9 @@ def forks() -> Iterator[Backend]:
 
 @pytest.fixture
 def box(forks: Backend) -> Iterator[Sandbox]:
-    with forks.create(WARM) as made:
-        assert made.warm
-        yield made
+    with forks.create(WARM) as sandbox:
+        assert sandbox.warm
+        yield sandbox
 
 
 def ran(box: Sandbox, *, warm: bool = True, **environment: str) -> ExecResult:
@@ -96,14 +96,14 @@ def test_code_ends_as_in_a_new_interpreter(box: Sandbox) -> None:
         assert copy.exit_code == new.exit_code, text
         assert copy.stderr.split(b"\n")[-2:] == new.stderr.split(b"\n")[-2:], text
     assert code(box, COPIED).stdout == b"True\n" and code(box, COPIED, seed="1").stdout == b"False\n"
-    said = code(box, "import sys; print(sys.argv, sys.stdin.read(), sys.flags.hash_randomization)", stdin=b"given")
-    assert said.stdout == b"['-c', 'one', 'two'] given 0\n"
+    result = code(box, "import sys; print(sys.argv, sys.stdin.read(), sys.flags.hash_randomization)", stdin=b"given")
+    assert result.stdout == b"['-c', 'one', 'two'] given 0\n"
     assert code(box, "import atexit; atexit.register(print, 'bye')").stdout == b"bye\n"
 
 
 def test_a_copy_is_ended_with_all_that_it_started(box: Sandbox) -> None:
-    done = code(box, "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)", timeout_s=0.5)
-    assert done.timed_out and box.stats().processes == 0
+    result = code(box, "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)", timeout_s=0.5)
+    assert result.timed_out and box.stats().processes == 0
     assert code(box, "print(1)").stdout == b"1\n"
 
 
@@ -120,5 +120,5 @@ kinds = (bytes, bytearray, memoryview)
 held = [type(each) for each in values if isinstance(each, kinds) and each is not secret and secret in bytes(each)]
 print(names, held, sorted(os.listdir("/proc/self/fd"))[:-1])
 """
-    done = code(box, text, stdin=b"secret-of-the-request")
-    assert done.stdout == b"['<module>', 'run', 'main', '<module>', '<module>'] [] ['0', '1', '2']\n", done
+    result = code(box, text, stdin=b"secret-of-the-request")
+    assert result.stdout == b"['<module>', 'run', 'main', '<module>', '<module>'] [] ['0', '1', '2']\n", result

@@ -54,9 +54,9 @@ def test_our_table_may_go_into_an_inline_one(tmp_path: Path) -> None:
     (path / "task.toml").write_text("metadata = {a = 1}\n")
     task = Task.from_harbor(path)
     assert contents(task.to_harbor(tmp_path / "same")) == contents(path)
-    other = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
-    assert Task.from_harbor(other).id == "other"
-    assert tomllib.loads((other / "task.toml").read_text())["metadata"]["a"] == 1
+    folder = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
+    assert Task.from_harbor(folder).id == "other"
+    assert tomllib.loads((folder / "task.toml").read_text())["metadata"]["a"] == 1
 
 
 KEY = st.text(max_size=6)
@@ -81,16 +81,16 @@ PATH = st.lists(PART, min_size=1, max_size=3).map(lambda parts: "/".join(["x", *
 def test_any_directory_comes_out_as_it_was(
     unknown: dict[str, object], timeout: float, files: dict[str, bytes], instruction: str, others: str
 ) -> None:
-    files = {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
+    files = {path: data for path, data in files.items() if not any(inner.startswith(path + "/") for inner in files)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
         toml = f"{tomlkit.item(unknown).as_string()}\n"  # tables come last
-        held = {
+        entries = {
             "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
             "instruction.md": instruction.encode(),
         }
-        held |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
-        for name, data in held.items():
+        entries |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
+        for name, data in entries.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(data)
         task = Task.from_harbor(path)

@@ -54,9 +54,13 @@ def test_a_row_with_its_repository_is_graded_by_pytest() -> None:
 )
 def test_such_tasks_are_valid(task: Task) -> None:
     with BwrapBackend() as backend:
-        found = validate_task(task, backend)
-    assert found.valid and found.fail_to_pass == ("tests/test_sums.py::test_two",) and found.plan is not None
-    assert len(found.plan.tests) == 2
+        validation = validate_task(task, backend)
+    assert (
+        validation.valid
+        and validation.fail_to_pass == ("tests/test_sums.py::test_two",)
+        and validation.plan is not None
+    )
+    assert len(validation.plan.tests) == 2
 
 
 @pytest.mark.parametrize("make", [Task.from_swebench, Task.from_swesmith])

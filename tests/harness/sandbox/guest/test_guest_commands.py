@@ -14,8 +14,8 @@ from composer_nb.harness.sandbox.guest.commands import Commands
 
 def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
     me, later = os.getpid(), 1 << 40
-    both, orphan = [(10, me, 5), (11, 10, 6)], [(11, me, 6)]
-    tables = [both, [*both, (12, 11, 7)], orphan, orphan, [(11, me, 9)]]  # at last its number is another's
+    children, orphan = [(10, me, 5), (11, 10, 6)], [(11, me, 6)]
+    tables = [children, [*children, (12, 11, 7)], orphan, orphan, [(11, me, 9)]]  # at last its number is another's
     killed: list[tuple[int, int]] = []
     commands: Any = Commands.__new__(Commands)
     commands.running = {10}
