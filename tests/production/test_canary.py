@@ -31,35 +31,35 @@ SHARE, VERDICTS = 0.5, LEAST
 
 def users(*verdicts: float) -> dict[str, dict[str, float]]:
     """Return one verdict of each user."""
-    return {f"u{n}": {f"r{n}": each} for n, each in enumerate(verdicts)}
+    return {f"u{n}": {f"r{n}": verdict} for n, verdict in enumerate(verdicts)}
 
 
 def run_trial(early: float, usual: float, verdicts: int, seed: int, many: int = 10**9) -> tuple[str, int]:
     """Return the outcome with `many` users, of whom a fifth are early and each accepts with a probability of his own around these
     means, and the number of verdicts on the new version."""
     rng, trial = np.random.default_rng(seed), Trial(1, verdicts)
-    own: dict[str, float] = {}
+    acceptance: dict[str, float] = {}
     while not (outcome := trial.outcome):
         user = f"{seed} {rng.integers(many)}"
         mean, side = (early, trial.early) if is_early(user, 0.2) else (usual, trial.usual)
-        accepts = own.setdefault(user, rng.beta(4 * mean, 4 * (1 - mean)))
-        given = side.setdefault(user, {})
-        given[f"{user} {len(given)}"] = float(rng.random() < accepts)
+        accepts = acceptance.setdefault(user, rng.beta(4 * mean, 4 * (1 - mean)))
+        judged = side.setdefault(user, {})
+        judged[f"{user} {len(judged)}"] = float(rng.random() < accepts)
     return outcome, trial.counts()["early"]
 
 
 @pytest.mark.parametrize("many", [150, 10**9])
 def test_a_version_as_good_as_the_old_one_is_seldom_withdrawn_though_each_verdict_is_looked_at(many: int) -> None:
     """Whether each user gives one verdict or several."""
-    found = [run_trial(0.55, 0.55, 60, seed, many) for seed in range(15)]
-    assert sum(outcome == "withdrawn" and count < 60 for outcome, count in found) <= 1
-    assert sum(outcome == "promoted" for outcome, _ in found) >= 8  # the others lie more than MOST_LOST below by chance
+    runs = [run_trial(0.55, 0.55, 60, seed, many) for seed in range(15)]
+    assert sum(outcome == "withdrawn" and count < 60 for outcome, count in runs) <= 1
+    assert sum(outcome == "promoted" for outcome, _ in runs) >= 8  # the others lie more than MOST_LOST below by chance
 
 
 def test_a_version_that_breaks_things_is_withdrawn_long_before_the_last_verdict() -> None:
-    found = [run_trial(0.05, 0.55, 500, seed) for seed in range(12)]
-    assert {outcome for outcome, _ in found} == {"withdrawn"}
-    assert np.median([count for _, count in found]) < 60
+    runs = [run_trial(0.05, 0.55, 500, seed) for seed in range(12)]
+    assert {outcome for outcome, _ in runs} == {"withdrawn"}
+    assert np.median([count for _, count in runs]) < 60
 
 
 def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is_not_promoted() -> None:
@@ -92,8 +92,8 @@ class Trying(Site):
     def ask(self, user: str, name: str, messages: list[Any] = ASKED) -> str:
         """Return the answer of a recorded conversation."""
         body: dict[str, Any] = {"rollout": name}
-        done = self.chat(messages=messages, user=user, max_tokens=4, seed=0, extra_body=body)
-        return done.choices[0].message.content or ""
+        completion = self.chat(messages=messages, user=user, max_tokens=4, seed=0, extra_body=body)
+        return completion.choices[0].message.content or ""
 
     def judge(self, name: str, reward: float) -> None:
         assert self.grade(name, reward=reward)["status"] == 200
@@ -110,13 +110,13 @@ def site(path: Path, store: str, run: Path) -> Iterator[Trying]:
         several.patched_actors(patched, Threads(), canary),
         open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine,
     ):
-        told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
-        with serving(engine, run, slots=4, **told) as served_site:
+        options: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
+        with serving(engine, run, slots=4, **options) as served_site:
             yield Trying(served_site.answer, served_site.server, served_site.client, engine.shared)
 
 
 def versions(run: Path, name: str) -> set[int]:
-    return {int(v) for each in served(run)[name].rollout.segments for v in each.policy_version[each.acted]}
+    return {int(v) for segment in served(run)[name].rollout.segments for v in segment.policy_version[segment.acted]}
 
 
 @pytest.mark.whole

@@ -60,8 +60,8 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
     with pytest.raises(ValueError, match="agents have the tiny tools, with the arms"):
         evaluate(str(compact), few, tmp_path / "bench", samples=1)
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
-    found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
-    assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
+    report = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
+    assert report["tool_calls_per_task"] == report["calls_per_turn"]  # one turn each
 
 
 def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_damaged_environment_is_one_line(
     compact: Path, repository: Path, tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (compact / "environment.json").write_text(text)
-    asked = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
-    assert main(asked) == 2
+    args = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main(args) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert why in line
 
@@ -101,7 +101,7 @@ def test_a_damaged_environment_is_one_line(
 def test_a_conversation_is_as_long_as_the_model_reads(compact: Path, repository: Path, tmp_path: Path) -> None:
     """131,072 tokens are the usual limit, and more than this model, and many published ones, read."""
     carry(compact, EnvSettings(), Limits())
-    asked = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
-    assert main([*asked, "--verdict", "later"]) == 1
+    args = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main([*args, "--verdict", "later"]) == 1
     with open_engine(compact, slots=1, tokens=131_072) as engine:
         assert engine.tokens == POSITIONS
