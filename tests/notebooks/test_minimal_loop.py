@@ -162,8 +162,10 @@ def test_full_forwards_sample_from_what_the_engine_samples_from(loop: ModuleType
     prompts = [loop.draw_prompt(Random(n)) for n in range(24)]
     engine = Engine(model, stop=frozenset(), slots=len(prompts), max_length=16, seed=3)
     requests = [Request(rollout=n, token_ids=p, max_tokens=len(p) - 1) for n, p in enumerate(prompts)]
-    done = engine.generate(requests)
-    rollouts = [loop.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, done, strict=True)]
+    outputs = engine.generate(requests)
+    rollouts = [
+        loop.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, outputs, strict=True)
+    ]
     sampled_N = torch.tensor([logprob for r in rollouts for logprob in r.logprobs])
     assert torch.allclose(loop.score(model, rollouts).detach(), sampled_N, atol=1e-5)
 
@@ -210,9 +212,9 @@ def test_it_is_one_page_that_stands_alone():
 
 
 def test_its_settings_are_the_package_s():
-    known = config.to_flat(config.Settings())
+    names = config.to_flat(config.Settings())
     for name in parameters_of(NOTEBOOK):
-        assert {name, f"rl.{name}", f"loss.{name}"} & known.keys(), name
+        assert {name, f"rl.{name}", f"loss.{name}"} & names.keys(), name
 
 
 def test_its_solutions_are_right(loop: ModuleType):

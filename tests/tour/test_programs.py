@@ -102,8 +102,8 @@ def results(program: Program, seed: int) -> list[str]:
     scope: dict[str, Any] = {}
     exec(compile(program.source, "f.py", "exec"), scope)
     rng = Random(seed)
-    drawn = [draw_arguments(rng, program) for _ in range(8)]
-    return [repr(scope["f"](*copy.deepcopy(arguments))) for arguments in drawn]
+    inputs = [draw_arguments(rng, program) for _ in range(8)]
+    return [repr(scope["f"](*copy.deepcopy(arguments))) for arguments in inputs]
 
 
 def test_a_specification_means_one_thing(programs: list[Program]) -> None:
