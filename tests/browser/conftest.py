@@ -68,10 +68,10 @@ def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 def _line_of_make_lab(options: str) -> str:
     """What `make lab` runs, without what it does before. Make alone would look after the environment first."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
+    process = subprocess.run(
         ["make", "-n", "lab", f"ARGS={options}"], cwd=ROOT, env=inherited, capture_output=True, text=True, check=True
     )
-    return done.stdout[done.stdout.rindex("exec ") :]
+    return process.stdout[process.stdout.rindex("exec ") :]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Watch:
 
     def on(self, page: Any) -> None:
         page.on("request", lambda request: self._requested(request.url))
-        page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     def _requested(self, url: str) -> None:

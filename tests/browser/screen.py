@@ -24,9 +24,11 @@ class Lab:
 
     def kernels(self) -> list[psutil.Process]:
         """Processes of its kernels, oldest first: of earlier notebooks too, but not what a kernel is just about to start."""
-        found = psutil.Process(self.pid).children(recursive=True)
-        named = {each.pid: each for each in found if "ipykernel_launcher" in " ".join(each.cmdline())}
-        return sorted((each for each in named.values() if each.ppid() not in named), key=psutil.Process.create_time)
+        descendants = psutil.Process(self.pid).children(recursive=True)
+        named = {process.pid: process for process in descendants if "ipykernel_launcher" in " ".join(process.cmdline())}
+        return sorted(
+            (process for process in named.values() if process.ppid() not in named), key=psutil.Process.create_time
+        )
 
 
 class Notebook:
@@ -56,34 +58,34 @@ class Notebook:
         self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")
         self.page.wait_for_timeout(500)  # colours fade
 
-    def place(self, text: str) -> int:
+    def index_of(self, text: str) -> int:
         """Number of the first code cell whose source contains `text`."""
-        found = self.page.evaluate(
+        index = self.page.evaluate(
             f"text => {_MODEL}.widgets.findIndex(cell => cell.model.type === 'code' && "
             "cell.model.sharedModel.source.includes(text))",
             text,
         )
-        assert found >= 0, f"no code cell with {text!r}"
-        return int(found)
+        assert index >= 0, f"no code cell with {text!r}"
+        return int(index)
 
     def cell(self, text: str) -> Any:
         """The cell, in sight, at the top of the window."""
-        place = self.place(text)
+        index = self.index_of(text)
         self.page.evaluate(
             f"async place => {{ const book = {_MODEL}; book.activeCellIndex = place; "
             "await book.scrollToItem(place, 'start') }",
-            place,
+            index,
         )
-        found = self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{place}"]')
-        found.wait_for()
-        return found
+        cell = self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{index}"]')
+        cell.wait_for()
+        return cell
 
     def replace(self, old: str, new: str) -> None:
         """Edits the first code cell that contains `old`."""
         self.page.evaluate(
             f"([place, old, now]) => {{ const text = {_MODEL}.widgets[place].model.sharedModel; "
             "text.setSource(text.source.replace(old, now)) }",
-            [self.place(old), old, new],
+            [self.index_of(old), old, new],
         )
 
     def run_above(self, text: str) -> None:
@@ -97,10 +99,10 @@ class Notebook:
 
     def outputs(self) -> list[list[dict[str, Any]]]:
         """What each code cell has put out."""
-        found: list[list[dict[str, Any]]] = self.page.evaluate(
+        outputs: list[list[dict[str, Any]]] = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"
         )
-        return found
+        return outputs
 
     def ran_cleanly(self) -> None:
         """Fails unless every cell that is not empty has run, and none has raised or warned."""

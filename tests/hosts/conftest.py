@@ -9,5 +9,5 @@ def network() -> Iterator[Network]:
     """A switch for the hosts of a module."""
     if reason := missing():
         pytest.skip(reason)
-    with Network() as made:
-        yield made
+    with Network() as hosts:
+        yield hosts

@@ -201,9 +201,9 @@ class Frames:
         self._poll, self._ended = select.poll(), threading.Event()
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
-    def join(self, one: int, two: int, delay_s: float) -> None:
-        self._peers |= {one: (two, delay_s), two: (one, delay_s)}
-        for device in (one, two):
+    def join(self, first: int, second: int, delay_s: float) -> None:
+        self._peers |= {first: (second, delay_s), second: (first, delay_s)}
+        for device in (first, second):
             os.set_blocking(device, False)
             self._poll.register(device, select.POLLIN)
         if not self._thread.is_alive():

@@ -117,9 +117,9 @@ def test_versions_survive_hosts_links_clocks_and_the_store(
 
     def follow(worker: Worker, *versions: int) -> list[dict[str, Any]]:
         worker.order(*versions)
-        taken = [worker.take() for _ in versions]
-        assert [report["hash"] for report in taken] == [published[version] for version in versions]
-        return taken
+        reports = [worker.take() for _ in versions]
+        assert [report["hash"] for report in reports] == [published[version] for version in versions]
+        return reports
 
     assert 3500 < near.clock - far.clock < 3600 + 600
     publish(1)

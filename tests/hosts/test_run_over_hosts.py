@@ -95,8 +95,8 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
 ) -> None:
     trainer, engines = nodes
     run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4})
-    said = head.run(*RUN, run, seconds=600, env=store.environment)
-    assert "died" not in said and "rl: done" in said
+    output = head.run(*RUN, run, seconds=600, env=store.environment)
+    assert "died" not in output and "rl: done" in output
     places = {tuple(row) for row in json.loads(head.python(NODES, address))}
     services = {(name, engines.address) for name in ("EngineService", "EnvironmentService")}
     assert places == services | {("TrainerRank", trainer.address)}
@@ -107,7 +107,7 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     assert len(engines.run("ls", "node/relay").split()) >= len(served) > 0, "versions come through the region's relay"
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
-    print(said, info["store"])
+    print(output, info["store"])
 
 
 def send_run(tiny_run: RunDir, head: Host, store: ObjectStore, tmp_path: Path, changes: dict[str, Any]) -> str:
@@ -177,6 +177,6 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
 def test_a_machine_without_the_token_gets_nowhere(network: Network, address: str, nodes: list[Host]) -> None:
     stranger = network.host("stranger")
     for guess in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        said = stranger.python(STRANGER, address, seconds=START_S, env=guess)
-        assert "Unauthenticated" in said and "\nrefused: no Ray answers" in said
-        assert guess or "RAY_AUTH_MODE=token" in said
+        output = stranger.python(STRANGER, address, seconds=START_S, env=guess)
+        assert "Unauthenticated" in output and "\nrefused: no Ray answers" in output
+        assert guess or "RAY_AUTH_MODE=token" in output

@@ -85,14 +85,14 @@ class Bench:
         return [c.metadata.papermill["status"] for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
 
     def alive(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("BENCH") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except (psutil.Error, OSError):
                 continue
-        return found
+        return processes
 
     def wait(self, until: Callable[[], Any], seconds: float = 90) -> None:
         deadline = time.monotonic() + patience(seconds)
@@ -118,9 +118,9 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    for process in made.alive():
+    rig = Bench(tmp_path)
+    yield rig
+    for process in rig.alive():
         process.kill()
 
 
@@ -192,8 +192,8 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
     before = bench.attempts()
     code, _ = bench.run("run", str(job), "--resume", "--set", "raises:steps=4", "--set", "mistyped:steps=1")
     bench.nothing_is_left()
-    done = {name for name, state in bench.states().items() if state == "completed"}
-    assert done == set(nodes) - {"cell", "slow", "dies"} and code == 124
+    completed = {name for name, state in bench.states().items() if state == "completed"}
+    assert completed == set(nodes) - {"cell", "slow", "dies"} and code == 124
     assert bench.attempts() == {**before, **{"raises": 2, "cell": 2, "slow": 2, "dies": 4, "blocked": 1, "mistyped": 1}}
 
 
@@ -365,6 +365,6 @@ def test_a_notebook_that_did_not_run_to_its_end_is_not_completed_and_says_where(
     with pytest.raises(JobFailed) as caught:
         run_notebook(source, output, cell_timeout_s=1 if "sleep" in cell else None)
     assert str(caught.value).startswith(error) and str(output) in str(caught.value)
-    found = json.loads(output.with_name("run.json").read_text())
-    assert found["state"] in ("failed", "lost", "timed_out") and (found["cells"], found["cells_run"]) == (3, 2)
-    assert found["cell_states"] == {"completed": 1, found["state"]: 1, "pending": 1}
+    result = json.loads(output.with_name("run.json").read_text())
+    assert result["state"] in ("failed", "lost", "timed_out") and (result["cells"], result["cells_run"]) == (3, 2)
+    assert result["cell_states"] == {"completed": 1, result["state"]: 1, "pending": 1}

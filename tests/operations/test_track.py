@@ -63,28 +63,28 @@ def test_each_step_is_sent_once_wherever_reading_stops_also_when_steps_are_made_
 def board(run: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
-    [experiment] = [each for each in client.search_experiments() if each.name == track.PROJECT]
-    [found] = client.search_runs([experiment.experiment_id])
-    assert found.data.params["rl.group"] == "8" and found.info.status == "FINISHED"
-    assert found.data.tags["mlflow.runName"] == run.name
-    names = found.data.metrics
-    return {name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] for name in names}
+    [experiment] = [candidate for candidate in client.search_experiments() if candidate.name == track.PROJECT]
+    [recorded] = client.search_runs([experiment.experiment_id])
+    assert recorded.data.params["rl.group"] == "8" and recorded.info.status == "FINISHED"
+    assert recorded.data.tags["mlflow.runName"] == run.name
+    names = recorded.data.metrics
+    return {name: [(m.step, m.value) for m in client.get_metric_history(recorded.info.run_id, name)] for name in names}
 
 
 def trackio(run: Path) -> dict[str, list[tuple[int, float]]]:
     from trackio.sqlite_storage import SQLiteStorage
 
     logs = SQLiteStorage.get_logs(track.PROJECT, run.name)
-    return {name: [(each["step"], each[name]) for each in logs if name in each] for name in ("sft/loss", "rl/reward")}
+    return {name: [(row["step"], row[name]) for row in logs if name in row] for name in ("sft/loss", "rl/reward")}
 
 
 def records(raw: bytes) -> Iterator[bytes]:
@@ -106,15 +106,15 @@ def records(raw: bytes) -> Iterator[bytes]:
 def wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
     from wandb.proto import wandb_internal_pb2
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for file in (run / "trackers").glob("wandb/offline-run-*/run-*.wandb"):
         for data in records(file.read_bytes()):
             items = wandb_internal_pb2.Record.FromString(data).history.item
-            row = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
+            row = {field.key or field.nested_key[0]: json.loads(field.value_json) for field in items}
             for name in row:
                 if "/" in name and not name.endswith("/step"):
-                    found.setdefault(name, []).append((row[f"{name.partition('/')[0]}/step"], row[name]))
-    return found
+                    series.setdefault(name, []).append((row[f"{name.partition('/')[0]}/step"], row[name]))
+    return series
 
 
 PROGRAM = """\
@@ -140,9 +140,9 @@ def test_what_was_sent_is_there_once_also_after_an_end_in_between(run: Path, nam
     quiet["TRACKIO_DIR"] = str(tmp_path / "trackio")
     rest = line(LINES[3])[9:] + line(LINES[4])
     command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), rest]
-    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
-    [found] = [json.loads(each[6:]) for each in done.stdout.splitlines() if each.startswith("found ")]
-    assert {key: sorted(map(tuple, rows)) for key, rows in found.items()} == WANTED
+    process = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
+    [series] = [json.loads(text[6:]) for text in process.stdout.splitlines() if text.startswith("found ")]
+    assert {key: sorted(map(tuple, rows)) for key, rows in series.items()} == WANTED
 
 
 def test_a_service_that_fails_is_named_once_and_gets_everything_later(
