@@ -80,10 +80,10 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
         shared = shared.parent
     with (shared / "tiny.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (found := shared / "tiny-runs" / "tiny").exists():
-            if (run := open_run(found)).finished("numerics") is not None:
+        if (path := shared / "tiny-runs" / "tiny").exists():
+            if (run := open_run(path)).finished("numerics") is not None:
                 return run  # a launcher would write its log, while other processes compare what is there
-            return start_or_resume(found, say=lambda line: None)
+            return start_or_resume(path, say=lambda line: None)
         return start_or_resume(
             None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
         )
@@ -96,13 +96,13 @@ def docker_client() -> Iterator[Any]:
     from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
     try:
-        made = connect()
+        client = connect()
     except SandboxUnavailable as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
+    yield client
+    client.close()
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
     """A copy of a run, as `runs/tour` in a temporary directory."""
     from composer_nb.trainer.records.rundir import RunDir
 
-    def one(source: str, target: str) -> None:
+    def copy_file(source: str, target: str) -> None:
         # Nobody changes weights in place, so they need not be copied.
         (os.link if source.endswith("model.safetensors") or "/checkpoints/" in source else shutil.copy2)(source, target)
 
@@ -118,7 +118,7 @@ def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
         runs = tmp_path / "runs"
         # All is in run.db itself; what lies beside it comes and goes with the other workers' readers.
         beside = shutil.ignore_patterns("run.db-*")
-        shutil.copytree(run.path, runs / "tour-copy", copy_function=one, ignore=beside)
+        shutil.copytree(run.path, runs / "tour-copy", copy_function=copy_file, ignore=beside)
         (runs / "tour").symlink_to("tour-copy")
         return RunDir(runs / "tour-copy")
 

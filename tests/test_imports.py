@@ -36,9 +36,9 @@ def import_all(packages: list[str], blocked: set[str], skipped: tuple[str, ...] 
     """Imports every module of `packages`, but for those with names that end in `skipped`, in a process of its own, in which
     `blocked` can not be imported; how many."""
     program = f"PACKAGES, BLOCKED, SKIPPED = {packages!r}, {blocked!r}, {skipped!r}\n{BLOCK}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout)
 
 
 def test_the_harness_imports_without_torch() -> None:
@@ -60,7 +60,7 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imported(name: str, path: Path, known: set[str], *, at_import: bool = False) -> Iterator[str]:
+def imported(name: str, path: Path, names: set[str], *, at_import: bool = False) -> Iterator[str]:
     """Modules of the package that a file imports, wherever in the file; with `at_import` only when it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     later = [
@@ -80,7 +80,7 @@ def imported(name: str, path: Path, known: set[str], *, at_import: bool = False)
             source = node.module or ""
             if source.split(".")[0] == PACKAGE:
                 deeper = [f"{source}.{alias.name}" for alias in node.names]
-                yield from (each if each in known else source for each in deeper)
+                yield from (module if module in names else source for module in deeper)
 
 
 LAYERS = ("kernels", "harness", "trainer", "tour production", "labs views", "jobs")
@@ -101,13 +101,13 @@ def part(module: str) -> str:
 
 
 def test_imports_flow_one_way() -> None:
-    known = modules()
-    order = {name: place for place, layer in enumerate(LAYERS) for name in layer.split()}
+    paths = modules()
+    order = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
     order[""] = 0
     wrong = [
         f"{name} imports {target}"
-        for name, path in known.items()
-        for target in imported(name, path, set(known))
+        for name, path in paths.items()
+        for target in imported(name, path, set(paths))
         if order.get(part(target), len(LAYERS)) > order.get(part(name), len(LAYERS)) and (name, target) not in BACKWARDS
     ]
     assert not wrong
@@ -123,22 +123,22 @@ def folder(module: str) -> str:
 
 def test_no_two_folders_import_each_other() -> None:
     """Imports inside functions count. What a package's own `__init__` exports does not."""
-    known = modules()
+    paths = modules()
     graph: dict[str, set[str]] = {}
-    for name, path in known.items():
+    for name, path in paths.items():
         if path.name != "__init__.py":
-            found = {target for target in imported(name, path, set(known)) if known[target].name != "__init__.py"}
-            found -= {target for source, target in BACKWARDS if source == name}
-            graph.setdefault(folder(name), set()).update({folder(target) for target in found} - {folder(name)})
+            targets = {target for target in imported(name, path, set(paths)) if paths[target].name != "__init__.py"}
+            targets -= {target for source, target in BACKWARDS if source == name}
+            graph.setdefault(folder(name), set()).update({folder(target) for target in targets} - {folder(name)})
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_every_import_exists_and_none_goes_round() -> None:
-    known = modules()
-    graph = {name: set(imported(name, path, set(known), at_import=True)) for name, path in known.items()}
-    assert not {target for targets in graph.values() for target in targets} - set(known)
+    paths = modules()
+    graph = {name: set(imported(name, path, set(paths), at_import=True)) for name, path in paths.items()}
+    assert not {target for targets in graph.values() for target in targets} - set(paths)
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
-    assert len(order) == len(known)
+    assert len(order) == len(paths)
 
 
 PROMISED = {
@@ -153,10 +153,10 @@ PROMISED = {
 def test_promised_names_can_be_imported() -> None:
     lines = [f"from {PACKAGE}.{module} import {', '.join(names)}" for module, names in PROMISED.items()]
     lines.append("assert all(map(callable, (mx_quantize, Task, reward, reap, load_pretrained, verify, Engine)))")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def picture() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -192,23 +192,23 @@ def test_the_picture_of_the_architecture_matches() -> None:
     inside = {box: frame for frame, boxes in frames.items() for box in boxes}
 
     def reach(box: str) -> set[str]:
-        seen: set[str] = set()
+        reached: set[str] = set()
         todo = [box, inside.get(box, "")]
         while todo:
             for end in arrows.get(todo.pop(), set()):
-                found = {end, *frames.get(end, set())}
-                todo += found - seen
-                seen |= found
-        return seen
+                neighbours = {end, *frames.get(end, set())}
+                todo += neighbours - reached
+                reached |= neighbours
+        return reached
 
-    known = modules()
+    paths = modules()
     missing = set()
-    for name, path in known.items():
+    for name, path in paths.items():
         mine = box_of(name)
-        for target in imported(name, path, set(known)) if path.name != "__init__.py" else ():
-            other = box_of(target)
-            if mine in inside and other in inside and mine != other and inside[mine] == inside[other]:
-                missing |= {f"{mine} imports {other}"} if other not in reach(mine) else set()
+        for target in imported(name, path, set(paths)) if path.name != "__init__.py" else ():
+            target_box = box_of(target)
+            if mine in inside and target_box in inside and mine != target_box and inside[mine] == inside[target_box]:
+                missing |= {f"{mine} imports {target_box}"} if target_box not in reach(mine) else set()
     assert not missing
 
 

@@ -43,21 +43,23 @@ Played = dict[int, tuple[list[int], list[float], Trace]]
 TESTS = "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"
 
 
-def ask(rollout: int, ids: Sequence[int], most: int = 6, **given: Any) -> Request:
-    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
+def ask(rollout: int, ids: Sequence[int], most: int = 6, **options: Any) -> Request:
+    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **options)
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
 
 
-def same(found: Played, wanted: Played) -> None:
+def same(actual: Played, expected: Played) -> None:
     """To the last bit."""
-    assert found.keys() == wanted.keys()
-    for number, (ids, logprobs, trace) in found.items():
-        assert (ids, logprobs) == wanted[number][:2]
-        for each in fields(Trace):
-            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
+    assert actual.keys() == expected.keys()
+    for number, (ids, logprobs, trace) in actual.items():
+        assert (ids, logprobs) == expected[number][:2]
+        for field in fields(Trace):
+            np.testing.assert_array_equal(
+                getattr(trace, field.name), getattr(expected[number][2], field.name), field.name
+            )
 
 
 @pytest.fixture
@@ -121,8 +123,8 @@ def converse(task: Task) -> Callable[..., list[Attempt]]:
 def chained(attempts: list[Attempt], last: Kind = Kind.SUMMARY) -> Attempt:
     """One attempt whose segments are those of these attempts, each but the last ended by a message of the kind `last`."""
     segments = []
-    for number, done in enumerate(attempts):
-        [segment] = done.rollout.segments
+    for number, attempt in enumerate(attempts):
+        [segment] = attempt.rollout.segments
         kind = segment.kind.copy()
         if number + 1 < len(attempts):
             kind[segment.messages[-1]] = last
@@ -139,8 +141,8 @@ def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engin
         policy_version=np.where(np.array(kinds) == Kind.TOOL_CALL, engine.version, -1).astype(np.int32),
         trace=engine.release(rollout),
     )
-    done = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
-    return Attempt(task=task, rollout=done, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
+    rolled = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
+    return Attempt(task=task, rollout=rolled, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
 
 
 @pytest.fixture(scope="session")
