@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that a test runs on: a CPU everywhere, and a GPU where there is one."""
+    """Return each device that a test runs on: a CPU everywhere, and a GPU where there is one."""
     import torch
 
     if request.param == "cuda" and not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
-    """A finished run, to be read only; `copy_of` gives one to change. Test processes side by side share one."""
+    """Return a finished run to be read only, which parallel test processes share; `copy_of` gives one to change."""
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
     from composer_nb.trainer.settings import Settings, override
@@ -91,7 +91,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 
 @pytest.fixture(scope="session")
 def docker_client() -> Iterator[Any]:
-    """A connection to the Docker Engine. Without one tests are left out on a laptop, and fail in CI, which starts one."""
+    """Connect to the Docker Engine. Without one, tests are skipped on a laptop and fail in CI, which starts one."""
     from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
@@ -107,7 +107,7 @@ def docker_client() -> Iterator[Any]:
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
-    """A copy of a run, as `runs/tour` in a temporary directory."""
+    """Return a function that copies a run to `runs/tour` in a temporary directory."""
     from composer_nb.trainer.records.rundir import RunDir
 
     def copy_file(source: str, target: str) -> None:

@@ -96,7 +96,7 @@ def test_the_backend_of_the_settings_is_the_one_that_must_work(
     assert cli.main(args) == 2
     assert capsys.readouterr().err.startswith("composer-nb: env.backend=docker: ")
     monkeypatch.setattr(environment, "open_backend", lambda *_: MagicMock(egress=()))
-    assert cli.main(args) == 2  # for another reason
+    assert cli.main(args) == 2  # it fails for another reason
     assert "bubblewrap" not in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 

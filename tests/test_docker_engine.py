@@ -13,7 +13,7 @@ SCRIPT = ROOT / "scripts" / "docker_engine"
 
 
 def engine(folder: Path, uid: int, **programs: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script where only `sh` and the given programs exist, as the given user."""
+    """Run the script where only `sh` and the given programs exist, as the given user."""
     folder.mkdir()
     (folder / "sh").symlink_to(shutil.which("sh") or "/bin/sh")
     for name, text in {"id": f"echo {uid}", **programs}.items():

@@ -50,7 +50,7 @@ NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|^#[^\n]*|\$[^$]*\$|<[^>]*>", re.S | r
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub and the site give a heading."""
+    """Return the anchor that GitHub and the site give a heading."""
     return re.sub(r"[^\w\- ]", "", re.sub(r"`|\*\*", "", heading).strip().lower()).replace(" ", "-")
 
 
@@ -65,7 +65,7 @@ def word(term: str) -> str:
 
 
 def unlinked_terms(path: Path, text: str) -> Iterator[str]:
-    """Terms whose first use in a notebook does not lead to the glossary; a line *Words*: below the title does as well."""
+    """Yield terms whose first use in a notebook does not lead to the glossary; a line *Words*: below the title counts."""
     for term in TERMS if path.suffix == ".ipynb" else ():
         link = f"../docs/glossary.md#{slug(term)}"
         plain = NOT_PROSE.sub("", text)
@@ -88,14 +88,14 @@ def test_the_readme_shows_the_path_in_its_order() -> None:
 
 
 def anchors_of(text: str) -> set[str]:
-    """Anchors that lead to a place on GitHub, on the site and in JupyterLab, which takes a heading as it is written."""
+    """Return anchors that work on GitHub, on the site and in JupyterLab, which takes a heading as it is written."""
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     slugs = {slug(heading) for heading in headings if slug(heading) == re.sub(r"`|\*\*", "", heading).replace(" ", "-")}
     return slugs | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
 
 
 def scores_of(row: str) -> list[list[float]]:
-    """The numbers of a row of the table of three seeds, seed by seed."""
+    """Return the numbers of a row of the table of three seeds, seed by seed."""
     [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", BENCHMARKS.read_text(encoding="utf-8"), re.M)
     return [[float(n) for n in re.findall(r"[+−]?\d*\.\d+", cell.replace("−", "-"))] for cell in cells.split(" | ")]
 
@@ -134,7 +134,7 @@ def test_the_results_say_what_their_table_and_the_examples_hold() -> None:
 
 
 def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_path: Path) -> None:
-    """In a folder with `mine.py` and the example."""
+    """The folder holds `mine.py` and the example."""
     page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
     mine, attempt = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
     (tmp_path / "mine.py").write_text(mine)
@@ -150,7 +150,7 @@ def anchors() -> dict[Path, set[str]]:
 
 
 def lost_links(path: Path, text: str) -> Iterator[str]:
-    """A heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it."""
+    """Yield broken links. A heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
         file, _, anchor = target.partition("#")
         page = (path.parent / file).resolve() if file else path
@@ -159,14 +159,14 @@ def lost_links(path: Path, text: str) -> Iterator[str]:
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """Commands of `composer-nb` in a text, in words. What follows two spaces, a pipe or a comment is none of them."""
+    """Yield the words of each `composer-nb` command in a text, up to two spaces, a pipe or a comment."""
     for example in re.findall(r"(?:^|`)composer-nb ([a-z][^`]*?)(?:`|$)", text.replace("\\\n", " "), re.M):
         for command in re.split(r"\s{2,}|\s[|#>&]\s", example)[0].split(" · "):
             yield re.sub(r"[\[\]]", "", command.removeprefix("composer-nb ")).split()
 
 
 def unknown(words: list[str]) -> list[str]:
-    """Names, actions and options of a command that its parser does not have."""
+    """Return the names, actions and options of a command that its parser does not have."""
     parser, lost = cli.parser(), []
     while actions := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
         if not words or words[0].startswith("-"):

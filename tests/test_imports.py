@@ -61,7 +61,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(name: str, path: Path, names: set[str], *, at_import: bool = False) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in the file; with `at_import` only when it is imported itself."""
+    """Yield the package's modules that a file imports anywhere, or with `at_import` only while it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     later = [
         node
@@ -84,7 +84,7 @@ def imported(name: str, path: Path, names: set[str], *, at_import: bool = False)
 
 
 LAYERS = ("kernels", "harness", "trainer", "tour production", "labs views", "jobs")
-"""Each imports only itself and those before it; the modules at the top (the command line and the like) import them all."""
+"""Each layer imports only itself and earlier ones; top-level modules such as the command line import all of them."""
 
 
 BACKWARDS = {
@@ -92,11 +92,11 @@ BACKWARDS = {
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.serve"),
     (f"{PACKAGE}.trainer.recipe.recipe", f"{PACKAGE}.production.fidelity"),
 }
-"""Arrows that still point the wrong way."""
+"""Imports that still go in the wrong direction."""
 
 
 def part(module: str) -> str:
-    """`trainer` of composer_nb.trainer.models.transformer; empty for the package itself."""
+    """Return `trainer` for composer_nb.trainer.models.transformer, and an empty text for the package itself."""
     return [*module.split("."), ""][1]
 
 
@@ -114,7 +114,7 @@ def test_imports_flow_one_way() -> None:
 
 
 def folder(module: str) -> str:
-    """The folder of a module, two levels below the package at most; a module that lies higher stands for itself."""
+    """Return the folder of a module, at most two levels below the package; a module that lies higher stands for itself."""
     parts = module.split(".")[1:]
     if parts[0] in ("views", "jobs", "production", "tour"):
         return parts[0]
@@ -160,7 +160,7 @@ def test_promised_names_can_be_imported() -> None:
 
 
 def picture() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Of docs/architecture.md: the boxes in each frame, and the boxes that an arrow leads to from each box or frame."""
+    """Return the boxes in each frame of docs/architecture.md, and the boxes that arrows lead to from each box or frame."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     frames: dict[str, set[str]] = {"": set()}
     arrows: dict[str, set[str]] = {}
@@ -213,6 +213,6 @@ def test_the_picture_of_the_architecture_matches() -> None:
 
 
 def box_of(module: str) -> str:
-    """Its folder in the harness or the trainer; `making` is not in the picture."""
+    """Return the folder of a module in the harness or the trainer; `making` is not in the picture."""
     _, layer, box, *rest = [*module.split("."), "", ""]
     return box if layer in ("harness", "trainer") and rest[:1] != ["making"] else ""

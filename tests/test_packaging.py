@@ -83,7 +83,7 @@ def test_make_alone_lists_the_targets_and_each_can_be_planned():
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A copy of what setting up reads, with an environment that has a stand-in for Python in it."""
+    """Return a copy of the files that the setup reads, with an environment that holds a stand-in for Python."""
     copy = tmp_path / "a clone"
     (copy / "scripts").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/system_packages"):

@@ -52,7 +52,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
 
 
 def same(actual: Played, expected: Played) -> None:
-    """To the last bit."""
+    """Assert that rollouts are equal to the last bit."""
     assert actual.keys() == expected.keys()
     for number, (ids, logprobs, trace) in actual.items():
         assert (ids, logprobs) == expected[number][:2]
@@ -64,7 +64,7 @@ def same(actual: Played, expected: Played) -> None:
 
 @pytest.fixture
 def make_model() -> MakeModel:
-    """`make_model(seed, **sizes)`: a tiny model whose norms are not 1 and whose routers have decided opinions."""
+    """Return `make_model(seed, **sizes)`, which makes a tiny model with norms other than 1 and decided routers."""
 
     def make(seed: int = 0, **sizes: Any) -> Model:
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def task() -> Task:
 
 @pytest.fixture
 def converse(task: Task) -> Callable[..., list[Attempt]]:
-    """`converse(engine, count, seed)`: `count` rollouts of three turns each with random observations between them."""
+    """Return `converse(engine, count, seed)`, which samples `count` rollouts of three turns with random observations."""
 
     def run(engine: Engine, count: int, seed: int = 0, turns: int = 3, max_tokens: int = 9) -> list[Attempt]:
         random = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def converse(task: Task) -> Callable[..., list[Attempt]]:
 
 
 def chained(attempts: list[Attempt], last: Kind = Kind.SUMMARY) -> Attempt:
-    """One attempt whose segments are those of these attempts, each but the last ended by a message of the kind `last`."""
+    """Return one attempt with the segments of these, of which each but the last ends with a message of the kind `last`."""
     segments = []
     for number, attempt in enumerate(attempts):
         [segment] = attempt.rollout.segments
@@ -147,6 +147,6 @@ def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engin
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Small, but with merges."""
+    """Return a small tokenizer with merges."""
     text = "def f(xs):\n    return sum(x for x in xs if x > 3)\nfix f.py: sum of the items that are more than 3\n"
     return train_tokenizer([text] * 4, 420)

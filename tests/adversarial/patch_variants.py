@@ -16,7 +16,7 @@ PLACES = ("import", "first_call", "exit", "thread", "nested")
 
 
 def variant(seed: int) -> Patch:
-    """The variant of a number: the same for the same number."""
+    """Return the variant of this number: always the same one."""
     lot = random.Random(seed)
     setups = [(name, lot.choice(PLACES)) for name in lot.sample(sorted(set(SETUP) - SLOW), lot.choice((0, 1, 1, 1, 2)))]
     answer = lot.choice([*sorted(ANSWER), ""]) if setups else lot.choice(sorted(ANSWER))
@@ -37,7 +37,7 @@ def variant(seed: int) -> Patch:
 
 
 def _placed(text: str, moment: str, name: str, lot: random.Random) -> tuple[str, str]:
-    """A trick in its place: what stands at the top of the module, and what each answer does first."""
+    """Return what a trick adds at the top of the module, and what it has each answer do first."""
     if lot.random() < 0.4:
         text = f"try:\n{textwrap.indent(text, '    ')}except {lot.choice(('Exception', 'BaseException', 'OSError'))}:\n    pass\n"
     function = f"def {name}():\n{textwrap.indent(text, '    ')}\n"

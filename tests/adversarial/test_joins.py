@@ -19,7 +19,7 @@ def name_of(node: ast.expr) -> str:
 
 
 class Joins(ast.NodeVisitor):
-    """The unchecked joins of a module, in `joins`. `paths` and `own` are names of paths and of the package's own names."""
+    """Collects the unchecked joins of a module. `paths` and `own` are names of paths and of the package's own names."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.paths, self.own, self.joins = {"parent"}, set[str](), list[str]()

@@ -118,7 +118,7 @@ def test_a_rows_patch_keeps_to_the_repository(name: str) -> None:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Path:
-    """Forged work: its diff shows a new harmless file."""
+    """Work whose diff shows a new, harmless file, ready to be forged."""
     (tmp_path / "repository/.git/hooks").mkdir(parents=True)
     path = tmp_path / "kept"
     path.mkdir()

@@ -33,7 +33,7 @@ def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest)
 
 
 class NoWalls:
-    """A backend and its only sandbox without any walls: plain processes in a folder. Only for cases that do no harm."""
+    """A backend and its only sandbox without any walls: plain processes in a folder, for cases that do no harm."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ def test_every_case_is_blocked() -> None:
 
 
 class NoExecutor:
-    """Runs requests as plain processes: only for cases that do no harm outside a sandbox."""
+    """Runs requests as plain processes, for cases that do no harm outside a sandbox."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace

@@ -36,7 +36,7 @@ DEEP = "[" * 100_000
 
 
 class Feed(Channel):
-    """A connection on which the resident program sends these frames, whatever it is asked."""
+    """A connection on which the resident program sends these frames, whatever the request."""
 
     def __init__(self, frames: list[bytes]) -> None:
         super().__init__(socket.socketpair()[0])
@@ -49,7 +49,7 @@ class Feed(Channel):
 
 
 class Scripted:
-    """A machine whose resident program was replaced: it sends what it likes."""
+    """A machine whose resident program was replaced by one that sends whatever it likes."""
 
     id = "scripted"
     proxy = None
@@ -68,7 +68,7 @@ class Scripted:
 
 TRUE = {"command": ["true"]}
 ASKED: dict[str, dict[str, Any]] = {"exec": TRUE, "exec_background": TRUE | {"log": "l"}, "read": {"path": "a"}}
-"""What methods are asked with; others take nothing."""
+"""Arguments of the methods that take any."""
 STRANGE: dict[str, list[Any]] = {
     "exec": [
         {}, {"answer": 3}, {"answer": [0]}, {"answer": [0, -1, False, False, False, 0.1]},
@@ -102,7 +102,7 @@ def test_a_strange_answer_ends_the_sandbox(method: str, answer: Any) -> None:
 
 
 def test_no_answer_counts_twice_or_is_longer_than_its_own_request_allows() -> None:
-    """Also while another request that may have a longer answer is under way."""
+    """This holds also while another request that may have a longer answer is under way."""
     once = b'{"number": 1, "answer": null}\n'
     box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(once, once))
     box.end_all()
@@ -148,7 +148,7 @@ def archive(size: int = 1, **more: Any) -> bytes:
 
 
 def resized(size: int) -> bytes:
-    """An archive whose entry says that it has another size, in base 256."""
+    """Return an archive whose entry claims another size, in base 256."""
     field = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
     head = bytearray(archive()[:512])
     head[124:136], head[148:156] = field, b" " * 8

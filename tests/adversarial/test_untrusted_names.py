@@ -141,7 +141,7 @@ def published(tmp_path: Path) -> VersionStore:
 
 
 def forge(data: bytes, old: str, new: str) -> bytes:
-    """A manifest that calls one file otherwise, with a seal that is right."""
+    """Return a manifest that gives one file another name and has a valid seal."""
     m = Manifest.load(data, "manifest")
     files = {new if name == old else name: file for name, file in m.files.items()}
     tensors = {

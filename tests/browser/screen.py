@@ -19,11 +19,11 @@ class Lab:
 
     url: str
     folder: Path
-    """Its notebooks: copies, which tests may change."""
+    """Its notebooks, which are copies that tests may change."""
     pid: int
 
     def kernels(self) -> list[psutil.Process]:
-        """Processes of its kernels, oldest first: of earlier notebooks too, but not what a kernel is just about to start."""
+        """Return the processes of its kernels, oldest first, with earlier notebooks' but not what a kernel has just forked."""
         descendants = psutil.Process(self.pid).children(recursive=True)
         named = {process.pid: process for process in descendants if "ipykernel_launcher" in " ".join(process.cmdline())}
         return sorted(
@@ -43,7 +43,7 @@ class Notebook:
             question.first.click()
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """Does what a menu would. Returns when it is done, for a command that runs cells when they have ended."""
+        """Execute a command of a menu. Return when it has finished; if it runs cells, when they have ended."""
         return self.page.evaluate(
             "([name, given]) => window.jupyterapp.commands.execute(name, given).then(found => found === true)",
             [name, arguments],
@@ -59,7 +59,7 @@ class Notebook:
         self.page.wait_for_timeout(500)  # colours fade
 
     def index_of(self, text: str) -> int:
-        """Number of the first code cell whose source contains `text`."""
+        """Return the index of the first code cell whose source contains `text`."""
         index = self.page.evaluate(
             f"text => {_MODEL}.widgets.findIndex(cell => cell.model.type === 'code' && "
             "cell.model.sharedModel.source.includes(text))",
@@ -69,7 +69,7 @@ class Notebook:
         return int(index)
 
     def cell(self, text: str) -> Any:
-        """The cell, in sight, at the top of the window."""
+        """Scroll the cell to the top of the window and return it."""
         index = self.index_of(text)
         self.page.evaluate(
             f"async place => {{ const book = {_MODEL}; book.activeCellIndex = place; "
@@ -81,7 +81,7 @@ class Notebook:
         return cell
 
     def replace(self, old: str, new: str) -> None:
-        """Edits the first code cell that contains `old`."""
+        """Edit the first code cell that contains `old`."""
         self.page.evaluate(
             f"([place, old, now]) => {{ const text = {_MODEL}.widgets[place].model.sharedModel; "
             "text.setSource(text.source.replace(old, now)) }",
@@ -89,23 +89,23 @@ class Notebook:
         )
 
     def run_above(self, text: str) -> None:
-        """Runs the cells before the one that contains `text`, and returns when they have ended."""
+        """Run the cells before the one that contains `text`, and return when they have ended."""
         self.cell(text)
         self.command("notebook:run-all-above")
 
     def run_all(self) -> None:
-        """Runs all cells, and returns when they have ended."""
+        """Run all cells, and return when they have ended."""
         self.command("notebook:run-all-cells")
 
     def outputs(self) -> list[list[dict[str, Any]]]:
-        """What each code cell has put out."""
+        """Return the outputs of each code cell."""
         outputs: list[list[dict[str, Any]]] = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"
         )
         return outputs
 
     def ran_cleanly(self) -> None:
-        """Fails unless every cell that is not empty has run, and none has raised or warned."""
+        """Fail unless every cell that is not empty has run, and none has raised or warned."""
         counts = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code' && cell.model.sharedModel.source.trim())"
             ".map(cell => cell.model.executionCount)"

@@ -22,7 +22,7 @@ SHOWN = """([path, heading]) => {
 
 
 def headings(lab: Lab) -> dict[str, str]:
-    """The heading that each link of the notebooks to a page must show."""
+    """Return the heading that each link from a notebook to a page must show."""
     books = [nbformat.read(path, 4) for path in sorted(lab.folder.glob("[0-9]*.ipynb"))]
     text = "\n".join(cell.source for book in books for cell in book.cells if cell.cell_type == "markdown")
     expected = {}

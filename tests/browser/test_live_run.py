@@ -18,7 +18,7 @@ PATIENCE_S = 400.0
 
 @pytest.fixture
 def runs(lab: Lab) -> Iterator[Path]:
-    """Where the notebook keeps its run; whatever is live there afterwards is ended."""
+    """The folder in which the notebook keeps its run. Whatever is live in it afterwards is ended."""
     folder = lab.folder / "runs"
     yield folder
     for path in [path for path in folder.glob("watched-*") if not path.is_symlink()]:
@@ -68,6 +68,6 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
 
 
 def trained(text: str) -> int:
-    """Steps done, as the board's first line tells."""
+    """Return the number of finished steps that the first line of the board shows."""
     match = re.search(r"(\d+) of \d+ steps", text)
     return int(match[1]) if match else 0

@@ -55,7 +55,7 @@ def task() -> Task:
 
 
 class Boxes:
-    """Sandboxes that run nothing: `answer` says what a request gives. Keeps the batches it was sent."""
+    """Sandboxes that run nothing: `answer` returns the result of a request. They keep the batches that they were sent."""
 
     def __init__(self, answer: Callable[[CallRequest], tuple[CallOutcome, ...]]) -> None:
         self.answer = answer
@@ -67,7 +67,7 @@ class Boxes:
 
 
 def returns(text: str) -> Callable[[CallRequest], tuple[CallOutcome, ...]]:
-    """The answer that every call returned `text`."""
+    """Return the answer that every call returned `text`."""
     return lambda request: (CallOutcome(status="returned", text=text),) * len(request.arguments)
 
 
@@ -95,7 +95,7 @@ class Typist:
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Answers the first `slow`-th part of what waits, so that rollouts fall out of step."""
+        """Answer the first `slow`-th part of the waiting requests, so that rollouts fall out of step."""
         self._waiting.sort(key=lambda request: request.rollout)
         count = -(-len(self._waiting) // self.slow)
         now, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -125,13 +125,13 @@ class Typist:
 
 @pytest.fixture(scope="session")
 def typist(renderer: CompactRenderer) -> Callable[..., Typist]:
-    """`typist(write, capacity=…)`: see Typist."""
+    """Return a function that makes a `Typist`: `typist(write, capacity=…)`."""
     return lambda write, **options: Typist(renderer, write, **options)
 
 
 @pytest.fixture(scope="session")
 def boxes() -> Callable[..., Boxes]:
-    """`boxes(answer)`: see Boxes; `boxes("7")` is one in which everything returns 7."""
+    """Return a function that makes `Boxes`: `boxes(answer)`, or `boxes("7")` where every call returns 7."""
     return lambda answer: Boxes(returns(answer) if isinstance(answer, str) else answer)
 
 

@@ -93,7 +93,7 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
 
 
 def lay(name: str, folder: Path, scripts_executable: bool = True) -> Path:
-    """The task `name` as a directory in `folder`."""
+    """Write the task `name` as a directory in `folder` and return its path."""
     toml, files = FOREIGN[name]
     path = folder / name
     (path / "environment").mkdir(parents=True)

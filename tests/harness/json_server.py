@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class JsonServer:
-    """Answers each request by `answer(path, body)`: a value of JSON, (status, text[, headers]), or None to hang up. A context
+    """Answers each request with `answer(path, body)`: a value of JSON, (status, text[, headers]), or None to hang up. A context
     manager; it keeps the paths and bodies of all requests."""
 
     def __init__(self, answer: Callable[[str, Any], Any]) -> None:

@@ -23,7 +23,7 @@ def chat_reply(text: str, **call: object) -> list[bytes]:
 
 
 def letters(data: bytes) -> Iterator[bytes]:
-    """A byte at a time, and then spaces for ever."""
+    """Return the bytes one at a time, and then spaces for ever."""
     return (bytes([byte]) for byte in chain(data, repeat(32)))
 
 
@@ -41,8 +41,7 @@ FAULTS = {
 
 class Stubborn:
     def __init__(self, turns: Sequence[Sequence[bytes]], fault: str) -> None:
-        """Answers these turns well, and then in that way, for ever. A list of
-        models is always told."""
+        """Answer these turns well, and all further requests with this fault. A list of models is always given."""
         self.turns, self.fault = list(turns), fault
         self.ended = threading.Event()
         self.open = 0

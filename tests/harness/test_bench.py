@@ -32,7 +32,7 @@ def make_attempt(
     wrote: int = 2,
     stop: str = "finished",
 ) -> Attempt:
-    """An attempt; `passed` None is one lost to the infrastructure."""
+    """Return an attempt; `passed=None` means that it was lost to the infrastructure."""
     kind = np.array([Kind.PROMPT] * read + [Kind.TOOL_CALL] * wrote, np.uint8)
     blank = np.zeros(read + wrote, np.int32)
     segment = Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)

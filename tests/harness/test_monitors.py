@@ -42,7 +42,7 @@ HONEST = "def f(xs):\n    if len(xs) == 0:\n        return 0\n    return sum(xs)
 
 
 def make_attempt(files: dict[str, str | None], *turns: tuple[str, dict[str, Any], str], task: Task = TASK) -> Attempt:
-    """An attempt that left these changes; a turn is a tool, its arguments, and what it showed."""
+    """Return an attempt that left these changes; a turn is a tool, its arguments and its observation."""
     records = [
         Turn(call=json.dumps({"name": n, "arguments": a}), observation=observation) for n, a, observation in turns
     ]

@@ -52,7 +52,7 @@ SAME = ChangeQuality(lines=4, human_lines=4, extra_files=(), new_names=(), human
 
 
 def quality(**files: str | None) -> ChangeQuality | None:
-    """The quality of a change of the files of the task, named by their modules."""
+    """Return the quality of a change of the task's files, which are named by their modules."""
     changed = {f"pkg/{name}.py": text for name, text in files.items()}
     after = {path: text for path, text in (TASK.files | changed).items() if text is not None}
     return change_quality(TASK, after)

@@ -33,7 +33,7 @@ def sglang_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, 
 
 
 class Server(JsonServer):
-    """Draws 1, 2, 9 after every prompt; `before` may answer a path in another way."""
+    """Draws 1, 2, 9 after every prompt; `before` may answer a path differently."""
 
     def __init__(self, kind: str) -> None:
         self.before: Callable[[str], Any] = lambda path: None

@@ -110,7 +110,7 @@ def test_what_is_written_is_read(task: Task, data: st.DataObject, traced: bool) 
 
 @pytest.fixture
 def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]) -> list[Attempt]:
-    """Two rollouts that the loop made, without traces."""
+    """Return two rollouts of the loop, without traces."""
     finish = agent.renderer.turn(one(ToolCall(name="finish", arguments={})))
     policy = typist(lambda rollout, turn: finish)
     return [attempt for _, attempt in drive((agent.attempt(task, n) for n in range(2)), policy, boxes("1"))]

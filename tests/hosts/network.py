@@ -117,7 +117,7 @@ class Host(Space):
         return subprocess.Popen(command, env=environment, text=True, **(pipes | options))
 
     def run(self, *words: str, seconds: float = 60, **options: Any) -> str:
-        """Run a command to its end and return what it says. Raises AssertionError with that if it fails."""
+        """Run a command to its end and return its output. Raises AssertionError with the output if it fails."""
         process = self.start(*words, **options)
         try:
             output, _ = process.communicate(timeout=patience(seconds))

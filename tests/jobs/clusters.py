@@ -66,7 +66,7 @@ class Cluster:
 
 @contextmanager
 def two_nodes(folder: Path, first: dict[str, Any], second: dict[str, Any], hidden: Path) -> Iterator[Cluster]:
-    """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
+    """Start a cluster whose files lie in `folder`, and end all of its processes afterwards."""
     cluster = Cluster(Bench(folder), first, second, hidden)
     yield cluster
     for process in cluster.nodes:

@@ -251,7 +251,7 @@ def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_file_that_may_not_grow(bench: Bench):
-    """A notebook outgrows its place: nothing is corrupt, all is told."""
+    """A notebook outgrows its limit: nothing is corrupt, and everything is reported."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))

@@ -21,13 +21,13 @@ pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = pytest.mark.slow
 
 THERE = {"gpus": 1}
-"""What only the second node has."""
+"""Resources that only the second node has."""
 WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
 
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the second node sees empty."""
+    """Return a folder that the second node sees empty."""
     return tmp_path_factory.mktemp("hidden")
 
 
@@ -73,7 +73,7 @@ def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, k
 
 
 def ours(bench: Bench) -> list[psutil.Process]:
-    """What belongs to notebooks, not to the cluster."""
+    """Return the processes that belong to notebooks and not to the cluster."""
     words = ("composer_nb.jobs", "ipykernel", "sleep 600")
     return [p for p in bench.alive() if any(word in " ".join(p.cmdline()) for word in words)]
 

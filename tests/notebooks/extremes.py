@@ -205,7 +205,7 @@ def execute(name: str, parameters: dict[str, Any]) -> str:
 
 
 def as_text(result: Any) -> Sequence[str]:
-    """What JupyterLab asks of an object that a cell ends with."""
+    """Return the texts that JupyterLab shows of an object that a cell ends with."""
     if hasattr(result, "_repr_mimebundle_") and (bundle := result._repr_mimebundle_()):
         return [json.dumps(bundle, default=str)]
     methods = ("_repr_png_", "_repr_html_")

@@ -56,7 +56,7 @@ def tags(cell: nbformat.NotebookNode) -> list[str]:
 
 @pytest.fixture
 def loop() -> Iterator[ModuleType]:
-    """The notebook's parameters, at tiny size, and its functions, those of the solutions too, as a module."""
+    """Return a module of the notebook's parameters, at tiny size, and its functions, including those of the solutions."""
     module = ModuleType("minimal_loop")
     sys.modules[module.__name__] = module
     cells = nbformat.read(NOTEBOOK, 4).cells
@@ -75,7 +75,7 @@ def settings(loop: ModuleType) -> LossSettings:
 
 
 def to_stream(rollout: Any, model: Model) -> Stream:
-    """A rollout of the loop as the package's trainer gets it."""
+    """Return a rollout of the loop as the package's trainer gets it."""
     acted = np.arange(len(rollout.token_ids)) >= rollout.asked
     logprob = np.zeros(len(acted), np.float32)
     logprob[acted] = rollout.logprobs
@@ -118,7 +118,7 @@ class PackageLearner:
 
 
 def two_models(loop: ModuleType, seed: int = 0) -> tuple[Model, Model]:
-    """The same random weights twice."""
+    """Return two models with the same random weights."""
     models = []
     for _ in range(2):
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_rl_run.ipynb"
 
 
 def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
-    """The executed notebook; every cell ran, none printed an error."""
+    """Run the notebook and return it; every cell must have run, and none may have printed an error."""
     record = run_notebook(NOTEBOOK, out, parameters, say=lambda line: None)
     assert record["state"] == "completed" and record["cells_run"] == record["cells"]
     executed = nbformat.read(out, 4)

@@ -16,7 +16,7 @@ FILES = {"config.json": b"{}"}
 
 
 def checkpoint(path: Path, change: float, *, shape: tuple[int, int] = (64, 64)) -> Path:
-    """Two shards of one bfloat16 tensor each."""
+    """Write a checkpoint of two shards with one bfloat16 tensor each."""
     path.mkdir()
     (path / "config.json").write_text("{}")
     files = {}

@@ -55,7 +55,7 @@ def task(backend: Backend) -> Task:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A user's folder: a function with a fault, and its test."""
+    """Return a user's folder with a faulty function and its test."""
     root = tmp_path / "repository"
     root.mkdir()
     (root / "f.py").write_text("def double(x):\n    return x + x + 1\n")
@@ -74,7 +74,7 @@ def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokeniz
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Bytes, and the tokens of Qwen's format."""
+    """Return a tokenizer of bytes and the tokens of Qwen's format."""
     return byte_tokenizer(QwenRenderer.tokens[:2], QwenRenderer.tokens[2:])
 
 
@@ -105,7 +105,7 @@ class Site:
         return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **options})
 
     def rollout(self, name: str, path: str = "/v1") -> str:
-        """Address of a rollout that is recorded."""
+        """Return the address of a rollout that is recorded."""
         return self.url.replace("/v1", f"/rollouts/{name}{path}")
 
     def grade(self, name: str, **verdict: Any) -> Any:
@@ -115,7 +115,7 @@ class Site:
 
 @contextmanager
 def serving(engine: OpenEngine[Any], run: Path | None = None, **options: Any) -> Iterator[Site]:
-    """Serve an engine; `run`: folder of the record."""
+    """Serve an engine, with a record in the folder `run`."""
     record = RolloutRecord(run, engine.tokenizer, getattr(engine.shared, "judged", None)) if run else None
     answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
     options |= {"grade": answer.grade} if run else {}
@@ -132,7 +132,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
 
 
 class Turns:
-    """A policy that writes these turns, and notes what it is asked and what it forgets."""
+    """A policy that writes these turns, and records its requests and the rollouts that it releases."""
 
     capacity = 2
     version = 0

@@ -99,7 +99,7 @@ def test_a_damaged_environment_is_one_line(
 
 
 def test_a_conversation_is_as_long_as_the_model_reads(compact: Path, repository: Path, tmp_path: Path) -> None:
-    """131,072 tokens are the usual limit, and more than this model, and many published ones, read."""
+    """The usual limit of 131,072 tokens is more than this model, or many a published one, can read."""
     carry(compact, EnvSettings(), Limits())
     args = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
     assert main([*args, "--verdict", "later"]) == 1

@@ -120,7 +120,7 @@ OTHERWISE = {"temperature": {"temperature": 0.9}, "top_k": {"extra_body": {"top_
 
 
 def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
-    """However near its log-probabilities are."""
+    """They are left out however near their log-probabilities are."""
     run, messages = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
     with open_engine(START, slots=2, tokens=512) as engine, serving(engine, run) as site:
         for name, options in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
@@ -139,7 +139,7 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
 
 
 def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
-    """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
+    """Return ten attempts at each task, of which these shares pass and this share edits something."""
     edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")
     rollouts = []
     for number, share in enumerate(passed):

@@ -108,7 +108,7 @@ def test_ctrl_c_ends_it_and_keeps_what_was_done(environment: Environment) -> Non
 
 
 def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(environment: Environment, task: Task) -> None:
-    """In the rollout, in the bench's rate, in the reward and in what the agent reads."""
+    """The rollout, the rate of the bench, the reward and what the agent reads agree on that."""
     missing = [
         ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
         ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
@@ -142,7 +142,7 @@ def test_the_limit_of_time_ends_calls_that_run(environment: Environment, backend
 
 @pytest.mark.parametrize("fault", list(FAULTS)[:2])
 def test_no_model_server_outlasts_the_limit_of_time(environment: Environment, task: Task, fault: str) -> None:
-    """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
+    """Work until then is graded; where no answer ever came, nothing is known of the agent."""
     limits = dataclasses.replace(LIMITS, seconds=3.0)
     for turns, stop, status in (([], "infrastructure", "infra_error"), ([chat_reply("", **EDIT)], "time", "graded")):
         with stubborn(fault, *turns) as server:
@@ -218,7 +218,7 @@ def compact() -> Tokenizer:
 
 
 def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[[Task], Script]) -> Attempt:
-    """An attempt as the stages and services of a run make it, by a policy that plays a script."""
+    """Return an attempt as the stages and services of a run make it, by a policy that plays a script."""
     with Sandboxes(env) as sandboxes:
         agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))

@@ -53,7 +53,7 @@ WRITTEN = [
 
 
 def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
-    """What is shown after each token begins with what was shown before it; JSON is complete where the parser has a call."""
+    """Assert that what is shown only grows with each token, and that JSON is complete where the parser has a call."""
     before: list[tuple[str, str, str]] = []
     for end in range(1, len(ids) + 1):
         now = renderer.calls_so_far(ids[:end])
@@ -113,7 +113,7 @@ def test_the_arguments_of_a_call_come_before_it_ends() -> None:
 
 
 def merged(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
-    """Return text, calls and reason of a stream as OpenAI's client has it."""
+    """Return the text, the calls and the finish reason that the parts of a stream add up to."""
     calls: dict[int, list[str]] = {}
     for call in (call for part in parts for call in part.delta.tool_calls or ()):
         calls.setdefault(call.index, [call.id, call.function.name, ""])[2] += call.function.arguments

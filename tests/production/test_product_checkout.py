@@ -54,7 +54,7 @@ def accept(snapshot: Checkout, changes: Changes) -> None:
 
 
 def contents(root: Path) -> dict[str, tuple[str, bytes, bool]]:
-    """Everything in a folder: kind, contents, whether it can be executed."""
+    """Return everything in a folder: kind, contents, whether it can be executed."""
     entries: dict[str, tuple[str, bytes, bool]] = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -268,7 +268,7 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def repository_of(tmp_path: Path, **files: str) -> Path:
-    """`a__b="text"` is a file a/b."""
+    """Make a repository in which `a__b="text"` is a file a/b."""
     root = tmp_path / "outer" / "repository"
     for name, text in files.items():
         file = root / name.replace("__", "/")

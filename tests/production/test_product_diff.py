@@ -83,7 +83,7 @@ def test_for_eyes_binary_files_are_told_by_size() -> None:
 
 
 def test_nothing_of_the_machine_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global setting, an attribute and a variable that would change or execute something."""
+    """A global setting, an attribute and a variable would change or execute something."""
     (tmp_path / ".gitconfig").write_text(f"[diff]\n\texternal = touch {tmp_path}/ran\n\tnoprefix = true\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", f"touch {tmp_path}/ran")

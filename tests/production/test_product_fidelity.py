@@ -33,7 +33,7 @@ def sandboxes() -> Iterator[Sandboxes]:
 
 @pytest.fixture
 def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
-    """As an environment worker makes it."""
+    """Return an agent as an environment worker makes it."""
     return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
 
 
@@ -63,7 +63,7 @@ PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "descri
 def test_a_word_more_in_either_place_is_found(
     task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, where: str, side: str
 ) -> None:
-    """It is planted in what the RL worker, or the product, is made of."""
+    """The word is planted in a part of the RL worker or of the product."""
 
     def more(tools: ToolSet) -> ToolSet:
         if where == "description":
@@ -91,7 +91,7 @@ def test_a_word_more_in_either_place_is_found(
 
 
 class Wordy(ToolSet):
-    """Tools whose terminal says a word more."""
+    """Tools whose terminal prints one word more."""
 
     def observation(self, reply: Reply) -> str:
         return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")

@@ -39,7 +39,7 @@ def first_messages() -> list[str]:
 
 @pytest.fixture
 def policy(first_messages: list[str]) -> Iterator[str]:
-    """An agent that notes its first message."""
+    """Serve an agent that records its first message."""
     script = play([turn([EDIT]), Said(text="Done.")])
 
     def speak(talk: Sequence[Message]) -> Said:

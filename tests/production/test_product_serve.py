@@ -148,7 +148,7 @@ def test_a_fault_of_the_servers_is_no_answer(caplog: pytest.LogCaptureFixture) -
 
 
 class Held:
-    """An answerer that answers when it may, and notes whom it answers."""
+    """Answers once it is allowed to, and records which requests it began and which clients went away."""
 
     def __init__(self) -> None:
         self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
@@ -215,7 +215,7 @@ def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
 
 
 def answers(client: socket.socket) -> list[int]:
-    """Statuses of all answers until the server ends the connection."""
+    """Return the statuses of all answers until the server ends the connection."""
     received = b""
     try:
         while part := client.recv(65536):

@@ -55,7 +55,7 @@ class Pair(Site):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, model: Model, tokenizer: Tokenizer) -> Path:
-    """A checkpoint with a head that drafts badly."""
+    """Return a checkpoint with a head that drafts badly."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer.save(str(folder / "t.json"))
     save_pretrained(model, folder / "m", dtype=torch.bfloat16, tokenizer=folder / "t.json")

@@ -66,7 +66,7 @@ class Slow(Engine):
 
 
 class Endless(Slow):
-    """Writes letters, and nothing that ends a turn."""
+    """Writes letters only, so that no turn ends."""
 
     def _forward(self, slots: Any) -> Any:
         logits = super()._forward(slots)

@@ -77,7 +77,7 @@ class ByOpenAI:
 
 
 class ByAnthropic(ByOpenAI):
-    """The same by Anthropic's API, as streams."""
+    """The same agent, with Anthropic's API and streams."""
 
     def __init__(self, url: str) -> None:
         self.anthropic = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
@@ -104,7 +104,7 @@ class ByAnthropic(ByOpenAI):
 
 
 def work(agent: ByOpenAI, task: Task, turns: int = 12) -> dict[str, str]:
-    """Have an agent work on a repository. Return its files at the end."""
+    """Have an agent work on a repository, and return its files at the end."""
     tools = ToolSet.tiny()
     with SandboxExecutor() as functions:
         workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=functions)
@@ -190,7 +190,7 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
 
 
 def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
-    """What one of them says after equal answers is stored in no rollout of the other's, and judged by no verdict of theirs."""
+    """What a user says after equal answers is stored in no other user's rollout and judged by no other user's verdict."""
     tools, start = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
     conversations: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
     names: dict[str, list[str]] = {user: [] for user in conversations}
@@ -232,7 +232,7 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
 
 
 def test_a_name_is_one_users(tmp_path: Path) -> None:
-    """Two who name their rollouts alike share neither a stored rollout nor its reward."""
+    """Users who give their rollouts the same name share neither a stored rollout nor its reward."""
     with recording(tmp_path / "run") as server:
         url = server.rollout("mine")
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)

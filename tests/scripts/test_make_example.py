@@ -32,7 +32,7 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cut(tiny_run: RunDir, script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The tiny run, with a little left of it."""
+    """Return an excerpt of the tiny run."""
     script["main"].__globals__.update(HELDOUT_TASKS=5, DEMONSTRATIONS=7)
     out = tmp_path_factory.mktemp("cut") / "example"
     script["main"]([str(tiny_run.path), str(out)])

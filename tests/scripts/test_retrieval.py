@@ -12,7 +12,7 @@ SETTINGS = RetrievalSettings(width=16, steps=60, batch=24, further=8, names=0.3,
 
 
 def repository(first: int) -> tuple[dict[str, bytes], list[Question]]:
-    """Functions in which a word stands for another one, always the same; each file has a name of its own."""
+    """Return files in which each word stands for another one, always the same, and questions about them."""
     files = {f"m{first + n}.py": f"def f{first + n}():\n    return {name}\n".encode() for n, name in enumerate(SAID)}
     questions = [
         Question(text=f"what does {word} mean", path=f"m{first + n}.py", first=1, last=2, kind="docstring")

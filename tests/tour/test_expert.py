@@ -29,7 +29,7 @@ Play = Callable[[float], list[Attempt]]
 
 @pytest.fixture(scope="module")
 def play(sandboxes: SandboxExecutor, renderer: CompactRenderer) -> Play:
-    """`play(rate)`: attempts of the expert at 40 generated tasks, with all the room they take."""
+    """Return `play(rate)`, which has the expert attempt 40 generated tasks without tight limits."""
     executor = CachedExecutor(sandboxes)
     tasks = list(make_tasks("expert", 40, heldout=False, executor=executor))
     agent = Agent(renderer, limits=Limits(turns=30, turn_tokens=200, tokens=5000))

@@ -35,7 +35,7 @@ def tasks(request: pytest.FixtureRequest, executor: CachedExecutor) -> list[Task
 
 
 def functions_of(task: Task) -> dict[str, str]:
-    """Every function of a repository, as `f`."""
+    """Return every function of a repository, renamed to `f`."""
     functions = {}
     for path in task.source_scope:
         body = ast.parse(task.solution.get(path, task.files[path])).body
@@ -55,7 +55,7 @@ def without_tests(task: Task) -> dict[str, str]:
 
 
 def with_true_tests(task: Task) -> dict[str, str]:
-    """Every test file asserts what any code passes."""
+    """Return the files with tests that any code passes."""
     easy = "from builtins import abs\n\n\ndef test_0():\n    assert abs(1) == 1\n"
     return task.files | dict.fromkeys([path for path in task.files if path.startswith("test_")], easy)
 

@@ -21,7 +21,7 @@ def program_of(seed: int) -> Program:
 
 
 class Renamed(ast.NodeTransformer):
-    """Every local name through `names`, every integer through `constant`."""
+    """Maps every local name through `names` and every integer through `constant`."""
 
     def __init__(self, names: dict[str, str], constant: Random | None = None) -> None:
         self.names, self.constant = names, constant

@@ -54,7 +54,7 @@ def test_a_bug_changes_exactly_one_line() -> None:
 
 
 def requests_of(task: Task) -> list[CallRequest]:
-    """Bug and gold on the visible tests, bug and gold on the hidden ones."""
+    """Return requests for the bug and the solution on the visible tests, and for both on the hidden ones."""
     return [
         request_tests(files, parse_test_files(tests))
         for tests in (task.visible_tests, task.tests)

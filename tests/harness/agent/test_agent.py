@@ -30,21 +30,21 @@ Make = Callable[..., Any]
 
 
 def run(agent: Agent, task: Task, policy: Any, boxes: Any, count: int = 1) -> list[Attempt]:
-    """`count` attempts, in order of position."""
+    """Return `count` attempts, in order of position."""
     attempts = dict(drive((agent.attempt(task, n) for n in range(count)), policy, boxes))
     assert sorted(attempts) == list(range(count))
     return [attempts[n] for n in range(count)]
 
 
 def calls(renderer: CompactRenderer, *sequence: ToolCall) -> Callable[[int, int], list[int]]:
-    """What a Typist writes to make these calls, and tests for ever after."""
+    """Return a function that has a Typist make these calls, and then run the tests for ever."""
     written = [renderer.turn(one(tool_call)) for tool_call in sequence]
     last = renderer.turn(one(TEST))
     return lambda rollout, turn: written[turn] if turn < len(written) else last
 
 
 def check_streams(rollout: Rollout, policy: Any, number: int) -> None:
-    """The segment is what the policy was sent and wrote, token for token, and its arrays are aligned."""
+    """Assert that the segment is what the policy was sent and wrote, token for token, and that its arrays are aligned."""
     [segment] = rollout.segments
     size = rollout.tokens
     streams = segment.token_ids, segment.kind, segment.logprob, segment.policy_version

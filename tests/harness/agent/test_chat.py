@@ -160,7 +160,7 @@ def piece(mark: str) -> str | int:
 
 
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
-    """Of each call of a turn: why it is invalid, or nothing."""
+    """Return why each call of a turn is invalid, or an empty text."""
     read = renderer.parse(renderer.encoded(pieces))
     return [str(w.call) if isinstance(w.call, ToolError) else "" for w in read.calls]
 

@@ -15,7 +15,7 @@ from composer_nb.harness.sandbox.requests import CallRequest
 
 
 class Echo:
-    """A policy that answers at once, and notes the order of everything."""
+    """A policy that answers at once, and records the order of everything."""
 
     capacity = 4
 
@@ -49,7 +49,7 @@ def ask(seat: Seat[Any], rollout: int) -> list[int]:
 
 
 def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the_caller_looks() -> None:
-    """A wait ends early where an agent works for long, so that whoever calls it can say that it lives."""
+    """A wait ends early where an agent works for long, so that its caller can report that it is alive."""
 
     def run(seconds: float) -> tuple[list[Any], list[Any], int]:
         policy = Echo()

@@ -114,7 +114,7 @@ def test_a_user_who_does_not_answer_is_no_answer(open_task: Task, monkeypatch: p
 
 
 class Reciter(WithoutModel):
-    """Says its turns in order, whatever it reads, and nothing but a summary where it is asked for one."""
+    """Recites its turns in order, whatever it reads, and a summary wherever one is requested."""
 
     def __init__(self, renderer: ChatRenderer, turns: Sequence[Said]) -> None:
         super().__init__(renderer)
@@ -139,7 +139,7 @@ def with_tokens(
 
 
 def named(form: str, message: Said, number: int) -> Said:
-    """A turn whose call has the id that its format gives it."""
+    """Return the turn with the id that the format gives its call."""
     [written] = message.calls
     assert isinstance(written.call, ToolCall)
     name = f"functions.{written.call.name}:{number}" if form == "kimi" else "call_0"

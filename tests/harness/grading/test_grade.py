@@ -45,7 +45,7 @@ def test_only_the_code_under_test_enters_the_sandbox(task: Task, boxes: Callable
     [[request]] = inside.batches
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
-    assert "[9]" not in str(request)  # what the first test wants
+    assert "[9]" not in str(request)  # what the first test expects
 
 
 STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
@@ -72,7 +72,7 @@ CLEAN = Grade(status="graded", tests={"a": True}, cost={"wall_s": 9.0})
 
 
 class Counted:
-    """Stands for the grader: counts what it is asked, and answers what it is told."""
+    """Stands in for the grader: counts its calls and returns the given answers."""
 
     def __init__(self, *answers: Grade) -> None:
         self.answers, self.calls = list(answers), 0

@@ -20,7 +20,7 @@ PASSED, FAILED = TestResult(outcome="passed", id="id"), TestResult(outcome="fail
 
 
 def results_of(*names: str, passed: bool = True) -> dict[str, TestResult]:
-    """Results of tests whose keys are their ids."""
+    """Return results of tests whose keys are their ids."""
     return {name: replace(PASSED if passed else FAILED, id=name) for name in names}
 
 
@@ -73,7 +73,7 @@ def test_the_lot_is_fair() -> None:
 
 @given(st.integers(0, 1 << 30), st.integers(1, 3))
 def test_whoever_cheats_in_some_runs_only_must_guess_them_all(seed: int, tests: int) -> None:
-    """Every strategy that can not tell twins, here all sets of runs in which to cheat: one of six is right, for each test."""
+    """Of the sets of runs in which code that cannot tell twins may cheat, one in six is right for each test."""
     twins = tuple(twin(key) for key in KEYS[:tests])
     plan = GradePlan(digest="", tests={key: key for key in KEYS[:tests]}, twins=twins)
     twin_runs = draw(plan, random.Random(seed), 3)

@@ -129,11 +129,11 @@ def test_another_value_is_another_value(value: Any, seed: int) -> None:
 # A classifier that reads a module with all that can be measured in it hardly tells twins from tests.
 
 KNOWN = 0.06
-"""How much above chance it is known to be; docs/grading.md says so too."""
+"""How far above chance its accuracy is known to be, as docs/grading.md also says."""
 
 
 def measured() -> tuple[float, float]:
-    """Its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
+    """Return its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
     examples = classifier.examples(json.loads(classifier.CORPUS.read_text()), seed=7)
     assert len(examples) > 500 and len({suite for suite, _, _, _ in examples}) >= 10
     return classifier.accuracy(examples)[0], 0.5 + KNOWN + 3 * math.sqrt(0.25 / len(examples))

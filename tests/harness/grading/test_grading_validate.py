@@ -49,7 +49,7 @@ def test_uncovered(): check(1)
 
 
 def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
-    """Here one that depends on the order of a set of texts, which another hash seed changes."""
+    """The test depends on the order of a set of texts, which another hash seed changes."""
     flaky = "def test_flaky(): assert list({'a', 'b', 'c', 'd', 'e', 'f', 'g'}).index('a') % 2 == 0\n"
     tests = "from f import f\ndef test_a(): assert f(1) == 2\n" + flaky
     validation = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
@@ -121,7 +121,7 @@ class TestMany:
 
 
 def test_twins_that_disturb_other_tests_are_given_up_alone(make_task: Make, backend: Backend) -> None:
-    """Here one test needs what another leaves behind, at its end, which its twin does not reach."""
+    """One test needs what another leaves behind at its end, which its twin does not reach."""
     tests = """\
 from f import f
 LEFT = []

@@ -48,7 +48,7 @@ class Recording:
 
 @pytest.fixture
 def stated(make_task: Callable[..., Task], tmp_path: Path) -> Task:
-    """A task of the grader `pytest` whose task.toml states limits."""
+    """Return a task of the grader `pytest` whose task.toml states limits."""
     path = make_task({"test_f.py": TEST}).to_harbor(tmp_path / "t")
     toml = (path / "task.toml").read_text()
     table = toml[toml.index("[metadata.composer_nb]") :]

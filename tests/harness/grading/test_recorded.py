@@ -217,7 +217,7 @@ def test_all(monkeypatch):
 
 @pytest.fixture(scope="module")
 def calls_by_name(make_task: Make, backend: Backend) -> dict[str, list[RecordedCall]]:
-    """By name, the calls that are kept of `TESTS`, where the start knows none of the functions."""
+    """Return the calls that are kept of `TESTS`, by name, where the start knows none of the functions."""
     task = make_task(
         {"test_a.py": TESTS}, {"module.py": "", "other.py": OTHER}, {"module.py": GOLD}, scope=("module.py",)
     )
@@ -280,7 +280,7 @@ ROMAN_TESTS = "from module import roman\n" + "".join(
 
 @pytest.fixture(scope="module")
 def task(make_task: Make, backend: Backend) -> Task:
-    """A task whose plan holds recorded calls and no twins."""
+    """Return a task whose plan holds recorded calls and no twins."""
     start, gold = {"module.py": "def roman(number):\n    return 'I' * number\n"}, {"module.py": ROMAN}
     bare = make_task({"test_a.py": ROMAN_TESTS}, start, gold, scope=("module.py",))
     tests = {f"test_a.py::test_{number}#0": f"test_a.py::test_{number}" for number in WANTED}

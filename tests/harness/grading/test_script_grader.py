@@ -76,7 +76,7 @@ def test_nothing_writes_when_the_reward_is_read(backend: Backend) -> None:
     ],
 )
 def test_what_is_no_reward_is_none(script: str, backend: Backend) -> None:
-    """That a script is too slow, `test_limits.py` asks."""
+    """Scripts that are too slow are tested in `test_limits.py`."""
     result = grade_script(task_of(f"#!/bin/bash\n{script}\n"), {}, backend)
     assert result.status == "graded" and not result.passed and result.tests == {"test.sh::reward": False}
     assert {"no_reward", "weak"} <= {*result.flags}

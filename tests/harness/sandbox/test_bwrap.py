@@ -46,7 +46,7 @@ AS_NOBODY: dict[str, Any] = {"capture_output": True, "user": 65534, "group": 655
 
 
 def _system_python() -> str | None:
-    """A Python that an ordinary user may run, of the version that the package needs."""
+    """Return a Python that an ordinary user may run, of the version that the package needs."""
     for path in ("/usr/bin/python3", sys.executable):
         with contextlib.suppress(OSError):
             ask = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]

@@ -45,7 +45,7 @@ def executor() -> Iterator[SandboxExecutor]:
 
 
 def tree(executor: SandboxExecutor) -> list[int]:
-    """Processes of its sandbox that are no zombies: bubblewrap, the zygote, the resident, the worker made ahead."""
+    """Return the processes of its sandbox that are no zombies: bubblewrap, zygote, resident, the worker made ahead."""
     zygote = executor.backend._zygotes.get(False)
     return [] if zygote is None else [zygote.process.pid, *(pid for pid, _ in below(zygote.process.pid))]
 
@@ -255,7 +255,7 @@ def test_a_dead_machine_is_asked_a_bounded_number_of_times(monkeypatch: pytest.M
 
 @contextlib.contextmanager
 def overloaded(executor: SandboxExecutor) -> Iterator[None]:
-    """A busy machine on which a worker comes behind everything else."""
+    """Keep the machine busy, so that a worker comes behind everything else."""
     core, stop = min(os.sched_getaffinity(0)), threading.Event()
 
     def hold_down() -> None:
@@ -311,7 +311,7 @@ STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "
 
 
 def hashed(request: CallRequest) -> tuple[CallOutcome, ...]:
-    """Outcomes that follow from everything in a request, each from all arguments before it, as with code that keeps state."""
+    """Return outcomes that depend on everything in a request, each on all arguments before it, as with code that keeps state."""
     outcomes = []
     state = hashlib.sha256(repr([sorted(request.files.items()), request.module, request.function]).encode())
     for argument in request.arguments:

@@ -27,7 +27,7 @@ PEAK = (0.125, 0.0)
 def test_no_host_has_more_than_it_may_and_none_is_stuck(
     limits: fleets.FleetLimits, events: list[tuple[str, int]]
 ) -> None:
-    """Against a count of its own: live use here is 0.125 of memory a sandbox."""
+    """Compare with a separate count: live use here is 0.125 of memory a sandbox."""
     scheduler, now, alive, under_way = fleets.FleetScheduler(3, limits), 0.0, [0, 0, 0], []
     for event, host in events:
         if event == "place" and (placement := scheduler.place(now, PEAK)) is not None:

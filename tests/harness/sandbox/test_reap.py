@@ -63,7 +63,7 @@ class Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
-    """`owner(*kinds)` makes one resource of each kind, for the run directory `tmp_path/runs/one`."""
+    """Return `owner(*kinds)`, which makes one resource of each kind for the run directory `tmp_path/runs/one`."""
     owners: list[Owner] = []
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)

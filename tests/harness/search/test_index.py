@@ -16,7 +16,7 @@ WORDS = ["open", "reader", "matrix", "rotate", "cache", "evict", "parser"]
 
 
 def embedding(seed: int = 0) -> Embedding:
-    """Random vectors, but for `evict` and `rotate`, which mean the same."""
+    """Return random vectors, except that `evict` and `rotate` mean the same."""
     ids = np.array(sorted(term_id(stem(word)) for word in WORDS), np.uint64)
     vectors = np.random.default_rng(seed).standard_normal((len(ids), 8)).astype(np.float32)
     row_of = {int(term): number for number, term in enumerate(ids)}

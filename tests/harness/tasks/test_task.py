@@ -33,7 +33,7 @@ NAME = st.text(st.characters(exclude_characters="/\0\\", exclude_categories=["Cs
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Any task with the tests of MINIMAL: every text in it may be anything."""
+    """Draw any task with the tests of MINIMAL: every text in it may be anything."""
     folders = st.lists(NAME, min_size=1, max_size=3, unique=True).map(lambda parts: "/".join(["x", *parts]))
     extra = draw(st.dictionaries(folders, TEXT, max_size=3))
     extra = {path: text for path, text in extra.items() if not any(inner.startswith(path + "/") for inner in extra)}

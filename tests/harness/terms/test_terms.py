@@ -135,7 +135,7 @@ EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 
 
 def talk(*turns: tuple[Any, ...]) -> Rollout:
-    """A rollout of these turns: (tool, arguments), with fields of `Turn` after them; a text alone is the final message."""
+    """Return a rollout of these turns: (tool, arguments, fields of `Turn`), or a text alone for the final message."""
     records = []
     for spec in turns:
         if len(spec) == 1:

@@ -45,7 +45,7 @@ def session(tools: ToolSet, box: Sandbox) -> Session:
 
 @pytest.fixture
 def call(tools: ToolSet, session: Session) -> Call:
-    """Calls one tool; what went wrong is of the kind `error`."""
+    """Return a function that calls one tool and asserts that its error is of the kind `error`, if any."""
 
     def call_tool(name: str, *, error: str | None = None, **arguments: object) -> Reply:
         [reply] = tools.run(session, [ToolCall(name=name, arguments=arguments)])

@@ -63,7 +63,7 @@ def trapped(backend: Backend, spec: SandboxSpec) -> Sandbox:
 
 
 class Monkey:
-    """Writes calls: a tool's own arguments, each as it should be, or not."""
+    """Writes calls with a tool's own arguments, each valid or not."""
 
     def __init__(self, tools: ToolSet, seed: int) -> None:
         self.lot = random.Random(seed)
@@ -117,7 +117,7 @@ def well_formed(reply: Reply, call: ToolCall) -> None:
 
 
 def test_two_thousand_calls(backend: Backend) -> None:
-    """In turns of one to six, in a fresh workspace from time to time."""
+    """Calls are made in turns of one to six, in a fresh workspace from time to time."""
     counts: Counter[tuple[str, str]] = Counter()
     lot, calls = random.Random(1), 0  # with 0, no call of the sixteen of `glob_file_search` is invalid
     while calls < 2000:

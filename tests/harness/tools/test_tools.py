@@ -22,7 +22,7 @@ NONE: Any = None
 
 
 def use(workspace: Workspace, boxes: Any, name: str, **arguments: Any) -> Observation:
-    """Carries out one call."""
+    """Carry out one call and return its observation."""
     workspace.sandboxes = boxes
     tool, checked = TINY.find(call(name, **arguments))
     observation = tool(workspace, checked)

@@ -94,7 +94,7 @@ def package(folder: Path, version: str) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Project]:
-    """The recipe of a made-up tests4py with one project of three bugs, one of which is refused and another has no effect."""
+    """Return the recipe of a made-up tests4py: one project of three bugs, of which one is refused and one has no effect."""
     data = tmp_path / "tests4py"
     fixes = [FIX, FIX, FIX.replace("values", "numbers")]
     for number, fix in enumerate(fixes, 1):
