@@ -53,9 +53,9 @@ TINY: dict[str, Any] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with whole runs come first, then those with many tests: several processes take a file at a time, and a long one at
     the end would leave all but one of them without work."""
-    whole = Counter(item.path for item in items if item.get_closest_marker("whole"))
+    whole_runs = Counter(item.path for item in items if item.get_closest_marker("whole"))
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (-whole[item.path], -tests[item.path], item.path))
+    items.sort(key=lambda item: (-whole_runs[item.path], -tests[item.path], item.path))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

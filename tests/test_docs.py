@@ -111,10 +111,10 @@ def test_the_results_say_what_their_table_and_the_examples_hold() -> None:
         for n in range(4)
     ]
     first, new = scores_of("gain in 12 calls over the start"), scores_of("the same on new structures")
-    again = scores_of("both gains with another seed of RL")
-    within = [row[0] for row in first] + [row[0] for row in again]
+    other_seed = scores_of("both gains with another seed of RL")
+    within = [row[0] for row in first] + [row[0] for row in other_seed]
     assert max(abs(a - b) for a, b in zip(within, gains[0], strict=True)) <= 0.3, "paired gains, of the same runs"
-    structures = [row[0] for row in new] + [row[1] for row in again]
+    structures = [row[0] for row in new] + [row[1] for row in other_seed]
     assert f"add {min(within):.1f} to {max(within):.1f} points in 12 calls" in text
     assert f"they add {min(structures):.1f} to {max(structures):.1f}." in text
     assert all(f"**{min(points):+.1f} to {max(points):+.1f}**" in readme for points in (within, structures, gains[3]))

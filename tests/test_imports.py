@@ -63,13 +63,13 @@ def modules() -> dict[str, Path]:
 def imported(name: str, path: Path, names: set[str], *, at_import: bool = False) -> Iterator[str]:
     """Yield the package's modules that a file imports anywhere, or with `at_import` only while it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    later = [
+    deferred = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.Lambda)
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     ]
-    inside = {child for node in later for child in ast.walk(node)}
+    inside = {child for node in deferred for child in ast.walk(node)}
     for node in ast.walk(tree):
         if at_import and node in inside:
             continue

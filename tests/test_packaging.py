@@ -110,24 +110,24 @@ def test_the_environment_is_made_once_and_again_after_a_change_or_a_move(clone: 
     script(clone / ".venv/bin/python", 'echo "$@" >>log')
     log = clone / "log"
 
-    def installs(where: Path) -> int:
-        (where / "log").write_text("")
-        process = run("make", "setup", cwd=where)
+    def installs(folder: Path) -> int:
+        (folder / "log").write_text("")
+        process = run("make", "setup", cwd=folder)
         assert process.returncode == 0, process.stderr
-        return (where / "log").read_text().count("-m pip install")
+        return (folder / "log").read_text().count("-m pip install")
 
     assert installs(clone) == 1
     assert "--no-compile -c constraints.txt -e .[dev,lab]" in log.read_text()
     assert installs(clone) == 0
-    later = (clone / ".venv/.ready").stat().st_mtime + 5
-    os.utime(clone / "constraints.txt", (later, later))
-    os.utime(clone / ".venv/.ready", (later - 1, later - 1))
+    timestamp = (clone / ".venv/.ready").stat().st_mtime + 5
+    os.utime(clone / "constraints.txt", (timestamp, timestamp))
+    os.utime(clone / ".venv/.ready", (timestamp - 1, timestamp - 1))
     assert installs(clone) == 1
     moved = tmp_path / "moved"
     shutil.copytree(clone, moved)
-    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    os.utime(moved / ".venv/.ready", (timestamp + 9, timestamp + 9))
     assert installs(moved) == 1
-    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    os.utime(moved / ".venv/.ready", (timestamp + 9, timestamp + 9))
     assert installs(moved) == 0
     script(clone / ".venv/bin/python", '[ "$1" = -c ]')
     (clone / ".venv/.ready").unlink()

@@ -201,8 +201,8 @@ def test_a_hostile_header_of_weights_is_named(tmp_path: Path, header: Any) -> No
 
 def test_a_small_table_that_announces_many_rows_is_refused(tmp_path: Path) -> None:
     names = {"task_id": pa.array(["a"]), "instruction": pa.array(["b"])}
-    many = {name: pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), x) for name, x in names.items()}
-    pq.write_table(pa.table(many), tmp_path / "x.parquet")
+    columns = {name: pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), x) for name, x in names.items()}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").stat().st_size < 10**4
     with pytest.raises(ValueError, match=r"x.parquet: damaged.* announces 1,000,000 rows"):
         load_attempts(tmp_path / "x.parquet", {})

@@ -103,8 +103,8 @@ def test_a_strange_answer_ends_the_sandbox(method: str, answer: Any) -> None:
 
 def test_no_answer_counts_twice_or_is_longer_than_its_own_request_allows() -> None:
     """This holds also while another request that may have a longer answer is under way."""
-    once = b'{"number": 1, "answer": null}\n'
-    box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(once, once))
+    frame = b'{"number": 1, "answer": null}\n'
+    box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(frame, frame))
     box.end_all()
     with pytest.raises(SandboxFailure, match="to no request"):
         box.end_all()

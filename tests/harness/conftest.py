@@ -98,8 +98,8 @@ class Typist:
         """Answer the first `slow`-th part of the waiting requests, so that rollouts fall out of step."""
         self._waiting.sort(key=lambda request: request.rollout)
         count = -(-len(self._waiting) // self.slow)
-        now, self._waiting = self._waiting[:count], self._waiting[count:]
-        return [self._complete(request) for request in now]
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [self._complete(request) for request in batch]
 
     def release(self, rollout: int) -> Trace:
         self._waiting = [request for request in self._waiting if request.rollout != rollout]

@@ -16,7 +16,7 @@ class JsonServer:
         self.answer, self.requests = answer, list[tuple[str, Any]]()
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(handler, *what: Any) -> None:
+            def log_message(handler, *args: Any) -> None:
                 pass
 
             def do_GET(handler) -> None:

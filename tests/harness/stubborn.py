@@ -11,7 +11,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 DRIP_S = 0.05
 
 
-def whole(message: object) -> list[bytes]:
+def complete(message: object) -> list[bytes]:
     body = json.dumps(message).encode()
     return [HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body]
 
@@ -19,7 +19,7 @@ def whole(message: object) -> list[bytes]:
 def chat_reply(text: str, **call: object) -> list[bytes]:
     function = {"name": call.pop("name", ""), "arguments": json.dumps(call)}
     calls = {"tool_calls": [{"id": "c", "type": "function", "function": function}]} if function["name"] else {}
-    return whole({"choices": [{"message": {"role": "assistant", "content": text} | calls}]})
+    return complete({"choices": [{"message": {"role": "assistant", "content": text} | calls}]})
 
 
 def letters(data: bytes) -> Iterator[bytes]:
@@ -68,7 +68,7 @@ class Stubborn:
                             size = int(head.split(b":")[1])
                     reader.read(size)
                     if line.startswith(b"GET"):
-                        connection.sendall(whole({"data": [{"id": "m"}]})[0])
+                        connection.sendall(complete({"data": [{"id": "m"}]})[0])
                     elif self.turns:
                         connection.sendall(b"".join(self.turns.pop(0)))
                     else:

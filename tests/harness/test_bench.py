@@ -147,8 +147,8 @@ def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
     assert figures["reads_before_edit"] == (1 + 1 + 0 + 2 + 0) / 5
     assert figures["pass_within"] == {"4": 0.0, "8": 2 / 5, "12": 2 / 5, "20": 2 / 5}
     assert figures["calls_per_turn"] == 1.0
-    nothing = bench.behaviour([make_attempt("a", False)])
-    assert nothing["recovery"] is None and nothing["recovery_n"] == 0 and nothing["tests_after_wrong_edit"] is None
+    idle = bench.behaviour([make_attempt("a", False)])
+    assert idle["recovery"] is None and idle["recovery_n"] == 0 and idle["tests_after_wrong_edit"] is None
 
 
 def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_sees() -> None:
@@ -167,8 +167,8 @@ def test_wilsons_ends_are_where_the_score_test_turns(right: int, wrong: int) -> 
     if n := right + wrong:
         for end in bench.wilson(right / n, n):
             if 0 < end < 1:
-                half = 1.959964 * np.sqrt(end * (1 - end) / n)
-                assert abs(right / n - end) == pytest.approx(half, rel=1e-5, abs=1e-7)
+                half_width = 1.959964 * np.sqrt(end * (1 - end) / n)
+                assert abs(right / n - end) == pytest.approx(half_width, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(("tasks", "samples", "spread"), [(50, 4, 0.0), (200, 2, 0.0), (100, 16, 0.2)])

@@ -194,10 +194,10 @@ def test_drift_of_form_and_a_proxy_that_comes_apart_from_what_is_held_out_are_sa
         ("terminal", "calls in the terminal"),
         ("refused", "work that the visible tests accept and the hidden ones refuse"),
     ):
-        watch, whole = Watch(), 10 if part == "refused" else 100
-        assert not watch.add(0, step_counts(**{part: whole // 10}), MonitorSettings(window=10))[1]
-        assert not watch.add(1, step_counts(**{part: whole * 4 // 10}), MonitorSettings(window=10))[1]
-        share, warning = watch.add(2, step_counts(**{part: whole // 2}), MonitorSettings(window=10))
+        watch, total = Watch(), 10 if part == "refused" else 100
+        assert not watch.add(0, step_counts(**{part: total // 10}), MonitorSettings(window=10))[1]
+        assert not watch.add(1, step_counts(**{part: total * 4 // 10}), MonitorSettings(window=10))[1]
+        share, warning = watch.add(2, step_counts(**{part: total // 2}), MonitorSettings(window=10))
         assert share == 0 and f"{name} 50%, 10% at first (monitor.shift)" in warning
 
 

@@ -136,7 +136,7 @@ WAITING = "flag: str = ''\nwait: bool = True"
 
 @pytest.mark.slow
 def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
-    once = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
+    on_first_run = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
     flag = "flag: str = ''"
     kill_kernel, kill_parent = ("if first: os.kill(os.getpid(), 9)", "if first: os.kill(os.getppid(), 9)")
     nodes = {
@@ -146,9 +146,11 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "cell": {"notebook": bench.notebook("cell", "import time; time.sleep(600)", "1"), "cell_timeout_s": 1},
         "slow": {"notebook": bench.notebook("slow", "import time; time.sleep(600)", "1"), "timeout_s": 20},
         "dies": {"notebook": bench.notebook("dies", "1", "import os; os.kill(os.getpid(), 9)", "2"), "retries": 1},
-        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)},
+        "dies_once": {"notebook": bench.notebook("once", on_first_run + kill_kernel, parameters=flag)},
         "shot_once": {
-            "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
+            "notebook": bench.notebook(
+                "shot", on_first_run + kill_parent, "import time; time.sleep(2)", parameters=flag
+            )
         },
         "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
         "leased": {"notebook": bench.notebook("leased", LEASED), "outputs": {"pid": "server"}},
@@ -198,8 +200,10 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everyone", [False, True], ids=["the runner", "runner and notebooks"])
-def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(bench: Bench, tmp_path, everyone: bool):
+@pytest.mark.parametrize("all_processes", [False, True], ids=["the runner", "runner and notebooks"])
+def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
+    bench: Bench, tmp_path, all_processes: bool
+):
     flag = tmp_path / "flag"
     waiting = {"notebook": bench.notebook("waits", DETACHED, SLEEP, "1", parameters=WAITING)}
     nodes = {
@@ -211,13 +215,13 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(benc
     runner = bench.start("run", str(job), "--set", "done:steps=5")  # which --resume goes on with
     bench.wait(flag.exists)
     time.sleep(3)  # output is saved every second
-    shot = [p for p in bench.alive() if everyone and "composer_nb.jobs.notebook" in p.cmdline()]
-    assert len(shot) == everyone
+    shot = [p for p in bench.alive() if all_processes and "composer_nb.jobs.notebook" in p.cmdline()]
+    assert len(shot) == all_processes
     for process in (psutil.Process(runner.pid), *shot):
         process.kill()
     runner.wait()
     bench.nothing_is_left(60)
-    cut = "lost" if everyone else "interrupted"
+    cut = "lost" if all_processes else "interrupted"
     status = bench.status()
     assert (status["state"], status["alive"]) == ("lost", False)
     assert bench.states() == {"done": "completed", "cut": cut, "later": "pending"}

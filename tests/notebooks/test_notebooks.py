@@ -80,10 +80,10 @@ def test_it_begins_with_what_a_reader_needs_and_leads_to_its_neighbours(path: Pa
     assert book.cells[0].cell_type == "markdown" and opening.startswith("# ")
     assert all(words in opening for words in ("*You will*", "*You will have learnt* ", "*Know before*: "))
     assert re.search(r"\*Needs\*.*minute.*memory", opening)
-    everything = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
-    assert all(heading in everything for heading in ("## Recap", "## Exercises", "Solutions", "## What next"))
-    here = NOTEBOOKS.index(path)
-    near = [NOTEBOOKS[index].name for index in (here - 1, here + 1) if 0 <= index < len(NOTEBOOKS)]
+    prose = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    assert all(heading in prose for heading in ("## Recap", "## Exercises", "Solutions", "## What next"))
+    position = NOTEBOOKS.index(path)
+    near = [NOTEBOOKS[index].name for index in (position - 1, position + 1) if 0 <= index < len(NOTEBOOKS)]
     for cell in (book.cells[0], book.cells[-1]):
         assert re.findall(r"\[\d\db? · [^]]+\]\((\w+\.ipynb)\)", cell.source.splitlines()[-1]) == near
 

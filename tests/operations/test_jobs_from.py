@@ -47,12 +47,12 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     job = load_job(out)
     [node] = job.nodes.values()
     assert job.name == "the-second-try" and node.notebook.name == "01_tour.ipynb" and node.notebook.is_file()
-    again = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
+    settings_of_job = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
     everywhere = {name: str(tmp_path / value) for name, value in named.items()}
     timed = {"7": {"services.bound": 4}, "9": {"rl.group": 4, "reward.effort.weight": 0.1}}
     # A refused change is left out; one before the first step is a setting.
     expected = settings | everywhere | {"services.bound": 3, "services.changes": timed}
-    assert again == override(Settings(), expected)
+    assert settings_of_job == override(Settings(), expected)
     assert "# services.changes: " in out.read_text()
     assert json.loads(capsys.readouterr().out)["live"] == {"1": {"services.bound": "3"}} | timed
 
@@ -96,9 +96,9 @@ def test_what_a_job_could_not_do_is_refused(
 def test_the_job_of_a_run_without_services_ends_with_its_weights(tiny_run: RunDir, tmp_path: Path) -> None:
     assert cli.main(["jobs", "from", str(tiny_run.path), "--out", str(tmp_path / "again.yml")]) == 0
     assert cli.main(["jobs", "run", str(tmp_path / "again.yml"), "--runs", str(tmp_path / "jobs")]) == 0
-    again = tmp_path / "jobs/again/runs/tour/weights"
+    weights = tmp_path / "jobs/again/runs/tour/weights"
     names = [path.name for path in (tiny_run.path / "weights").iterdir()]
     assert {"midtrained", "start", "final"} <= set(names)
     for name in names:
         file = f"{name}/model.safetensors"
-        assert (again / file).read_bytes() == (tiny_run.path / "weights" / file).read_bytes(), name
+        assert (weights / file).read_bytes() == (tiny_run.path / "weights" / file).read_bytes(), name

@@ -45,9 +45,9 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
     )
     assert set(tools) == {name.replace(" ", "_") for name in READS}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    (report, failed), gone, html, unknown, url = answers
+    (report, failed), missing_run, html, unknown, url = answers
     assert not failed and json.loads(report)["seed"] == 0
-    assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
+    assert missing_run[1] and "gone: no run here" in missing_run[0] and "Traceback" not in missing_run[0]
     assert html[1] and "no argument 'html'" in html[0]
     assert unknown[1] and "no tool 'set'" in unknown[0]
     assert url[1] and "is no path" in url[0]

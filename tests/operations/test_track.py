@@ -138,8 +138,8 @@ def test_what_was_sent_is_there_once_also_after_an_end_in_between(run: Path, nam
     pytest.importorskip(name, reason=f"{name} is not installed; the extra trackers brings it")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     quiet["TRACKIO_DIR"] = str(tmp_path / "trackio")
-    rest = line(LINES[3])[9:] + line(LINES[4])
-    command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), rest]
+    remaining_lines = line(LINES[3])[9:] + line(LINES[4])
+    command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), remaining_lines]
     process = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
     [series] = [json.loads(text[6:]) for text in process.stdout.splitlines() if text.startswith("found ")]
     assert {key: sorted(map(tuple, rows)) for key, rows in series.items()} == WANTED
@@ -149,7 +149,7 @@ def test_a_service_that_fails_is_named_once_and_gets_everything_later(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(track, "EVERY_S", 0.01)
-    got: list[tuple[int, float]] = []
+    received: list[tuple[int, float]] = []
     tries = 0
 
     def log(figures: Any, step: int) -> None:
@@ -157,11 +157,11 @@ def test_a_service_that_fails_is_named_once_and_gets_everything_later(
         tries += 1
         if tries in (2, 3, 4):
             raise ConnectionError("no route")
-        got.extend((step, value) for value in figures.values())
+        received.extend((step, value) for value in figures.values())
 
     monkeypatch.setattr(track, "TRACKERS", {"mlflow": lambda *_: (log, lambda: None)})
-    track.follow(run, "mlflow", lambda: len(got) >= 3)
-    assert got == [(1, 0.5), (1, 0.25), (2, 0.5)]
+    track.follow(run, "mlflow", lambda: len(received) >= 3)
+    assert received == [(1, 0.5), (1, 0.25), (2, 0.5)]
     assert [record.getMessage() for record in caplog.records] == ["mlflow: no route; what is missing is sent later"]
     (run / "trackers" / "mlflow.json").unlink()
     tries = 1

@@ -134,15 +134,15 @@ def test_arms_of_the_bench(task: Task, tmp_path: Path) -> None:
     options: dict[str, Any] = {"samples": 2, "on_attempt": lambda arm, attempt: arms.append(arm)}
     report = evaluate("scripted:expert", tasks, tmp_path / "out", arms="every", **options)
     assert arms == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
-    whole, bash = report["arms"]["all"], report["arms"]["bash"]
-    assert (whole["pass_at_1"], whole["n_tasks"], whole["k"], whole["infra_errors"]) == (1.0, 2, 2, 0)
+    all_tools, bash = report["arms"]["all"], report["arms"]["bash"]
+    assert (all_tools["pass_at_1"], all_tools["n_tasks"], all_tools["k"], all_tools["infra_errors"]) == (1.0, 2, 2, 0)
     assert (bash["pass_at_1"], bash["gain"]) == (0.0, [-1.0, -1.0, -1.0])
     assert bash["invalid_call_rate"] == pytest.approx(2 / 3)
     assert report["arms"]["no-descriptions"]["gain"] == [0.0, 0.0, 0.0]
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
     stored = pq.read_table(tmp_path / "out/all/rollouts.parquet")
     assert stored.num_rows == 4 and stored["lines"].to_pylist() == stored["human_lines"].to_pylist() == [2] * 4
-    assert (whole["quality"]["n"], whole["quality"]["lines_ratio"]["mean"], bash["quality"]) == (4, 1.0, None)
+    assert (all_tools["quality"]["n"], all_tools["quality"]["lines_ratio"]["mean"], bash["quality"]) == (4, 1.0, None)
     arms.clear()
     evaluate("scripted:expert", tasks, tmp_path / "out", **options)
     assert len(arms) == 4
@@ -156,15 +156,15 @@ def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: b
     words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(tmp_path / "out")]
     os.write(ours, b"y" if verdict == "rejected" else b"n")
     command = [sys.executable, "-m", "composer_nb.cli", *words]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ran:
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         os.close(theirs)
-        assert ran.stdout is not None
+        assert process.stdout is not None
         output = b""
-        while not output.endswith(b"[y/n] ") and (part := ran.stdout.read1()):  # type: ignore[attr-defined]
+        while not output.endswith(b"[y/n] ") and (part := process.stdout.read1()):  # type: ignore[attr-defined]
             output += part
         while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
             time.sleep(0.01)
         os.write(ours, keys)
-        output += ran.stdout.read()
+        output += process.stdout.read()
     os.close(ours)
     assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, output.decode()

@@ -56,11 +56,11 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
         call = Said(calls=(Written(id="call_0", call=ToolCall(name="list_dir", arguments={"target_directory": "."})),))
         renderer = engine.format(engine.tokenizer)
         assert renderer.parse(renderer.turn(call)) == call
-    few = load_tasks(FUNCTIONS)[:2]
+    tasks = load_tasks(FUNCTIONS)[:2]
     with pytest.raises(ValueError, match="agents have the tiny tools, with the arms"):
-        evaluate(str(compact), few, tmp_path / "bench", samples=1)
+        evaluate(str(compact), tasks, tmp_path / "bench", samples=1)
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
-    report = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
+    report = evaluate(str(compact), tasks, tmp_path / "bench", samples=1, workers=2)
     assert report["tool_calls_per_task"] == report["calls_per_turn"]  # one turn each
 
 
@@ -76,12 +76,12 @@ def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.M
         damaged = replace(engine.training, renderer="none")  # type: ignore[arg-type]
         for training, why in ((foreign, "which only its training has"), (damaged, r"training is damaged \(renderer ")):
             with serving(engine, trained=training) as server, pytest.raises(ValueError, match=why):
-                equipment(gone := f"openai:{server.url}")
-    tools, limits = equipment(f"{gone}#named")
+                equipment(policy := f"openai:{server.url}")
+    tools, limits = equipment(f"{policy}#named")
     assert "run_terminal_cmd" in tools.tools and limits == LIMITS
     monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))
     with pytest.raises(ProviderFailure):
-        equipment(gone)
+        equipment(policy)
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,10 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     assert summary["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
 
     assert main(["weights", "revert", store, "--to", str(first)]) == 0
-    again = Receiver(store).fetch(first + 2).tensors
+    reverted = Receiver(store).fetch(first + 2).tensors
     old = Receiver(store).fetch(first).tensors
-    assert all(torch.equal(again[name], old[name]) for name in old)
-    assert any(not torch.equal(again[name], newest[name]) for name in old)
+    assert all(torch.equal(reverted[name], old[name]) for name in old)
+    assert any(not torch.equal(reverted[name], newest[name]) for name in old)
 
 
 def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:

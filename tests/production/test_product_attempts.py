@@ -82,12 +82,12 @@ def test_tokens_are_kept_as_they_were_read_and_written(
         result = attempt(task, environment, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
     [segment] = result.rollout.segments
     assert policy.released == [5] and result.rollout.stop == "finished" and result.rollout.invalid_calls == 1
-    whole = [
+    token_ids = [
         token
         for request, written in zip(policy.requests, turns, strict=True)
         for token in [*request.token_ids, *written]
     ]
-    assert segment.token_ids.tolist() == whole
+    assert segment.token_ids.tolist() == token_ids
     assert segment.token_ids[segment.acted].tolist() == [token for written in turns for token in written]
     assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
     kinds = [Kind(kind) for kind, before in zip(segment.kind, [-1, *segment.kind[:-1]], strict=True) if kind != before]
@@ -203,9 +203,9 @@ def test_what_was_killed_goes_on(environment: Environment, task: Task, tmp_path:
     finished = len(list(tmp_path.iterdir()))
     assert 3 <= finished < 6
     cast[:] = [""] * 4
-    again = Environment(backend=BwrapBackend(), tools=environment.tools)
-    with again.backend:
-        attempts = [result for _, result in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
+    reopened = Environment(backend=BwrapBackend(), tools=environment.tools)
+    with reopened.backend:
+        attempts = [result for _, result in attempt_all(tasks, 2, reopened, turn_policy, tmp_path, workers=1)]
     assert len(attempts) == 6 and len(cast) == 4 + 6 - finished and all(result.grade.passed for result in attempts)
 
 
@@ -241,7 +241,9 @@ def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
     [segment] = trained.rollout.segments
     assert len(segment.token_ids) == trained.rollout.tokens and segment.acted.sum() == trained.rollout.sampled
     if tools == "cursor":
-        here = attempt(task, environment, ScriptTurnPolicy(expert(task)))
-        assert [turn.call for turn in trained.rollout.turns] == [turn.call for turn in here.rollout.turns]
-        assert [turn.observation for turn in trained.rollout.turns] == [turn.observation for turn in here.rollout.turns]
-        assert trained.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
+        product = attempt(task, environment, ScriptTurnPolicy(expert(task)))
+        assert [turn.call for turn in trained.rollout.turns] == [turn.call for turn in product.rollout.turns]
+        assert [turn.observation for turn in trained.rollout.turns] == [
+            turn.observation for turn in product.rollout.turns
+        ]
+        assert trained.rollout.files["dates.py"] == product.rollout.files["dates.py"] == task.solution["dates.py"]

@@ -158,9 +158,9 @@ def test_too_many_lost_attempts(
 ) -> None:
     monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)
     save_tasks(HELD_OUT[:1], tmp_path / "tasks.jsonl")
-    for where in (["--tasks", str(tmp_path / "tasks.jsonl")], ["--suite", "impossible:1"]):
-        call = ["eval", "--policy", "openai:http://127.0.0.1:9/v1#m", *where, "--samples", "2", "--json"]
-        assert main([*call, "--out", str(tmp_path / where[0])]) == 1
+    for source in (["--tasks", str(tmp_path / "tasks.jsonl")], ["--suite", "impossible:1"]):
+        call = ["eval", "--policy", "openai:http://127.0.0.1:9/v1#m", *source, "--samples", "2", "--json"]
+        assert main([*call, "--out", str(tmp_path / source[0])]) == 1
         out, err = capsys.readouterr()
         assert json.loads(out)["lost_share"] == 1.0 and "2 of 2 attempts were lost" in err and "127.0.0.1:9" in err
     call = ["headroom", str(tmp_path / "tasks.jsonl"), "--policy", "openai:http://127.0.0.1:9/v1#m", "--samples", "2"]

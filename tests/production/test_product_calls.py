@@ -56,22 +56,22 @@ def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
     """Assert that what is shown only grows with each token, and that JSON is complete where the parser has a call."""
     before: list[tuple[str, str, str]] = []
     for end in range(1, len(ids) + 1):
-        now = renderer.calls_so_far(ids[:end])
-        for old, new in zip(before, now, strict=False):
+        current = renderer.calls_so_far(ids[:end])
+        for old, new in zip(before, current, strict=False):
             assert new[:2] == old[:2] and new[2].startswith(old[2])
-        assert len(now) >= len(before) and all(arguments for _, _, arguments in now)
+        assert len(current) >= len(before) and all(arguments for _, _, arguments in current)
         ended = isinstance(renderer, CompactRenderer) and ids[-1] == renderer.end
         complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
         read = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
-        for (id, name, arguments), written in zip(now, read, strict=False):
+        for (id, name, arguments), written in zip(current, read, strict=False):
             if isinstance(written.call, ToolCall):
                 assert (id, name, json.loads(arguments)) == (written.id, written.call.name, written.call.arguments)
             else:
-                assert arguments_of(arguments) is not None and not whole(arguments)
-        before = now
+                assert arguments_of(arguments) is not None and not is_complete(arguments)
+        before = current
 
 
-def whole(arguments: str) -> bool:
+def is_complete(arguments: str) -> bool:
     try:
         return isinstance(json.loads(arguments), dict)
     except ValueError:
@@ -135,22 +135,22 @@ def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: 
         anthropic.Anthropic(base_url=site.url[:-3], api_key="none", max_retries=0) as anthropic_client,
     ):
         policy.pause_s = 0.001
-        want = site.chat(**options, tools=[TOOL]).choices[0]
+        full_choice = site.chat(**options, tools=[TOOL]).choices[0]
         parts = [chunk.choices[0] for chunk in site.chat(**options, tools=[TOOL], stream=True)]
         message = anthropic_client.messages.create(**options, tools=tools)
         with anthropic_client.messages.stream(**options, tools=tools) as stream:
             streamed = stream.get_final_message()
-    calls = [(call.id, call.function.name, call.function.arguments) for call in want.message.tool_calls or ()]
-    assert merged(parts) == (want.message.content, calls, want.finish_reason)
+    calls = [(call.id, call.function.name, call.function.arguments) for call in full_choice.message.tool_calls or ()]
+    assert merged(parts) == (full_choice.message.content, calls, full_choice.finish_reason)
     blocks = [block.model_dump(exclude_none=True) for block in message.content]
     assert [block.model_dump(exclude_none=True) for block in streamed.content] == blocks
     assert streamed.stop_reason == message.stop_reason
     assert [(block["id"], block["name"]) for block in blocks if block["type"] == "tool_use"] == [
         call[:2] for call in calls
     ]
-    assert "".join(block.get("text", "") for block in blocks) == want.message.content
+    assert "".join(block.get("text", "") for block in blocks) == full_choice.message.content
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-    assert message.stop_reason == reasons[want.finish_reason]
+    assert message.stop_reason == reasons[full_choice.finish_reason]
 
 
 @pytest.mark.parametrize("stop", ["f1", "\n<tool_call>", "put>", "</parameter>\n"])
@@ -159,12 +159,12 @@ def test_a_stop_text_ends_a_stream_as_it_ends_the_whole_answer(stop: str) -> Non
     turn = renderer.spell(f"I put.{PUT}f0{PUT_END}\n{PUT}f1{PUT_END}")
     with playing(QwenRenderer, renderer.tokenizer, turn, turn) as (site, policy):
         policy.pause_s = 0.001
-        want = site.chat(tools=[TOOL], stop=stop).choices[0]
+        full_choice = site.chat(tools=[TOOL], stop=stop).choices[0]
         parts = [chunk.choices[0] for chunk in site.chat(tools=[TOOL], stop=stop, stream=True)]
-    calls = [(call.id, call.function.name, call.function.arguments) for call in want.message.tool_calls or ()]
-    assert merged(parts) == (want.message.content, calls, want.finish_reason)
-    put = '{"path": "f.py", "text": "'
-    ends: dict[str, list[str]] = {"f1": [put + 'f0"}', put], "\n<tool_call>": [put + 'f0"}'], "put>": []}
+    calls = [(call.id, call.function.name, call.function.arguments) for call in full_choice.message.tool_calls or ()]
+    assert merged(parts) == (full_choice.message.content, calls, full_choice.finish_reason)
+    partial = '{"path": "f.py", "text": "'
+    ends: dict[str, list[str]] = {"f1": [partial + 'f0"}', partial], "\n<tool_call>": [partial + 'f0"}'], "put>": []}
     assert [arguments for _, _, arguments in calls] == ends.get(stop, ['{"path": "f.py'])
 
 
@@ -183,8 +183,8 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
         more = [*ASKED, first.message, {"role": "tool", "tool_call_id": "call_0", "content": "not JSON"}]
         for talk in (conversations, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
             talk(RequestBody(messages=more, tools=[TOOL]))
-    prompt, rest, anew = ([*request.token_ids] for request in policy.requests)
+    prompt, continuation, anew = ([*request.token_ids] for request in policy.requests)
     assert prompt == renderer.render([User(text="fix f")])
-    assert rest == renderer.read([CallResult(id="call_0", text="not JSON")])
+    assert continuation == renderer.read([CallResult(id="call_0", text="not JSON")])
     read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
     assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt

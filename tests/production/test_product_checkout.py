@@ -101,11 +101,13 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", CONFLICTS)
-def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
+@pytest.mark.parametrize("conflict", CONFLICTS)
+def test_a_conflict_changes_nothing(root: Path, conflict: str) -> None:
     snapshot = read_checkout(root)
-    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | ({what: b"k"} if "." in what else {})
-    CONFLICTS[what](root)
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | (
+        {conflict: b"k"} if "." in conflict else {}
+    )
+    CONFLICTS[conflict](root)
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
         accept(snapshot, {path: Blob(data=data) for path, data in texts.items()})
     assert (root / "a.py").read_text() == "x = 1\n" and (root / ".env").read_text() == "KEY=1"
@@ -122,19 +124,19 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("what", COMMANDS)
-def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, what: str) -> None:
+@pytest.mark.parametrize("case", COMMANDS)
+def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, case: str) -> None:
     shutil.rmtree(root / "sub/__pycache__")
     snapshot = read_checkout(root)
     with snapshot.start(backend) as box:
-        result = box.exec(["bash", "-ec", COMMANDS[what]])
+        result = box.exec(["bash", "-ec", COMMANDS[case]])
         assert result.exit_code == 0, result.stderr
         changes, others = changed(snapshot, *carry_back(box))
     assert changes and not others
     before = contents(root)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy, symlinks=True)
-    whole_diff, short_diff = (patch(seen_blobs(snapshot), changes, whole) for whole in (True, False))
+    whole_diff, short_diff = (patch(seen_blobs(snapshot), changes, full) for full in (True, False))
     heads = [
         [line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (whole_diff, short_diff)
     ]
@@ -161,14 +163,14 @@ def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: 
     def failing(name: str) -> None:
         real = getattr(os, name)
 
-        def once(*args: object, **more: object) -> object:
+        def failing_call(*args: object, **more: object) -> object:
             nonlocal calls
             calls += 1
             if calls == call:
                 raise OSError(28, "no space left on device")
             return real(*args, **more)
 
-        monkeypatch.setattr(os, name, once)
+        monkeypatch.setattr(os, name, failing_call)
 
     for name in ("rename", "mkdir", "rmdir", "fchmod"):
         failing(name)

@@ -59,32 +59,32 @@ PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "descri
 
 
 @pytest.mark.parametrize("side", PLACES)
-@pytest.mark.parametrize("where", PLANTS)
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_word_more_in_either_place_is_found(
-    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, where: str, side: str
+    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, plant: str, side: str
 ) -> None:
     """The word is planted in a part of the RL worker or of the product."""
 
     def more(tools: ToolSet) -> ToolSet:
-        if where == "description":
+        if plant == "description":
             read = replace(files.read_file, description=f"{files.read_file.description} ok")
             return replace(tools, tools={**tools.tools, "read_file": read})
-        if where == "reply":
+        if plant == "reply":
             return Wordy(**{name: getattr(tools, name) for name in ("tools", "search", "terse", "described")})
         return tools
 
     if side == "training":
         toolset: Any = EnvSettings.toolset
         monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
-        if where == "system text":
+        if plant == "system text":
             monkeypatch.setattr(environment, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
     else:
         original = work.tools_for
         monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
-        if where == "system text":
+        if plant == "system text":
             monkeypatch.setattr(work, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
     _, mismatches = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
-    assert {mismatch.what for mismatch in mismatches} == PLANTS[where]
+    assert {mismatch.what for mismatch in mismatches} == PLANTS[plant]
     for mismatch in mismatches:
         excerpt = mismatch.excerpt(40)
         assert excerpt["training"] != excerpt["product"] and max(len(excerpt[side]) for side in PLACES) <= 40

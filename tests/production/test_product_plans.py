@@ -120,8 +120,11 @@ def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_requ
     assert len(text) <= SHOWN and 50 < len(paths) < len(files) and all(path in text for path in files)
     assert paths[0] == "pkg/zip_codes.py" and files[paths[0]] in text
     assert "def postcode_table" in text and files["pkg/long.py"] not in text
-    few = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
-    assert excerpt("x", few) == ("\n\n".join(f"{path}:\n{few[path]}" for path in sorted(few)), tuple(sorted(few)))
+    excerpt_files = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
+    assert excerpt("x", excerpt_files) == (
+        "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files)),
+        tuple(sorted(excerpt_files)),
+    )
 
 
 EDITOR = """\
@@ -150,13 +153,13 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
     streams: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = {**os.environ, "VISUAL": f"{sys.executable} {editor}"}
     command = [sys.executable, "-m", "composer_nb.cli", *words, "--planner", planner]
-    with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as ran:
+    with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:
         os.close(theirs)
         output = b""
 
         def until(text: bytes) -> None:
             nonlocal output
-            while text not in output and (part := ran.stdout.read1()):  # type: ignore[union-attr]
+            while text not in output and (part := process.stdout.read1()):  # type: ignore[union-attr]
                 output += part
             assert text in output, output.decode()
             output = output.partition(text)[2]
@@ -169,12 +172,12 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
         until(b"e edits it] ")
         press(b"e")
         until(b"editing")
-        os.killpg(ran.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the editor too
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the editor too
         until(b"3. Stop.")
         until(b"e edits it] ")
         press(last)
-        ran.communicate()
+        process.communicate()
     os.close(ours)
-    assert ran.returncode == (0 if last == b"y" else 1)
+    assert process.returncode == (0 if last == b"y" else 1)
     assert (out / "plan.md").read_text() == "1. Change f.py.\n2. Test it.\n3. Stop.\n"
     assert (out / "verdict.json").exists() == (last == b"y")

@@ -47,12 +47,12 @@ def test_stop_text_is_not_shown(text: str, stop: str | list[str], expected: str,
         completion = site.chat(stop=stop)
         assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == (expected, "stop")
         # What stopped it stays between the policy and the server: the next request is read from its beginning.
-        again = [*ASKED, {"role": "assistant", "content": expected}, {"role": "user", "content": "go on"}]
+        messages = [*ASKED, {"role": "assistant", "content": expected}, {"role": "user", "content": "go on"}]
         cut = expected != text
         assert bool(policy.released) is cut and (completion.usage.completion_tokens < len(turn)) is cut
         late = site.chat(stop=stop, max_tokens=len(turn) - 1)
         assert late.choices[0].finish_reason == ("stop" if cut else "length")
-        site.chat(messages=again)
+        site.chat(messages=messages)
         assert ("fix f" in tokenizer.decode(list(policy.requests[2].token_ids))) is cut
 
 

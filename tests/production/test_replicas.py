@@ -127,15 +127,15 @@ def test_a_conversation_stays_where_its_cache_is_while_that_is_idle(pair: Pair) 
 def test_replicas_records_survive_a_move(pair: Pair) -> None:
     """A conversation whose replica has no slot free goes on elsewhere, with the tokens and records that it would have had."""
     request = Request(rollout=-(1 << 40), token_ids=[40, 41, 42], max_tokens=20)
-    later = replace(request, token_ids=[43, 44])
+    followup = replace(request, token_ids=[43, 44])
     with open_engine(pair.path, **SIZE, numerics="int8") as engine:
-        expected = [engine.shared.ask(turn_request) for turn_request in (request, later)]
+        expected = [engine.shared.ask(turn_request) for turn_request in (request, followup)]
         records = engine.shared.release(request.rollout)
     completions = [pair.service.start(request)[0].result(60)]
     home = pair.service._conversations[request.rollout].home
     assert home is not None
     home.ready = False  # as if it were full
-    completions += [pair.service.start(later)[0].result(60)]
+    completions += [pair.service.start(followup)[0].result(60)]
     home.ready = True
     moved = pair.service.release(request.rollout)
     for actual, reference in zip(completions, expected, strict=True):
@@ -146,8 +146,8 @@ def test_replicas_records_survive_a_move(pair: Pair) -> None:
 
 def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tokens(pair: Pair) -> None:
     with ThreadPoolExecutor(4) as clients:
-        whole = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
-        expected = [token_logprobs(choice) for choice in whole]
+        choices = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
+        expected = [token_logprobs(choice) for choice in choices]
 
     def streamed(seed: int) -> list[tuple[str, float]]:
         options = {"seed": seed, "max_tokens": 400, "logprobs": True, "stream": True}
@@ -207,16 +207,16 @@ def test_replicas_on_ray(path: Path) -> None:
                 choices = client.chat.completions.create(**options, n=4, seed=seed, stop="no such text").choices
                 return [choice.message.content for choice in choices]
 
-            whole = [*clients.map(ask, range(8))]
-            again = clients.map(ask, range(8))
+            answers_before = [*clients.map(ask, range(8))]
+            repeats = clients.map(ask, range(8))
             wait_until(lambda: states()[0]["running"] > 0)
             os.kill(states()[0]["pid"], signal.SIGKILL)
-            assert [*again] == whole
+            assert [*repeats] == answers_before
             last = [clients.submit(ask, seed) for seed in range(8)]
             wait_until(lambda: any(state["running"] for state in states()))
             os.killpg(front.pid, signal.SIGTERM)
             answers = [answer.result() for answer in last if answer.exception(60) is None]  # others came too late
-            assert answers and all(answer in whole for answer in answers)
+            assert answers and all(answer in answers_before for answer in answers)
         assert front.wait(120) == 130
         assert not psutil.wait_procs(processes, 10)[1]
     finally:

@@ -124,18 +124,18 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
 
 
 def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(served: Served) -> None:
-    whole = served.chat(seed=5, max_tokens=200, logprobs=True)
+    completion = served.chat(seed=5, max_tokens=200, logprobs=True)
     served.chat()  # in the slot
     options = {"include_usage": True}
     parts = [*served.chat(seed=5, max_tokens=200, logprobs=True, stream=True, stream_options=options)]
-    [choice] = whole.choices
+    [choice] = completion.choices
     choices = [part.choices[0] for part in parts if part.choices]
     assert "".join(part.delta.content or "" for part in choices) == choice.message.content
     tokens = [token for part in choices if part.logprobs for token in part.logprobs.content]
     assert [token.logprob for token in tokens] == [token.logprob for token in choice.logprobs.content]
     assert [part.delta.role for part in choices if part.delta.role] == ["assistant"]
     assert [part.finish_reason for part in choices if part.finish_reason] == [choice.finish_reason]
-    assert parts[-1].usage == whole.usage and not any(part.usage for part in parts[:-1])
+    assert parts[-1].usage == completion.usage and not any(part.usage for part in parts[:-1])
     assert len({part.id for part in parts}) == 1
 
 
@@ -362,9 +362,11 @@ def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Toke
         usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
         return served.client.completions.create(**usual | options)
 
-    whole = complete(seed=3, logprobs=2, n=2)
-    first = whole.choices[0]
-    assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
+    completion = complete(seed=3, logprobs=2, n=2)
+    first = completion.choices[0]
+    assert (
+        completion.object == "text_completion" and completion.usage.prompt_tokens == 9 and len(completion.choices) == 2
+    )
     assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
     assert len(first.logprobs.top_logprobs[0]) == 2
     assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text

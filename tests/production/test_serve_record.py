@@ -128,8 +128,8 @@ def scored_again(segment: Segment) -> list[float]:
     ids, logprobs = segment.token_ids.tolist(), []
     for position in np.flatnonzero(segment.acted).tolist():
         tokens: list[Any] = []
-        whole = model.config.vocab_size
-        request = Request(rollout=0, token_ids=ids[:position], max_tokens=1, top=whole)
+        vocabulary_size = model.config.vocab_size
+        request = Request(rollout=0, token_ids=ids[:position], max_tokens=1, top=vocabulary_size)
         engine.generate([replace(request, on_token=tokens.append)])
         engine.release(0)
         logprobs.append(dict(tokens[0].top)[ids[position]])

@@ -31,8 +31,8 @@ def trained() -> tuple[dict[str, float], np.ndarray, list[float]]:
 
 
 def test_learns_what_words_alone_do_not_say_and_twice_the_same() -> None:
-    (vocabulary, vectors, losses), (_, again, losses_again) = trained(), trained()
-    assert losses == losses_again and vectors.tobytes() == again.tobytes()
+    (vocabulary, vectors, losses), (_, vectors_again, losses_again) = trained(), trained()
+    assert losses == losses_again and vectors.tobytes() == vectors_again.tobytes()
     files, questions = repository(40)  # never seen
     unseen = prepare("unseen", files, questions, vocabulary)
     start = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)

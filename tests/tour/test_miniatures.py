@@ -81,8 +81,8 @@ def test_kinds_that_are_made_together_are_as_sound_as_alone(executor: CachedExec
 
 def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(tasks: list[Task], executor: CachedExecutor) -> None:
     kind: Kind = tasks[0].metadata.get("kind", "bug")  # type: ignore[assignment]
-    again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
-    assert list(again) == tasks and len({task.id for task in tasks}) == COUNT
+    same_tasks = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
+    assert list(same_tasks) == tasks and len({task.id for task in tasks}) == COUNT
     beginning = {
         "bug": "fix ",
         "feature": "add {}: ",

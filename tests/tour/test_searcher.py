@@ -69,11 +69,11 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
         names = [json.loads(turn.call)["name"] for turn in attempt.rollout.turns if turn.call]
         tries = names[3:]
         rounds = (len(tries) - 2) // 3
-        back = [turn for turn in attempt.rollout.turns if "git checkout -q -- " in turn.call]
-        assert len(back) == rounds and not any(turn.error for turn in back)
+        checkouts = [turn for turn in attempt.rollout.turns if "git checkout -q -- " in turn.call]
+        assert len(checkouts) == rounds and not any(turn.error for turn in checkouts)
         assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
-        again = ["run_terminal_cmd", "search_replace", "run_terminal_cmd"]
-        assert tries == ["search_replace", "run_terminal_cmd"] + again * rounds
+        cycle = ["run_terminal_cmd", "search_replace", "run_terminal_cmd"]
+        assert tries == ["search_replace", "run_terminal_cmd"] + cycle * rounds
 
 
 def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:

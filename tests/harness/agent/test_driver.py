@@ -77,10 +77,10 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
         )
         return policy.noted, [ended for ended in endings if ended], rounds
 
-    whole, broken = run(math.inf), run(0.01)
-    assert whole[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
-    assert whole[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
-    assert whole[:2] == broken[:2] and whole[2] < broken[2]
+    long_waits, short_waits = run(math.inf), run(0.01)
+    assert long_waits[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
+    assert long_waits[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
+    assert long_waits[:2] == short_waits[:2] and long_waits[2] < short_waits[2]
 
 
 @pytest.mark.parametrize("at", ["work", "the policy", "a request that nobody took"])
@@ -127,8 +127,8 @@ def test_a_policy_that_fails_wakes_all_others_of_a_turn_that_was_cancelled() -> 
             raise KeyError("broken")
 
     with Shared(Failing()) as shared:
-        refused, gone, waiting = shared.start(*(Request(rollout=n, token_ids=[1], max_tokens=1) for n in range(3)))
-        assert refused.cancel() and gone.cancel()
+        refused, withdrawn, waiting = shared.start(*(Request(rollout=n, token_ids=[1], max_tokens=1) for n in range(3)))
+        assert refused.cancel() and withdrawn.cancel()
         cancelled.set()
         with pytest.raises(KeyError, match="broken"):
             waiting.result(60)

@@ -101,9 +101,13 @@ def test_the_baselines_are_values_of_one_setting(
 
 
 def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
-    whole = long_attempt(renderer, task, sandboxes).rollout.tokens
-    result = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=whole // 2))
-    assert result.rollout.stop == "tokens" and result.rollout.tokens <= whole // 2 and len(result.rollout.segments) > 1
+    total_tokens = long_attempt(renderer, task, sandboxes).rollout.tokens
+    result = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=total_tokens // 2))
+    assert (
+        result.rollout.stop == "tokens"
+        and result.rollout.tokens <= total_tokens // 2
+        and len(result.rollout.segments) > 1
+    )
     short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=275))
     assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 275
 

@@ -23,13 +23,13 @@ def plans(backend: Backend) -> dict[str, GradePlan]:
 def run(backend: Backend) -> Callable[..., JobResult]:
     """Return `run(tests, files)`, which runs test modules, and what they need, once beside files."""
 
-    def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> JobResult:
+    def run_once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> JobResult:
         modules = tuple(path for path in tests if path.rpartition("/")[2].startswith("test_"))
         job = TestJob(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
-        [ran] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
-        return ran
+        [result] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
+        return result
 
-    return once
+    return run_once
 
 
 @pytest.fixture(scope="session")

@@ -34,8 +34,8 @@ def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -
     gold = grade(task, task.files | task.solution, sandboxes)
     assert gold.passed and gold.status == "graded" and gold.flags == ()
     assert gold.tests == {f"test_hidden.py::test_{n}": True for n in range(3)}
-    nothing = grade(task, task.files, sandboxes)
-    assert not nothing.passed and nothing.status == "graded" and set(nothing.tests) == set(gold.tests)
+    untouched = grade(task, task.files, sandboxes)
+    assert not untouched.passed and untouched.status == "graded" and set(untouched.tests) == set(gold.tests)
 
 
 def test_only_the_code_under_test_enters_the_sandbox(task: Task, boxes: Callable[..., Any]) -> None:

@@ -65,8 +65,8 @@ def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_many_files_or_folders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "MAX_CHANGED_FILES", 12)
-    many = {f"src/{n:02}.py": b"" for n in range(50)}
-    filtered = changes(TASK, PRISTINE | many)
+    extra_files = {f"src/{n:02}.py": b"" for n in range(50)}
+    filtered = changes(TASK, PRISTINE | extra_files)
     assert set(filtered.files) - set(PRISTINE) == {f"src/{n:02}.py" for n in range(10)}  # `src` and `.` are two more
     deep = {f"src/{n:02}/a/b/c/d.py": b"" for n in range(50)}
     assert len(changes(TASK, PRISTINE | deep).files) == len(PRISTINE) + 2

@@ -107,8 +107,8 @@ def test_verdict_over_a_test_and_its_twin(
 ) -> None:
     plan = GradePlan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
     runs = [*(((), results) for results in real), *((plan.twins, results) for results in changed)][::order]
-    ran = [JobResult(results={} if result is None else {KEYS[0]: result}) for _, result in runs]
-    assert judge(plan, tuple(twins for twins, _ in runs), ran) == ({"id": passed}, flags)
+    job_results = [JobResult(results={} if result is None else {KEYS[0]: result}) for _, result in runs]
+    assert judge(plan, tuple(twins for twins, _ in runs), job_results) == ({"id": passed}, flags)
 
 
 def test_a_pass_of_another_test_is_no_pass() -> None:

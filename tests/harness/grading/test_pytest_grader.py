@@ -29,9 +29,9 @@ def test_gold_passes_and_nothing_fails(ledger: Task, backend: Backend) -> None:
     gold = grade_pytest(ledger, GOLD, backend)
     assert gold.passed and gold.status == "graded" and gold.flags == () and len(gold.tests) == 16
     assert "tests/test_hidden_ledger.py::test_amount[1.50-150]" in gold.tests
-    nothing = grade_pytest(ledger, NOTHING, backend)
-    assert not nothing.passed and nothing.status == "graded" and not nothing.flags
-    assert set(nothing.tests) == set(gold.tests) and 4 < sum(nothing.tests.values()) <= 8
+    untouched = grade_pytest(ledger, NOTHING, backend)
+    assert not untouched.passed and untouched.status == "graded" and not untouched.flags
+    assert set(untouched.tests) == set(gold.tests) and 4 < sum(untouched.tests.values()) <= 8
 
 
 def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend) -> None:
@@ -105,8 +105,8 @@ def test_after(): assert f(1) == 2
 """
     task = make_task({"test_f.py": tests})
     files = {path: text.encode() for path, text in (task.files | task.solution).items()}
-    [ran] = box.Boxes(backend=backend).run([job(task, files, (), None)])
-    assert "test_f.py::test_after#0" not in ran.results and ran.flags == {"ended_early"}
+    [job_result] = box.Boxes(backend=backend).run([job(task, files, (), None)])
+    assert "test_f.py::test_after#0" not in job_result.results and job_result.flags == {"ended_early"}
 
 
 BY_HAND = """\

@@ -33,8 +33,8 @@ CYCLE.append(CYCLE)
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_a_value_comes_back_with_its_types(value: object) -> None:
-    back = decode(json.loads(json.dumps(encode(value))))
-    assert back == value and repr(back) == repr(value)
+    decoded = decode(json.loads(json.dumps(encode(value))))
+    assert decoded == value and repr(decoded) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_no_kept_call_gives_another_of_its_function_away() -> None:
         assert chosen([call("x", 1234), call(form, "y")], []) == (call("x", 1234),)
     repeated = call(["plain text"], "something")
     assert chosen([encoding, repeated], []) == (encoding, repeated), "an argument may occur twice"
-    short, few = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
-    assert chosen(short, []) == tuple(short[:1]) and chosen(few, []) == tuple(few)
+    digits, booleans = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
+    assert chosen(digits, []) == tuple(digits[:1]) and chosen(booleans, []) == tuple(booleans)
     sorts, sorted_ = call([2, 1], None), call([1, 2], None)
     sorts = replace(sorts, said=json.dumps(["returned", None, [encode([[1, 2]]), encode({})]]))
     assert chosen([sorts, sorted_], []) == (sorts,)
@@ -98,15 +98,15 @@ def test_functions_whose_calls_tell_are_asked_apart() -> None:
     assert selected == (encoding, decoding, *others)
     orders = [order for _, order in recorded.replay({}, selected, random.Random(0))]
     assert sorted(map(len, orders)) == [1, 1, 5] and [encoding] in orders and [decoding] in orders
-    many = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
-    selected = chosen(many, [])
+    numbered = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
+    selected = chosen(numbered, [])
     assert len({entry.name for entry in selected}) == recorded.APART and "f0" in {entry.name for entry in selected}
 
 
 def test_when_calls_are_enough() -> None:
     texts, truths = [call(n, f"answer {n}") for n in range(3)], [call(n, n % 2 == 0) for n in range(6)]
     assert enough(texts) and enough(truths)
-    for few in (
+    for insufficient in (
         [],
         texts[:2],
         truths[:5],
@@ -116,7 +116,7 @@ def test_when_calls_are_enough() -> None:
         [call(f"answer {n}", f"answer {n}") for n in range(5)],
         [call(1, f"answer {n}", name=f"f{n}") for n in range(3)],
     ):
-        assert not enough(few), few
+        assert not enough(insufficient), insufficient
 
 
 def plan_with(calls: int, *twins: Twin) -> GradePlan:
@@ -312,14 +312,16 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
         assert not asking.hidden and "test_a.py" not in asking.files
         orders.add(tuple(order))
     assert len(orders) > 1
-    [ran] = Boxes(backend=backend).run([asking])
-    assert not wrong(order, ran) and wrong(order, JobResult()) == order
+    [job_result] = Boxes(backend=backend).run([asking])
+    assert not wrong(order, job_result) and wrong(order, JobResult()) == order
     leaky = (
         "import gc\ndef roman(number): return repr(gc.get_objects()).count(''.join(map(chr, (88, 88, 86, 73, 73))))\n"
     )
     leak = workspace(task, leaky)
-    [ran] = Boxes(backend=backend).run([replace(asking, files=leak)])
-    assert len(ran.answers) == 6 and all(json.loads(answer)[:2] == ["returned", 0] for answer in ran.answers.values())
+    [job_result] = Boxes(backend=backend).run([replace(asking, files=leak)])
+    assert len(job_result.answers) == 6 and all(
+        json.loads(answer)[:2] == ["returned", 0] for answer in job_result.answers.values()
+    )
 
 
 def test_a_check_says_what_guards_a_task(task: Task) -> None:

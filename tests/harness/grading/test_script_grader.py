@@ -39,8 +39,8 @@ def test_foreign_tasks_run_and_are_graded(name: str, tmp_path: Path, backend: Ba
     solved = grade_script(task, _left(task, backend, solve=True), backend)
     assert solved.passed and solved.status == "graded" and solved.flags == ("weak",)
     start_ = {path: text.encode() for path, text in task.files.items()}
-    nothing = grade_script(task, start_, backend)
-    assert nothing.status == "graded" and not nothing.passed and "weak" in nothing.flags
+    untouched = grade_script(task, start_, backend)
+    assert untouched.status == "graded" and not untouched.passed and "weak" in untouched.flags
 
 
 def test_changes_outside_the_scope_are_dropped(tmp_path: Path, backend: Backend) -> None:

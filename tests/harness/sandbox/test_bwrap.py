@@ -66,8 +66,8 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     process = subprocess.run([python, "-c", AS_A_USER], env=environment, **AS_NOBODY)
     assert process.returncode == 0, process.stderr
-    mode, enforced, why_not, bomb_ended, memory_code, who = json.loads(process.stdout)
-    assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1
+    mode, enforced, why_not, bomb_ended, memory_code, user_id = json.loads(process.stdout)
+    assert mode == "forked" and user_id == "65534" and bomb_ended and memory_code == 1
     assert enforced["processes"] and enforced["inodes"] and enforced["disk_bytes"] and enforced["network"]
     assert set(why_not) == {name for name, holds in enforced.items() if not holds} <= {"memory_bytes", "cpus", "locks"}
 
@@ -77,8 +77,8 @@ def test_programs_are_there_wherever_they_are_installed(location: str, tmp_path:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with contextlib.ExitStack() as stack:
-        where = "/dev/shm" if location == "on another mount" else tmp_path
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
+        parent = "/dev/shm" if location == "on another mount" else tmp_path
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent)))
         folder.chmod(0o755 if location == "on another mount" else 0o700)
         shutil.copy(host_programs()["rg"], folder / "rg")
         monkeypatch.setattr("composer_nb.harness.sandbox.image.host_programs", lambda: {"rg": str(folder / "rg")})
@@ -103,8 +103,8 @@ def test_a_start_that_fails_harms_no_other_and_the_death_of_the_zygote_is_a_faul
         with pytest.raises(SandboxFailure, match="ended unexpectedly"):
             box.exec(["sleep", "1"])
         box.destroy()
-        with backend.create(SMALL) as again:
-            assert again.exec(["true"]).exit_code == 0
+        with backend.create(SMALL) as reopened:
+            assert reopened.exec(["true"]).exit_code == 0
 
 
 def _zygote_pid(resident: int) -> int:

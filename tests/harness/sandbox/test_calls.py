@@ -86,8 +86,8 @@ def test_each_failure_has_its_status(executor: SandboxExecutor, source: str, sta
 def test_state_is_fresh_between_requests_and_kept_within_one(executor: SandboxExecutor) -> None:
     source = "import math\ncount = []\ndef f():\n    count.append(1)\n    math.e += 1\n"
     source += "    open('n', 'a').write('x')\n    return [len(count), int(math.e), len(open('n').read())]\n"
-    twice = (returned("[1, 3, 1]"), returned("[2, 4, 2]"))
-    assert executor.run([request(source, "()", "()")] * 2) == [twice, twice]
+    outcomes = (returned("[1, 3, 1]"), returned("[2, 4, 2]"))
+    assert executor.run([request(source, "()", "()")] * 2) == [outcomes, outcomes]
 
 
 def test_workspace_modules_win_over_preloaded_ones(executor: SandboxExecutor) -> None:

@@ -329,8 +329,8 @@ def test_a_fork_has_the_files_and_goes_its_own_way(backend: Backend, box: Sandbo
         fork.write("d/f", b"two")
         assert box.read("d/f") == b"one\n" and fork.snapshot().digest != snapshot.digest
     box.write("d/f", b"three")
-    with backend.create(SMALL, snapshot) as again:
-        assert again.read("d/f") == b"one\n" and again.snapshot().digest == snapshot.digest, "it may be used again"
+    with backend.create(SMALL, snapshot) as second:
+        assert second.read("d/f") == b"one\n" and second.snapshot().digest == snapshot.digest, "it may be used again"
     shell(box, "chmod 700 closed secret")
 
 

@@ -52,18 +52,18 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     (tmp_path / "c").chmod(0o6751)
     os.link(tmp_path / "b", tmp_path / "d")
     os.utime(tmp_path / "a.py", (1e9, 1e9))
-    files, again = ImageFiles(), ImageFiles()
+    files, same_files = ImageFiles(), ImageFiles()
     files.add_tree(str(tmp_path))
     for name in ("d", "c", "b", "a.py"):
-        again.add(f"{tmp_path}/{name}")
-    assert archive(files) == archive(again) and files.digest() == again.digest()
+        same_files.add(f"{tmp_path}/{name}")
+    assert archive(files) == archive(same_files) and files.digest() == same_files.digest()
     entries = members(files)
     assert list(entries) == sorted(entries)
-    where = str(tmp_path).lstrip("/")
+    prefix = str(tmp_path).lstrip("/")
     assert all(info.uid == info.gid == 0 for name, info in entries.items() if name != "workspace")
-    assert {name for name, info in entries.items() if info.mtime} == {f"{where}/a.py"}
-    assert entries[f"{where}/c"].mode == 0o555
-    assert entries[f"{where}/d"].islnk() and entries[f"{where}/d"].linkname == f"{where}/b"
+    assert {name for name, info in entries.items() if info.mtime} == {f"{prefix}/a.py"}
+    assert entries[f"{prefix}/c"].mode == 0o555
+    assert entries[f"{prefix}/d"].islnk() and entries[f"{prefix}/d"].linkname == f"{prefix}/b"
 
     digest = files.digest()
     (tmp_path / "b").write_text("changed")

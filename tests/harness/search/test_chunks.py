@@ -43,8 +43,8 @@ lines = st.lists(
 
 @settings(deadline=None, max_examples=150)
 @given(lines, st.sampled_from(["a.py", "a.pyi", "a.txt"]))
-def test_chunks_never_overlap_and_lie_in_the_file(some: list[str], path: str) -> None:
-    text = "\n".join(some)
+def test_chunks_never_overlap_and_lie_in_the_file(parts: list[str], path: str) -> None:
+    text = "\n".join(parts)
     pieces = spans(path, text)
     count = len(text.split("\n"))
     assert all(1 <= first <= last <= count for _, first, last in pieces)

@@ -89,21 +89,21 @@ def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, firs
     files = {path: data for path, data in first if data is not None}
     edited = CodeIndex.build(files, embedding())
     before = edited.fork()
-    now = dict(files)
+    current = dict(files)
     for path, data in second:
         edited.edit(path, data)
-        now.pop(path, None)
-        now |= {path: data} if data is not None else {}
-    fresh = CodeIndex.build(now, embedding())
+        current.pop(path, None)
+        current |= {path: data} if data is not None else {}
+    fresh = CodeIndex.build(current, embedding())
     query = f"{first_word} {second_word}"
 
-    def hits(some: CodeIndex) -> set[tuple[str, int, int, str]]:
-        return {(hit.path, hit.first_line, hit.last_line, hit.text) for hit in some.search(query, limit=200)}
+    def hits(index: CodeIndex) -> set[tuple[str, int, int, str]]:
+        return {(hit.path, hit.first_line, hit.last_line, hit.text) for hit in index.search(query, limit=200)}
 
     assert hits(edited) == hits(fresh)
     assert hits(before) == hits(CodeIndex.build(files, embedding()))
-    edited.sync(now)
-    before.sync(now)
+    edited.sync(current)
+    before.sync(current)
     assert hits(edited) == hits(before) == hits(fresh)
 
 

@@ -35,9 +35,9 @@ def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str
     assert loaded == task and contents(loaded.to_harbor(tmp_path / "third")) == contents(path)
     changes = {"id": "new", "metadata": {'a"b': "[x]\n"}, "instruction": "other"}
     out = task.model_copy(update=changes).to_harbor(tmp_path / "out")
-    again = Task.from_harbor(out)
+    reread = Task.from_harbor(out)
     same = ("files", "tests", "source_scope", "image")
-    assert {field: getattr(again, field) for field in (*changes, *same)} == changes | {
+    assert {field: getattr(reread, field) for field in (*changes, *same)} == changes | {
         field: getattr(task, field) for field in same
     }
     before, after = contents(path), contents(out)
@@ -97,8 +97,8 @@ def test_any_directory_comes_out_as_it_was(
         assert task.settings.verifier.timeout_sec == timeout
         out = task.to_harbor(Path(folder, "two"))
         assert contents(out) == contents(path)
-        again = Task.from_harbor(out)
-        assert again.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
+        reread = Task.from_harbor(out)
+        assert reread.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
 
 
 def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_for_foreign(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ class TestFiles:
         patch += "*** Delete File: b\n*** Update File: {}\n-2\n+y\n*** End Patch"
         before = box.snapshot().digest
         call("apply_patch", patch=patch.format("c"), **NOT_THERE)
-        for twice in ("a", "./a", "d/../b"):
-            call("apply_patch", patch=patch.format(twice), **NEVER)
+        for path in ("a", "./a", "d/../b"):
+            call("apply_patch", patch=patch.format(path), **NEVER)
         assert box.snapshot().digest == before
         box.write("c", b"2\n", mode=0o755)
         assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"

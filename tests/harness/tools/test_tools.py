@@ -162,14 +162,16 @@ def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Calla
 
 
 def test_a_few_tools_are_told_briefly_and_checked_in_full() -> None:
-    few = ToolSet.named("grep,run_terminal_cmd")
-    schemas = {schema["function"]["name"]: schema["function"] for schema in few.schemas}
-    assert [*schemas] == ["grep", "run_terminal_cmd"] and few.needs_sandbox and not ToolSet.named("tiny").needs_sandbox
+    toolset = ToolSet.named("grep,run_terminal_cmd")
+    schemas = {schema["function"]["name"]: schema["function"] for schema in toolset.schemas}
+    assert (
+        [*schemas] == ["grep", "run_terminal_cmd"] and toolset.needs_sandbox and not ToolSet.named("tiny").needs_sandbox
+    )
     kinds = {"command": {"type": "string"}, "is_background": {"type": "boolean"}}
     brief = {"name": "run_terminal_cmd", "parameters": {"type": "object", "properties": kinds}}
     assert schemas["run_terminal_cmd"] == brief
-    few.find(call("grep", pattern="x", **{"-A": 3}))
+    toolset.find(call("grep", pattern="x", **{"-A": 3}))
     with pytest.raises(ToolError, match="is_background"):
-        few.find(call("run_terminal_cmd", command="ls"))
+        toolset.find(call("run_terminal_cmd", command="ls"))
     with pytest.raises(ValueError, match="there is no tool find; there are read_file"):
         ToolSet.named("grep,find")

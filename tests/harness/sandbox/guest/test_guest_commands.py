@@ -21,10 +21,12 @@ def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeyp
     commands.running = {10}
     monkeypatch.setattr(commands, "reap", lambda: None)
     monkeypatch.setattr(guest_commands, "processes", lambda: iter(tables.pop(0)))
-    monkeypatch.setattr(os, "kill", lambda pid, what: killed.append((pid, what)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal_number: killed.append((pid, signal_number)))
     assert commands.end(10, later)
     assert tables == []
-    assert {pid for pid, what in killed if what == signal.SIGKILL} == {10, 11, 12}, "what was forked meanwhile as well"
+    assert {pid for pid, signal_number in killed if signal_number == signal.SIGKILL} == {10, 11, 12}, (
+        "what was forked meanwhile as well"
+    )
 
 
 def test_names_that_are_more_than_the_files_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

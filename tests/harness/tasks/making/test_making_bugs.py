@@ -137,8 +137,8 @@ def test_a_reversed_fix_is_a_task_with_the_fix_as_its_solution(
 
     for path in (tmp_path / "index").iterdir():
         path.unlink()  # nothing is downloaded or tried again
-    again = make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
-    assert again["tasks"] == 1 and load_tasks(out) == [task]
+    second_summary = make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
+    assert second_summary["tasks"] == 1 and load_tasks(out) == [task]
     other_task = task.model_copy(update={"id": "other-1"})
     save_tasks([other_task], out / "other" / "tasks.jsonl")
     make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)

@@ -88,8 +88,8 @@ LAYOUTS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bugs_keep_the_layout_of_their_file(name: str, files: dict[str, str]) -> None:
     def changes_of(text: str) -> list[Change]:
-        where = units("m.py", text)
-        return [*bugs({"m.py": text}, where, "0"), *features({"m.py": text}, where, "0")]
+        found_units = units("m.py", text)
+        return [*bugs({"m.py": text}, found_units, "0"), *features({"m.py": text}, found_units, "0")]
 
     plain, text = files["shapes/core.py"], LAYOUTS[name](files["shapes/core.py"])
     changes = changes_of(text)
@@ -98,8 +98,8 @@ def test_bugs_keep_the_layout_of_their_file(name: str, files: dict[str, str]) ->
         changed = change.apply({"m.py": text})["m.py"]
         assert changed.startswith(MARK) == text.startswith(MARK) and changed.count(MARK) == text.count(MARK)
         assert ("\r" in changed) == ("\r" in text) and changed.count("\r") in (0, changed.count("\n"))
-        gone = len(change.edits) - 1 if name == "form feeds" else 0  # private functions that only a feature uses
-        assert changed.count("\f") == text.count("\f") - gone
+        extra_edits = len(change.edits) - 1 if name == "form feeds" else 0  # private functions that only a feature uses
+        assert changed.count("\f") == text.count("\f") - extra_edits
         ast.parse(changed.removeprefix(MARK))
 
 

@@ -133,8 +133,8 @@ def test_a_feature_is_asked_for_by_its_signature_documentation_and_examples(
     documented: str, examples: int, styles: int
 ):
     text = f'def f(x):\n    """{documented}"""\n    return range(0, x)\n'
-    some = [Symptom(call=f"f({n})", expected=str(n), exception="NotImplementedError") for n in range(examples)]
-    texts = {write_feature("a.py", "f", text, str(seed), some) for seed in range(30)} - {""}
+    symptoms = [Symptom(call=f"f({n})", expected=str(n), exception="NotImplementedError") for n in range(examples)]
+    texts = {write_feature("a.py", "f", text, str(seed), symptoms) for seed in range(30)} - {""}
     assert len(texts) == styles
     assert all(request.count("should give") == min(examples, 2) and "range(0" not in request for request in texts)
 

@@ -157,8 +157,8 @@ def test_a_rename_leaves_no_way_to_the_old_name(tasks_by_kind: Tasks, backend: B
         holder, _, new = name.rpartition(".")
         right, sources = task.solution[path], {at: text for at, text in task.solution.items() if "test" not in at}
         assert old in task.instruction and new in task.instruction
-        gone = f"\n\ndef test_gone():\n    assert not hasattr(int, {old!r})\n"
-        tests = {at: text + gone for at, text in task.solution.items() if at not in sources}
+        extra_test = f"\n\ndef test_gone():\n    assert not hasattr(int, {old!r})\n"
+        tests = {at: text + extra_test for at, text in task.solution.items() if at not in sources}
         assert passes(task, backend, task.solution) and passes(task, backend, sources | tests)
         assert tests and not passes(task, backend, sources), "tests that were not renamed"
         alias = f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n"
@@ -173,14 +173,14 @@ def test_a_moved_function_is_defined_once(tasks_by_kind: Tasks, backend: Backend
         [[_, old, name], _, [_, new, _]] = json.loads(task.metadata[RULES])
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
-        twice = {**task.solution, old: task.files[old]}
+        duplicated = {**task.solution, old: task.files[old]}
         lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
         inside, source = f"{old[:-3].replace('/', '.')}", task.files[old].replace(f"def {name}(", f"def {name}_old(")
         thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
         thin[new] = (
             f"def {name}(*items, **more):\n    from {inside} import {name}_old\n\n    return {name}_old(*items, **more)\n"
         )
-        for changed in (lazy, twice, lost, thin):
+        for changed in (lazy, duplicated, lost, thin):
             assert not passes(task, backend, changed)
 
 

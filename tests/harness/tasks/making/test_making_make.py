@@ -174,7 +174,7 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, out_folder, tmp_
     make(checkout, tmp_path, backend, limit=LIMIT)
     assert settled == [lost] and [task.id for task in load_tasks(tmp_path / TASKS)] == task_ids
     settled.clear()
-    again = make(checkout, tmp_path, backend, limit=LIMIT)
-    assert not settled and again["tasks"] == len(load_tasks(out_folder / TASKS))
+    summary = make(checkout, tmp_path, backend, limit=LIMIT)
+    assert not settled and summary["tasks"] == len(load_tasks(out_folder / TASKS))
     with pytest.raises(ValueError, match="tasks of another repository"):
         make(checkout, tmp_path, backend, limit=LIMIT, seed="1")

@@ -181,7 +181,7 @@ def test_what_a_shallow_or_partial_clone_lacks_is_named_and_taken_once_it_is_the
     options: list[str], usable: int, remedy: str, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commits with all objects are candidates; the others say what to fetch, and are not remembered as unfit."""
-    clone, whole = tmp_path / "sums", {c.id: c.unfit for c in history(checkout, 20)}
+    clone, full_history = tmp_path / "sums", {c.id: c.unfit for c in history(checkout, 20)}
     origin = shutil.copytree(checkout, tmp_path / "origin")
     (origin / ".git/config").write_text("[core]\n\trepositoryformatversion = 0\n[uploadpack]\n\tallowFilter = true\n")
     run = partial(subprocess.run, check=True, capture_output=True)
@@ -189,11 +189,11 @@ def test_what_a_shallow_or_partial_clone_lacks_is_named_and_taken_once_it_is_the
     reasons = {c.id: c.unfit for c in history(clone, 20)}
     missing = {name for name, why in reasons.items() if why.startswith("not fetched: object ") and f"`{remedy}`" in why}
     assert missing and sum(c.before is not None for c in history(clone, 20)) == usable
-    assert all(whole[name] == why for name, why in reasons.items() if name not in missing)
+    assert all(full_history[name] == why for name, why in reasons.items() if name not in missing)
     out = str(tmp_path / "out")
     assert main(["tasks", "mine", str(clone), "--out", out, "--limit=1", "--commits=3", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["verdicts"].get("not fetched", 0) == 3 - usable
     run(["git", "-C", str(clone), *remedy.split()[1:]])
-    assert {c.id: c.unfit for c in history(clone, 20)} == whole
+    assert {c.id: c.unfit for c in history(clone, 20)} == full_history
     assert main(["tasks", "mine", str(clone), "--out", out, "--commits=3", "--json"]) in (0, 1)
     assert "not fetched" not in json.loads(capsys.readouterr().out)["verdicts"]
