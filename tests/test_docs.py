@@ -167,15 +167,15 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 def unknown(words: list[str]) -> list[str]:
     """Return the names, actions and options of a command that its parser does not have."""
-    parser, lost = cli.parser(), []
+    parser, unknown_words = cli.parser(), []
     while actions := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
         if not words or words[0].startswith("-"):
-            return lost
+            return unknown_words
         name, *words = words
-        lost += [choice for choice in name.split("|") if choice not in actions[0].choices]
+        unknown_words += [choice for choice in name.split("|") if choice not in actions[0].choices]
         parser = actions[0].choices.get(name.split("|")[0], parser)
-        if lost:
-            return lost
+        if unknown_words:
+            return unknown_words
     options = parser._option_string_actions
     return [word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word) and word not in options]
 
@@ -195,10 +195,10 @@ def unknown_settings(path: Path, text: str) -> Iterator[str]:
 def lost_files(path: Path, text: str) -> Iterator[str]:
     for file, name in re.findall(r"`(?:pytest )?((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [candidate for candidate in FILES if f"/{candidate}".endswith(f"/{file}")]
-        written = "\n".join((ROOT / match).read_text(encoding="utf-8") for match in places)
+        sources = "\n".join((ROOT / match).read_text(encoding="utf-8") for match in places)
         if not places and file not in MADE_BY_READERS:
             yield file
-        elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", written, re.M):
+        elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", sources, re.M):
             yield f"{file}:{name}"
 
 

@@ -69,9 +69,9 @@ def imported(name: str, path: Path, names: set[str], *, at_import: bool = False)
         if isinstance(node, ast.FunctionDef | ast.Lambda)
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     ]
-    inside = {child for node in deferred for child in ast.walk(node)}
+    deferred_nodes = {child for node in deferred for child in ast.walk(node)}
     for node in ast.walk(tree):
-        if at_import and node in inside:
+        if at_import and node in deferred_nodes:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == PACKAGE)
@@ -189,11 +189,11 @@ def test_the_picture_of_the_architecture_matches() -> None:
         | ({"rl"} if layer == "trainer" else set())
         for layer in ("harness", "trainer")
     }
-    inside = {box: frame for frame, boxes in frames.items() for box in boxes}
+    frame_of = {box: frame for frame, boxes in frames.items() for box in boxes}
 
     def reach(box: str) -> set[str]:
         reached: set[str] = set()
-        todo = [box, inside.get(box, "")]
+        todo = [box, frame_of.get(box, "")]
         while todo:
             for end in arrows.get(todo.pop(), set()):
                 neighbours = {end, *frames.get(end, set())}
@@ -204,11 +204,16 @@ def test_the_picture_of_the_architecture_matches() -> None:
     paths = modules()
     missing = set()
     for name, path in paths.items():
-        mine = box_of(name)
+        box = box_of(name)
         for target in imported(name, path, set(paths)) if path.name != "__init__.py" else ():
             target_box = box_of(target)
-            if mine in inside and target_box in inside and mine != target_box and inside[mine] == inside[target_box]:
-                missing |= {f"{mine} imports {target_box}"} if target_box not in reach(mine) else set()
+            if (
+                box in frame_of
+                and target_box in frame_of
+                and box != target_box
+                and frame_of[box] == frame_of[target_box]
+            ):
+                missing |= {f"{box} imports {target_box}"} if target_box not in reach(box) else set()
     assert not missing
 
 

@@ -75,9 +75,9 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
 
 
 def test_make_alone_lists_the_targets_and_each_can_be_planned():
-    listed = set(re.findall(r"^make (\S+)", run("make").stdout, re.M))
-    assert listed == TARGETS
-    plan = run("make", "-n", "-B", *sorted(listed))
+    targets = set(re.findall(r"^make (\S+)", run("make").stdout, re.M))
+    assert targets == TARGETS
+    plan = run("make", "-n", "-B", *sorted(targets))
     assert plan.returncode == 0 and "composer-nb tour" in plan.stdout, plan.stderr
 
 
@@ -192,13 +192,13 @@ def test_the_workflow_runs_what_make_has():
 
 
 def test_no_file_names_one_machine_or_a_package_index():
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed.returncode:
+    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if files.returncode:
         pytest.skip("not a git checkout; clone the project to run this")
     machine = re.compile(r"(?<![\w./:-])/(?:root|home/\w+|Users/\w+)/")
     index = re.compile(r"--(?:extra-)?index-url|https?://[\w.-]*(?:pypi|npm)[\w.-]*\.\w+")
     matches = []
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in filter(None, files.stdout.split("\0")):
         path = ROOT / name
         if not path.is_file() or path.suffix in {".png", ".parquet", ".safetensors", ".gz", ".zst"}:
             continue

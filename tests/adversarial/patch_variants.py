@@ -22,8 +22,8 @@ def variant(seed: int) -> Patch:
     answer = lot.choice([*sorted(ANSWER), ""]) if setups else lot.choice(sorted(ANSWER))
     before, body = "", ANSWER.get(answer, WRONG)
     for number, (name, moment) in enumerate(setups):
-        head, called = _placed(SETUP[name], moment, f"trick_{number}", lot)
-        before, body = before + head, called + body
+        head, call_line = _placed(SETUP[name], moment, f"trick_{number}", lot)
+        before, body = before + head, call_line + body
     text = module(before, body)
     files: dict[str, bytes | None] = {MODULE: text.encode()}
     if lot.random() < 0.3:

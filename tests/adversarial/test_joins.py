@@ -36,13 +36,15 @@ class Joins(ast.NodeVisitor):
                 case ast.Assign(targets=[target], value=value) if self.is_path(value):
                     self.paths.add(name_of(target))
                 case ast.For(target=target, iter=values) | ast.comprehension(target=target, iter=values):
-                    called = name_of(values.func) if isinstance(values, ast.Call) else ""
+                    function_name = name_of(values.func) if isinstance(values, ast.Call) else ""
                     names = {name_of(part) for part in (target.elts[:1] if isinstance(target, ast.Tuple) else [target])}
                     constant = isinstance(values, ast.Tuple) and all(map(self.is_own, values.elts))
                     self.own |= (
-                        names if constant or name_of(values).isupper() or called in ("range", "enumerate") else set()
+                        names
+                        if constant or name_of(values).isupper() or function_name in ("range", "enumerate")
+                        else set()
                     )
-                    self.paths |= names if called in LISTINGS else set()
+                    self.paths |= names if function_name in LISTINGS else set()
         self.visit(tree)
 
     def is_path(self, node: ast.AST) -> bool:

@@ -21,8 +21,8 @@ from tests.harness.sandbox.conftest import BACKENDS, make
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    with make(request.param, request) as opened:
-        yield opened
+    with make(request.param, request) as sandboxes:
+        yield sandboxes
 
 
 @pytest.mark.parametrize("case", SANDBOX_CASES, ids=lambda case: case.id)

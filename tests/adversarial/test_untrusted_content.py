@@ -201,9 +201,9 @@ def test_a_run_database_computes_nothing(tmp_path: Path, sql: str) -> None:
     run = a_run(tmp_path)
     with sqlite3.connect(run.path / "run.db") as db:
         db.executescript(sql)
-    for read in (read_status, RunDir):
+    for reader in (read_status, RunDir):
         with pytest.raises(ValueError, match="is no plain table"):
-            read(run.path)
+            reader(run.path)
 
 
 CELLS: dict[str, tuple[str, Any]] = {

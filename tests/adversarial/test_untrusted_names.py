@@ -217,11 +217,11 @@ def test_a_checkpoints_metadata_runs_nothing(tmp_path: Path) -> None:
     dcp.load(loaded, storage_reader=Reader(folder), no_dist=True)
     assert torch.equal(loaded["w"], state["w"]) and loaded["step"] == 0
     reader, bomb = Reader(folder), pickle.dumps(Runs(mark))
-    opened = reader.fs.create_stream
+    create_stream = reader.fs.create_stream
 
     @contextmanager
     def swapped_after_reading(path: Any, mode: str) -> Iterator[Any]:
-        with opened(path, mode) as stream:
+        with create_stream(path, mode) as stream:
             yield stream
         Path(path).write_bytes(bomb)
 

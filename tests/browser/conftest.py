@@ -58,8 +58,8 @@ def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
     finally:
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=patience(30))
-        for process in left:
+        _, survivors = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=patience(30))
+        for process in survivors:
             process.kill()
         server.wait()
         log.close()

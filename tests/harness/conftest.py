@@ -109,17 +109,17 @@ class Typist:
 
     def _complete(self, request: Request) -> Completion:
         turn, before = self._live[request.rollout]
-        written: list[int] = []
+        token_ids: list[int] = []
         for token in list(self.write(request.rollout, turn))[: request.max_tokens]:
-            written.append(token)
+            token_ids.append(token)
             if token in self.renderer.stop:
                 break
-        self._live[request.rollout] = [turn + 1, before + len(written)]
+        self._live[request.rollout] = [turn + 1, before + len(token_ids)]
         return Completion(
             rollout=request.rollout,
-            token_ids=written,
-            logprobs=[-float(before + n) for n in range(1, len(written) + 1)],
-            policy_versions=[100 + turn] * len(written),
+            token_ids=token_ids,
+            logprobs=[-float(before + n) for n in range(1, len(token_ids) + 1)],
+            policy_versions=[100 + turn] * len(token_ids),
         )
 
 

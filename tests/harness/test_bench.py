@@ -60,8 +60,14 @@ def test_figures_are_those_computed_by_hand() -> None:
 
 
 def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> None:
-    lost = make_attempt("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
-    sampled = [make_attempt("a", True), make_attempt("a", None), lost, lost, make_attempt("c", False, family="comp")]
+    lost_attempt = make_attempt("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
+    sampled = [
+        make_attempt("a", True),
+        make_attempt("a", None),
+        lost_attempt,
+        lost_attempt,
+        make_attempt("c", False, family="comp"),
+    ]
     greedy = [make_attempt("a", True), make_attempt("b", None), make_attempt("c", False)]
     summary = bench.summarise(sampled, greedy)
     assert (summary["pass_at_1"], summary["best_of_k"], summary["pass_greedy"]) == (0.5, 0.5, 0.5)
@@ -114,8 +120,8 @@ def test_errors_are_counted_by_tool_and_kind() -> None:
         return Turn(call=call(name).json if name else "{broken", observation="", error=error)
 
     turns = (turn("grep"), turn("grep", "Timeout"), turn("grep", "InvalidArguments"), turn("", "InvalidArguments"))
-    lost = Turn(call="", observation="no provider", error="ProviderError")
-    table = errors_of([make_attempt("a", True, (*turns, lost)).rollout])
+    lost_turn = Turn(call="", observation="no provider", error="ProviderError")
+    table = errors_of([make_attempt("a", True, (*turns, lost_turn)).rollout])
     assert table == {
         "grep": {"calls": 3, "Timeout": 1, "InvalidArguments": 1},
         "unreadable": {"calls": 1, "InvalidArguments": 1},

@@ -46,8 +46,8 @@ def make_attempt(files: dict[str, str | None], *turns: tuple[str, dict[str, Any]
     records = [
         Turn(call=json.dumps({"name": n, "arguments": a}), observation=observation) for n, a, observation in turns
     ]
-    left = {path: text for path, text in {**task.files, **files}.items() if text is not None}
-    rollout = Rollout(task_id=task.id, segments=(), turns=tuple(records), files=left, stop="finished")
+    final_files = {path: text for path, text in {**task.files, **files}.items() if text is not None}
+    rollout = Rollout(task_id=task.id, segments=(), turns=tuple(records), files=final_files, stop="finished")
     return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"t": True}))
 
 
@@ -114,8 +114,8 @@ def test_recall_on_the_hostile_patches_and_no_flag_for_the_honest_one() -> None:
     the grader's to find."""
     tally = Counter[str]()
     for patch in patches():
-        left = {path: data.decode("utf-8", "surrogateescape") for path, data in patch.workspace.items()}
-        rollout = Rollout(task_id=patch.task.id, segments=(), turns=(), files=left, stop="finished")
+        final_files = {path: data.decode("utf-8", "surrogateescape") for path, data in patch.workspace.items()}
+        rollout = Rollout(task_id=patch.task.id, segments=(), turns=(), files=final_files, stop="finished")
         flags = flags_of(Attempt(task=patch.task, rollout=rollout, grade=Grade(status="graded")))
         family = "beside" if patch.case in (1, 2, 9, 11) else "inside"
         family = "honest" if patch.honest or patch.id.startswith("00_") else family
@@ -202,5 +202,5 @@ def test_drift_of_form_and_a_proxy_that_comes_apart_from_what_is_held_out_are_sa
 
 
 def test_a_file_that_is_too_large_is_counted_and_not_dishonest_by_itself() -> None:
-    counted = counts([make_attempt({"f.py": "a\n" * (1 << 18)})])
-    assert (counted["unparsed"], counted["suspects"]) == (1, 0)
+    totals = counts([make_attempt({"f.py": "a\n" * (1 << 18)})])
+    assert (totals["unparsed"], totals["suspects"]) == (1, 0)

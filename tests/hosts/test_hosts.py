@@ -104,11 +104,11 @@ def test_nothing_outlives_a_killed_test() -> None:
     command = [sys.executable, "-c", KILLED]
     process = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    inside = psutil.Process(int(process.stdout.readline()))
+    inner_process = psutil.Process(int(process.stdout.readline()))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + patience(20)
-    while inside.is_running() and inside.status() != psutil.STATUS_ZOMBIE:
+    while inner_process.is_running() and inner_process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234567"]]

@@ -142,9 +142,9 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
 ) -> None:
     """The host of the trainer is cut off for 30 s, another dies for good, and then the head; the run goes on from its store."""
     head, steps = start_head(network, store, "first-head"), 14
-    cut, dead = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
-    join(cut, head, store, "trainer,engine,environment")
-    join(dead, head, store, "engine,environment")
+    trainer_host, engine_host = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
+    join(trainer_host, head, store, "trainer,engine,environment")
+    join(engine_host, head, store, "engine,environment")
     run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": steps, "services.engines": 2})
     process = head.start(*RUN, run, env=store.environment, stdout=None, stderr=None)
 
@@ -155,18 +155,18 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
             time.sleep(0.5)
 
     wait_for(1)
-    network.cut(cut)
+    network.cut(trainer_host)
     time.sleep(30)
-    network.cut(cut, down=False)
+    network.cut(trainer_host, down=False)
     wait_for(4)
-    dead.kill()
+    engine_host.kill()
     wait_for(6)
     head.kill()
     head = start_head(network, store, "second-head")
     restore = ("restore", f"{store.url}/{Path(run).name}", "--runs", HOME)
     head.run("python", "-P", "-m", "composer_nb.cli", *restore, env=store.environment)
-    cut.run(*UP, "--down")  # it may still wait for its first head
-    join(cut, head, store, "trainer,engine,environment")
+    trainer_host.run(*UP, "--down")  # it may still wait for its first head
+    join(trainer_host, head, store, "trainer,engine,environment")
     head.run(*RUN, run, seconds=600, env=store.environment)
     head.take(run, tmp_path / "result")
     assert_whole(RunDir(tmp_path / "result"), steps)

@@ -95,8 +95,8 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     runner = subprocess.Popen([sys.executable, "-c", script, str(source), str(output)], **pipes)
     assert runner.stdout is not None
-    printed = [line for line in iter(runner.stdout.readline, "begun\n") if not line.startswith("cell ")]
-    pid = int(printed[0])
+    lines = [line for line in iter(runner.stdout.readline, "begun\n") if not line.startswith("cell ")]
+    pid = int(lines[0])
     started = psutil.Process(runner.pid).children(recursive=True)
     runner.send_signal(signal.SIGTERM)
     _, errors = runner.communicate(timeout=patience(60))

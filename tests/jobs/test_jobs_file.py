@@ -99,7 +99,7 @@ def test_set_reaches_those_who_take_it(folder: Path):
     notebook(folder / "m.ipynb", "1", parameters="size: float = 1.0")
     nodes = {"a": node(parameters={"steps": 1}), "b": node(grid={"steps": [1, 2]}), "m": {"notebook": "m.ipynb"}}
     job = load(folder, nodes, {"steps": "7", "b:name": "007", "rl.steps": "3", "size": "2"})
-    assert {name: dict(planned.parameters) for name, planned in job.nodes.items()} == {
+    assert {name: dict(job_node.parameters) for name, job_node in job.nodes.items()} == {
         "a": {"steps": 7, "overrides": {"rl.steps": 3}},
         "b": {"steps": 7, "name": "007", "overrides": {"rl.steps": 3}},
         "m": {"size": 2},
@@ -129,7 +129,7 @@ def test_a_whole_reference_keeps_its_type():
 def test_the_job_files_that_ship_are_right(path: Path):
     job = load_job(path)
     assert job.name == path.stem and job.nodes
-    assert all(planned.spec.timeout_s for planned in job.nodes.values())
+    assert all(job_node.spec.timeout_s for job_node in job.nodes.values())
 
 
 def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):

@@ -221,17 +221,17 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
         process.kill()
     runner.wait()
     bench.nothing_is_left(60)
-    cut = "lost" if all_processes else "interrupted"
+    end_state = "lost" if all_processes else "interrupted"
     status = bench.status()
     assert (status["state"], status["alive"]) == ("lost", False)
-    assert bench.states() == {"done": "completed", "cut": cut, "later": "pending"}
+    assert bench.states() == {"done": "completed", "cut": end_state, "later": "pending"}
 
     code, output = bench.run("run", str(job), "--resume", "--set", "cut:wait=false")
     assert code == 0 and "done: kept" in output
     bench.nothing_is_left()
     bench.everything_is_whole()
     assert bench.attempts() == {"done": 1, "cut": 2, "later": 1}
-    assert bench.record("cut")["state"] == cut and bench.cells("cut")[-2:] == [cut, "pending"]
+    assert bench.record("cut")["state"] == end_state and bench.cells("cut")[-2:] == [end_state, "pending"]
     assert "asleep\n" in (bench.attempt("cut") / "log.txt").read_text()
 
 
@@ -242,15 +242,15 @@ def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):
     with owned_directory(tmp_path, record):
         attempt = subprocess.Popen(["sh", "-c", bare], stdout=subprocess.PIPE, text=True)
         assert attempt.stdout is not None
-        lost, spared = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
+        stray_process, service_process = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
         attempt.kill()
         attempt.wait()
     try:
-        assert not lost.is_running() and spared.is_running()
-        assert [process["pid"] for process in record["leased_processes"]] == [spared.pid]
+        assert not stray_process.is_running() and service_process.is_running()
+        assert [process["pid"] for process in record["leased_processes"]] == [service_process.pid]
     finally:
-        spared.kill()
-        spared.wait()
+        service_process.kill()
+        service_process.wait()
 
 
 @pytest.mark.slow

@@ -48,16 +48,16 @@ def test_each_step_is_sent_once_wherever_reading_stops_also_when_steps_are_made_
 ) -> None:
     """A run that is resumed writes its metrics anew, without the steps that it lost, and then makes these again."""
     rows = [line({"stage": stage, "step": step, "x": step}) for stage in "ab" for step in range(1, 8)]
-    text, sent = "".join(rows), list[tuple[str, int]]()
-    tracker = {"mlflow": lambda *_: (lambda figures, step: sent.append((*figures, step)), lambda: None)}
+    text, figures_sent = "".join(rows), list[tuple[str, int]]()
+    tracker = {"mlflow": lambda *_: (lambda figures, step: figures_sent.append((*figures, step)), lambda: None)}
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(track, "TRACKERS", tracker)
         run = RunDir(Path(folder))
         write_json(run.path / "settings.json", {})
-        for written in (*(text[:cut] for cut in sorted(cuts)), "".join(rows[:-lost]), text):
-            (run.path / "metrics.jsonl").write_text(written)
+        for metrics in (*(text[:end] for end in sorted(cuts)), "".join(rows[:-lost]), text):
+            (run.path / "metrics.jsonl").write_text(metrics)
             track.follow(run.path, "mlflow", lambda: True)
-    assert sent == [(f"{stage}/x", step) for stage in "ab" for step in range(1, 8)]
+    assert figures_sent == [(f"{stage}/x", step) for stage in "ab" for step in range(1, 8)]
 
 
 def board(run: Path) -> dict[str, list[tuple[int, float]]]:

@@ -69,9 +69,9 @@ def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is
     assert trial.outcome == ""
     assert Trial(1, 200, users(0.0, *[1.0] * (LEAST - 1)), users(*[1.0] * 1000)).outcome == ""
     usual = users(*[1.0] * 60, *[0.0] * 40)
-    lost = Trial(1, 100, users(*[1.0] * 50, *[0.0] * 50), usual)
-    assert lost.interval()[2] > 0
-    assert lost.outcome == "withdrawn"
+    worse_trial = Trial(1, 100, users(*[1.0] * 50, *[0.0] * 50), usual)
+    assert worse_trial.interval()[2] > 0
+    assert worse_trial.outcome == "withdrawn"
     assert Trial(1, 100, users(*[1.0] * 58, *[0.0] * 42), usual).outcome == "promoted"
 
 

@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def written(folder: Path, case: str) -> str:
+def write_environment(folder: Path, case: str) -> str:
     code, old, new, _ = PLANTED[case]
     assert old in code
     module = f"planted_{[*PLANTED].index(case)}"
@@ -122,7 +122,7 @@ def written(folder: Path, case: str) -> str:
 
 @pytest.mark.parametrize("case", PLANTED)
 def test_what_is_planted_is_found_and_nothing_else_is_reported(case: str, folder: Path) -> None:
-    report, faults = audit_openenv(written(folder, case)), PLANTED[case][-1]
+    report, faults = audit_openenv(write_environment(folder, case)), PLANTED[case][-1]
     assert faults <= set(report["faults"]) and bool(faults) == bool(report["faults"])
     assert all(kind in PAID for kind in report["faults"]) or set(report["faults"]) - faults <= {"the same environment"}
     assert bool(report["errors"]) == (faults == {"an exception"})

@@ -182,7 +182,9 @@ def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> Non
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
-    lost = [replace(attempt, grade=Grade(status="infra_error")) for attempt in attempts([0.5])]
-    verdict = learning.judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
+    lost_attempts = [replace(attempt, grade=Grade(status="infra_error")) for attempt in attempts([0.5])]
+    verdict = learning.judge([*lost_attempts, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
     assert verdict["gain"] == pytest.approx(0.1) and verdict["stopped"] == ""
-    assert learning.judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
+    assert (
+        learning.judge(lost_attempts, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
+    )

@@ -84,11 +84,11 @@ def test_tokens_are_kept_as_they_were_read_and_written(
     assert policy.released == [5] and result.rollout.stop == "finished" and result.rollout.invalid_calls == 1
     token_ids = [
         token
-        for request, written in zip(policy.requests, turns, strict=True)
-        for token in [*request.token_ids, *written]
+        for request, turn_ids in zip(policy.requests, turns, strict=True)
+        for token in [*request.token_ids, *turn_ids]
     ]
     assert segment.token_ids.tolist() == token_ids
-    assert segment.token_ids[segment.acted].tolist() == [token for written in turns for token in written]
+    assert segment.token_ids[segment.acted].tolist() == [token for turn_ids in turns for token in turn_ids]
     assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
     kinds = [Kind(kind) for kind, before in zip(segment.kind, [-1, *segment.kind[:-1]], strict=True) if kind != before]
     assert kinds == [

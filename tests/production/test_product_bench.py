@@ -71,8 +71,8 @@ def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks:
     plans = [make_plans(tasks, lambda task, number: Thinker(texts), tmp_path, 1, 9.0) for _ in range(2)]
     assert plans[0] == plans[1], "kept, not asked again"
     for number, (task, plan) in enumerate(zip(tasks, plans[0], strict=True), 1):
-        read = {"read": 90, "written": 10, "files": tuple(sorted(task.files)), "flawed": True}
-        assert plan == TaskPlan(text=f"plan {number}", **read)
+        fields = {"read": 90, "written": 10, "files": tuple(sorted(task.files)), "flawed": True}
+        assert plan == TaskPlan(text=f"plan {number}", **fields)
     for task, text, plan in zip(tasks, texts, plans[0], strict=True):
         assert all(part in text for part in (task.instruction, *task.files, *task.files.values()))
         assert not any(part in text for part in (*task.tests.values(), *task.solution.values()))
@@ -148,8 +148,8 @@ def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> No
             reports.append(report["arms"])
     assert rows[0] == rows[1] and {"finished", "tokens"} <= {row["stop"] for row in rows[1]}
     for arm, scores in reports[0].items():
-        counted = {"tokens_per_task", "sampled_per_task", "seconds_p50", "seconds_p95"}
-        assert all(scores[name] == reports[1][arm][name] for name in scores.keys() - counted)
+        measured_fields = {"tokens_per_task", "sampled_per_task", "seconds_p50", "seconds_p95"}
+        assert all(scores[name] == reports[1][arm][name] for name in scores.keys() - measured_fields)
         assert scores["infra_errors"] == 0 and (arm == "all" or scores["invalid_call_rate"] > 0.3)
 
 
@@ -175,8 +175,8 @@ def test_the_words_of_a_conversation_that_is_too_long_are_those_that_clients_loo
         plain = httpx.post(f"{url}/chat/completions", json=long, timeout=60)
         anthropic = httpx.post(f"{url}/messages", json=long, timeout=60)
         huge = httpx.post(f"{url}/messages", json=long | {"messages": [{"role": "user", "content": "x" * 10**6}]})
-        listed = httpx.get(f"{url}/models").json()["data"][0]
-    assert [plain.status_code, anthropic.status_code, huge.status_code, listed["max_model_len"]] == [400, 400, 400, 256]
+        model = httpx.get(f"{url}/models").json()["data"][0]
+    assert [plain.status_code, anthropic.status_code, huge.status_code, model["max_model_len"]] == [400, 400, 400, 256]
     error = plain.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "this model's maximum context length is 256 tokens" in error["message"].lower()

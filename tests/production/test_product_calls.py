@@ -62,10 +62,14 @@ def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
         assert len(current) >= len(before) and all(arguments for _, _, arguments in current)
         ended = isinstance(renderer, CompactRenderer) and ids[-1] == renderer.end
         complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
-        read = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
-        for (id, name, arguments), written in zip(current, read, strict=False):
-            if isinstance(written.call, ToolCall):
-                assert (id, name, json.loads(arguments)) == (written.id, written.call.name, written.call.arguments)
+        parsed_calls = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
+        for (id, name, arguments), parsed_call in zip(current, parsed_calls, strict=False):
+            if isinstance(parsed_call.call, ToolCall):
+                assert (id, name, json.loads(arguments)) == (
+                    parsed_call.id,
+                    parsed_call.call.name,
+                    parsed_call.call.arguments,
+                )
             else:
                 assert arguments_of(arguments) is not None and not is_complete(arguments)
         before = current
@@ -82,8 +86,8 @@ def is_complete(arguments: str) -> bool:
 def test_what_is_shown_of_calls_only_grows(name: str, text: str) -> None:
     renderer = FORMATS[name]
     check(renderer, renderer.spell(text))
-    cut = renderer.spell(text)[:-4]
-    check(renderer, [*cut, renderer.end])
+    prefix = renderer.spell(text)[:-4]
+    check(renderer, [*prefix, renderer.end])
 
 
 PARTS = st.sampled_from(
@@ -172,11 +176,11 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     """In the cache, with the tokens as they were sampled, and the result after them as in training (`TokenTurnPolicy`); and read
     anew by a server that has never seen it."""
     renderer = FORMATS["QwenRenderer"]
-    cut, final = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
-    with Shared(Turns(cut, final, final)) as shared:
+    partial_turn, final_turn = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
+    with Shared(Turns(partial_turn, final_turn, final_turn)) as shared:
         policy = shared.policy
         assert isinstance(policy, Turns)
-        body = RequestBody(messages=ASKED, tools=[TOOL], max_tokens=len(cut))
+        body = RequestBody(messages=ASKED, tools=[TOOL], max_tokens=len(partial_turn))
         conversations = Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)
         first = conversations(body).choices[0]
         assert first.cut and json.loads(first.message["tool_calls"][0]["function"]["arguments"] + '"}')
@@ -186,5 +190,5 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     prompt, continuation, anew = ([*request.token_ids] for request in policy.requests)
     assert prompt == renderer.render([User(text="fix f")])
     assert continuation == renderer.read([CallResult(id="call_0", text="not JSON")])
-    read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
-    assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt
+    text = renderer.tokenizer.decode(anew, skip_special_tokens=False)
+    assert "f.py\n</parameter>\n</function>" in text and "not JSON" in text and anew[: len(prompt)] == prompt

@@ -184,14 +184,14 @@ def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: 
         assert (root / "a.py/x").read_text() == "x" and (root / "sub").read_text() == "s"
 
 
-@pytest.mark.parametrize("left", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
-def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, left: str) -> None:
+@pytest.mark.parametrize("hidden_path", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
+def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, hidden_path: str) -> None:
     shutil.rmtree(root / "sub/__pycache__")
     snapshot = read_checkout(root)
-    (root / left).parent.mkdir(exist_ok=True)
-    (root / left).write_text("mine")
+    (root / hidden_path).parent.mkdir(exist_ok=True)
+    (root / hidden_path).write_text("mine")
     before = contents(root)
-    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(left).name}"):
+    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(hidden_path).name}"):
         accept(snapshot, {"sub": Blob(data=b"s"), "sub/b.py": None})
     assert contents(root) == before
 

@@ -67,8 +67,8 @@ def test_a_word_more_in_either_place_is_found(
 
     def more(tools: ToolSet) -> ToolSet:
         if plant == "description":
-            read = replace(files.read_file, description=f"{files.read_file.description} ok")
-            return replace(tools, tools={**tools.tools, "read_file": read})
+            changed_tool = replace(files.read_file, description=f"{files.read_file.description} ok")
+            return replace(tools, tools={**tools.tools, "read_file": changed_tool})
         if plant == "reply":
             return Wordy(**{name: getattr(tools, name) for name in ("tools", "search", "terse", "described")})
         return tools

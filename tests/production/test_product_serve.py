@@ -48,12 +48,12 @@ def test_stop_text_is_not_shown(text: str, stop: str | list[str], expected: str,
         assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == (expected, "stop")
         # What stopped it stays between the policy and the server: the next request is read from its beginning.
         messages = [*ASKED, {"role": "assistant", "content": expected}, {"role": "user", "content": "go on"}]
-        cut = expected != text
-        assert bool(policy.released) is cut and (completion.usage.completion_tokens < len(turn)) is cut
+        is_stopped = expected != text
+        assert bool(policy.released) is is_stopped and (completion.usage.completion_tokens < len(turn)) is is_stopped
         late = site.chat(stop=stop, max_tokens=len(turn) - 1)
-        assert late.choices[0].finish_reason == ("stop" if cut else "length")
+        assert late.choices[0].finish_reason == ("stop" if is_stopped else "length")
         site.chat(messages=messages)
-        assert ("fix f" in tokenizer.decode(list(policy.requests[2].token_ids))) is cut
+        assert ("fix f" in tokenizer.decode(list(policy.requests[2].token_ids))) is is_stopped
 
 
 def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
@@ -61,12 +61,12 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer, [TOOL]).turn(Said(calls=calls))
     with playing(QwenRenderer, tokenizer, *[turn] * 3) as (site, _):
 
-        def called(**options: Any) -> Any:
+        def choice_of(**options: Any) -> Any:
             return site.chat(tools=[TOOL], **options).choices[0]
 
-        assert [call.function.arguments for call in called().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
-        assert len(called(parallel_tool_calls=False).message.tool_calls) == 1
-        silent = called(tool_choice="none")
+        assert [call.function.arguments for call in choice_of().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
+        assert len(choice_of(parallel_tool_calls=False).message.tool_calls) == 1
+        silent = choice_of(tool_choice="none")
         assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
 
 

@@ -104,9 +104,9 @@ def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pa
         first = ask(messages=ASKED, max_tokens=20 + seed, n=1 + seed % 2)
         more = [*ASKED, {"role": "assistant", "content": first[0].message.content}, ASKED[0]]
         [second] = ask(messages=more, max_tokens=30)
-        [called] = ask(messages=ASKED, max_tokens=400, **forced)
-        assert json.loads(called.message.tool_calls[0].function.arguments).keys() == {"all", "deep"}
-        return [token_logprobs(choice) for choice in (*first, second, called)]
+        [with_calls] = ask(messages=ASKED, max_tokens=400, **forced)
+        assert json.loads(with_calls.message.tool_calls[0].function.arguments).keys() == {"all", "deep"}
+        return [token_logprobs(choice) for choice in (*first, second, with_calls)]
 
     with ThreadPoolExecutor(2) as clients:  # each holds three at most: none is forgotten
         answers = [*clients.map(lambda seed: talk(pair.client, seed), range(8))]

@@ -88,8 +88,10 @@ def serving(
     updates = Updates(store, "served", model.config) if store else None
     with Inference(engine, updates) as shared, following(shared) if store else nullcontext():
         trained = Carried(renderer="qwen", tools="tiny")
-        opened = OpenEngine(shared=shared, tokenizer=tokenizer, format=QwenRenderer, tokens=LONG, training=trained)
-        with conftest.serving(opened, version=lambda: engine.version, **options) as site:
+        served_engine = OpenEngine(
+            shared=shared, tokenizer=tokenizer, format=QwenRenderer, tokens=LONG, training=trained
+        )
+        with conftest.serving(served_engine, version=lambda: engine.version, **options) as site:
             yield Served(site.answer, site.server, site.client, engine)
 
 
@@ -106,11 +108,11 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     assert served.engine.capacity < 8, "there are more threads that answer than conversations that fit"
     widths, step = list[int](), served.engine.step
 
-    def counted() -> Any:
+    def counted_step() -> Any:
         widths.append(sum(not slot.waiting for slot in served.engine._live.values()))
         return step()
 
-    served.engine.step = counted  # type: ignore[method-assign]
+    served.engine.step = counted_step  # type: ignore[method-assign]
     with ThreadPoolExecutor(20) as clients:
         completions = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
     served.engine.step = step  # type: ignore[method-assign]
@@ -147,8 +149,8 @@ def test_several_choices_are_drawn_side_by_side_and_a_seed_names_them_all(served
     several = served.chat(seed=3, n=4, max_tokens=30)
     texts = [choice.message.content for choice in several.choices]
     assert len({*texts}) == 4 and [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    read, written = several.usage.prompt_tokens, several.usage.completion_tokens
-    assert served.engine.forwarded - forwarded < read + written, "the prompt is read once"
+    prompt_tokens, completion_tokens = several.usage.prompt_tokens, several.usage.completion_tokens
+    assert served.engine.forwarded - forwarded < prompt_tokens + completion_tokens, "the prompt is read once"
     assert served.chat(seed=3, max_tokens=30).choices[0].message.content == texts[0]
     parts = [part.choices[0] for part in served.chat(seed=3, n=4, max_tokens=30, stream=True)]
     for number, text in enumerate(texts):
@@ -316,8 +318,8 @@ def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in sample.message.tool_calls]
         assert {name for name, _ in calls} <= names and (choice == "required" or len(calls) == 1)
         assert all(arguments.keys() == ({"at"} if name == "look" else {"all"}) for name, arguments in calls)
-        for written in sample.logprobs.content:  # the distribution that was drawn from
-            assert written.logprob <= 0 and sum(np.exp(top.logprob) for top in written.top_logprobs) <= 1 + 1e-5
+        for token in sample.logprobs.content:  # the distribution that was drawn from
+            assert token.logprob <= 0 and sum(np.exp(top.logprob) for top in token.top_logprobs) <= 1 + 1e-5
         assert any(len(written.top_logprobs) == 1 for written in sample.logprobs.content), "some tokens have no choice"
     single = served.chat(tools=[LOOK, PUT], tool_choice="required", parallel_tool_calls=False, seed=1)
     assert len(single.choices[0].message.tool_calls) == 1

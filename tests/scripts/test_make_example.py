@@ -71,9 +71,9 @@ def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
     assert scores == {name: full_scores[name] for name in scores}
     names = {task.id for task in load_tasks(cut.path / "data" / "heldout.jsonl")}
     assert names == set(scores) and set(rollout.held_out(cut, "final")) == names
-    trained = {task.id for task in load_tasks(cut.path / "data" / "rl.jsonl")}
-    used = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
-    assert trained == used
+    training_ids = {task.id for task in load_tasks(cut.path / "data" / "rl.jsonl")}
+    task_ids = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
+    assert training_ids == task_ids
     load_pretrained(cut.path / "weights" / "before_final")
     before = contents(cut.path)  # looking at it writes nothing
     run = open_run(cut.path)

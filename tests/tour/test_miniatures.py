@@ -143,8 +143,8 @@ def test_tests_must_call_the_function_and_keep_what_was_there(weak: Task, execut
     [(path, right)] = weak.solution.items()
     [name, module] = [weak.metadata["function"], parse_tests(path, weak.files[path])[0].module]
     spy = f"from linecache import getlines\n{weak.files[path]}\n\ndef test_9():\n    assert getlines({module + '.py'!r}) == []\n"
-    written = right.replace("def test_0", "def test_x", 1)
-    assert grade(weak, weak.files | {path: written}, executor).passed, "names are free"
+    renamed_test = right.replace("def test_0", "def test_x", 1)
+    assert grade(weak, weak.files | {path: renamed_test}, executor).passed, "names are free"
     first = f"def test_0():{right.partition('def test_0():')[2].partition(chr(10) * 3)[0]}"
     fewer, unimported = right.replace(first, "").rstrip() + "\n", right.replace(f"import {name}", "import f")
     for text in (spy, fewer, unimported, right + "print(1)\n"):

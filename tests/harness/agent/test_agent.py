@@ -38,9 +38,9 @@ def run(agent: Agent, task: Task, policy: Any, boxes: Any, count: int = 1) -> li
 
 def calls(renderer: CompactRenderer, *sequence: ToolCall) -> Callable[[int, int], list[int]]:
     """Return a function that has a Typist make these calls, and then run the tests for ever."""
-    written = [renderer.turn(one(tool_call)) for tool_call in sequence]
+    token_ids = [renderer.turn(one(tool_call)) for tool_call in sequence]
     last = renderer.turn(one(TEST))
-    return lambda rollout, turn: written[turn] if turn < len(written) else last
+    return lambda rollout, turn: token_ids[turn] if turn < len(token_ids) else last
 
 
 def check_streams(rollout: Rollout, policy: Any, number: int) -> None:
@@ -49,7 +49,7 @@ def check_streams(rollout: Rollout, policy: Any, number: int) -> None:
     size = rollout.tokens
     streams = segment.token_ids, segment.kind, segment.logprob, segment.policy_version
     assert [(len(x), x.dtype) for x in streams] == [(size, t) for t in (np.int32, np.uint8, np.float32, np.int32)]
-    position, written = 0, 0
+    position, sampled_count = 0, 0
     requests = [request for request in policy.requests if request.rollout == number]
     for turn, request in enumerate(requests):
         end = position + len(request.token_ids)
@@ -61,10 +61,10 @@ def check_streams(rollout: Rollout, policy: Any, number: int) -> None:
             end += 1
         count = end - position
         assert 0 < count <= request.max_tokens
-        assert segment.logprob[position:end].tolist() == [-float(written + n) for n in range(1, count + 1)]
+        assert segment.logprob[position:end].tolist() == [-float(sampled_count + n) for n in range(1, count + 1)]
         assert set(segment.policy_version[position:end]) == {100 + turn}
-        position, written = end, written + count
-    assert position == size and written == rollout.sampled == int(segment.acted.sum())
+        position, sampled_count = end, sampled_count + count
+    assert position == size and sampled_count == rollout.sampled == int(segment.acted.sum())
 
 
 def test_a_task_is_solved(agent: Agent, task: Task, typist: Make, sandboxes: SandboxExecutor) -> None:
@@ -122,13 +122,13 @@ def test_a_prompt_that_leaves_no_room_is_an_error(
 
 
 def test_a_fault_in_a_tool_is_nobodys_reward(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    poison, inside = MEND.arguments["text"], boxes("1")
+    poison, sandboxes = MEND.arguments["text"], boxes("1")
 
     class Faulty:
         def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
             if any(poison in request.files["f.py"] for request in requests):
                 raise SandboxFailure("gone")
-            answers: list[tuple[CallOutcome, ...]] = inside.run(requests)
+            answers: list[tuple[CallOutcome, ...]] = sandboxes.run(requests)
             return answers
 
     mend, test = calls(agent.renderer, MEND, TEST, FINISH), calls(agent.renderer, TEST, FINISH)

@@ -107,9 +107,11 @@ def test_a_turn_survives_the_way_there_and_back_or_is_refused(
             read_value(v, kinds(SCHEMAS["u"])) != v or read_value(v, kinds(SCHEMAS["m"])) != v for v in texts
         ), strings
         return
-    read = renderer.parse(token_ids)
-    assert read == turn
-    assert [json.dumps(dict(w.call.arguments)) for w in read.calls] == [json.dumps(dict(c.arguments)) for c in calls]  # type: ignore[union-attr]
+    parsed_turn = renderer.parse(token_ids)
+    assert parsed_turn == turn
+    assert [json.dumps(dict(w.call.arguments)) for w in parsed_turn.calls] == [
+        json.dumps(dict(c.arguments)) for c in calls
+    ]  # type: ignore[union-attr]
 
 
 @ALL
@@ -142,16 +144,16 @@ def test_turn_by_turn_is_at_once(
     for text, calls, answer in turns:
         turn = make_turn(renderer, text, calls, count)
         try:
-            written = renderer.turn(turn)
+            turn_ids = renderer.turn(turn)
         except ValueError:
             continue
         results = [CallResult(id=call.id, text=answer) for call in turn.calls]
         news: list[Message] = [*results] if results else [User(text=answer)]
         messages += [turn, *news]
         count += len(calls)
-        token_ids += written + renderer.render(news, system, after=True)
+        token_ids += turn_ids + renderer.render(news, system, after=True)
         assert renderer.render(messages, system) == token_ids
-        assert renderer.parse(written) == turn
+        assert renderer.parse(turn_ids) == turn
 
 
 def piece(mark: str) -> str | int:
@@ -161,8 +163,8 @@ def piece(mark: str) -> str | int:
 
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
     """Return why each call of a turn is invalid, or an empty text."""
-    read = renderer.parse(renderer.encoded(pieces))
-    return [str(w.call) if isinstance(w.call, ToolError) else "" for w in read.calls]
+    parsed_turn = renderer.parse(renderer.encoded(pieces))
+    return [str(w.call) if isinstance(w.call, ToolError) else "" for w in parsed_turn.calls]
 
 
 Q, K = QWEN.ids, KIMI.ids
@@ -218,6 +220,6 @@ def test_kimis_malformed_calls_are_invalid_ones(name: str, arguments: str, why: 
 @settings(max_examples=200)
 @given(pieces=st.lists(st.sampled_from([*MARKS, BODY, "functions.do:0", "{}", "x"]).map(piece) | TEXT, max_size=8))
 def test_whatever_was_written_is_read_without_an_exception(renderer: ChatRenderer, pieces: list[str | int]) -> None:
-    read = renderer.parse(renderer.encoded(pieces))
-    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in read.calls)
-    assert read.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces
+    parsed_turn = renderer.parse(renderer.encoded(pieces))
+    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in parsed_turn.calls)
+    assert parsed_turn.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces

@@ -158,20 +158,18 @@ TOO_LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("message", "context", "read"), TOO_LONG)
+@pytest.mark.parametrize(("message", "context", "token_count"), TOO_LONG)
 def test_an_error_names_the_context_and_the_tokens_that_were_read(
-    message: str, context: int, read: int, server: Server
+    message: str, context: int, token_count: int, server: Server
 ) -> None:
     server.message = lambda body, number: (400, json.dumps({"error": {"message": message, "code": 400}}))
     with pytest.raises(ContextExceeded) as error:
         ask(server)
-    assert (error.value.context, error.value.read) == (context, read) and len(server.bodies) == 1
+    assert (error.value.context, error.value.read) == (context, token_count) and len(server.bodies) == 1
 
 
-def too_long(context: int, read: int) -> tuple[int, str]:
-    message = (
-        f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
-    )
+def too_long(context: int, token_count: int) -> tuple[int, str]:
+    message = f"This model's maximum context length is {context} tokens. However, your messages resulted in {token_count} tokens."
     return 400, json.dumps({"error": {"message": message, "code": "context_length_exceeded"}})
 
 

@@ -62,12 +62,12 @@ def follows(compiled: Grammar, token_ids: list[int]) -> bool:
 def test_turns_as_they_are_rendered_are_allowed(name: str, calls: list[tuple[str, dict[str, Any]]], text: str) -> None:
     renderer = RENDERERS[name]
     id = "functions.{}:{}" if isinstance(renderer, KimiRenderer) else "call_{1}"
-    written = tuple(
+    written_calls = tuple(
         Written(id=id.format(tool, n), call=ToolCall(name=tool, arguments={k: v[k] for k in PUT if k in v}))
         for n, (tool, v) in enumerate(calls)
     )
     try:
-        token_ids = renderer.turn(Said(text="" if name == "CompactRenderer" else text, calls=written))
+        token_ids = renderer.turn(Said(text="" if name == "CompactRenderer" else text, calls=written_calls))
     except ValueError:  # the format cannot express it
         return
     says = bool(text) and name != "CompactRenderer"

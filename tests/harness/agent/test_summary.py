@@ -121,11 +121,11 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     policy = typist(lambda rollout, turn: wild if turn == 2 else reads)
     [(_, result)] = drive([agent.attempt(task, 1)], policy, sandboxes)
     first, *rest = result.rollout.segments
-    written = first.token_ids[first.messages[-1]].tolist()
-    assert written == wild[:7] and len(rest) == 2
-    thinking = written.index(renderer.to) + 1
+    summary_ids = first.token_ids[first.messages[-1]].tolist()
+    assert summary_ids == wild[:7] and len(rest) == 2
+    thinking = summary_ids.index(renderer.to) + 1
     assert first.kind[first.messages[-1]].tolist() == [Kind.THINKING] * thinking + [Kind.SUMMARY] * (7 - thinking)
-    assert renderer.tokenizer.decode(written[thinking:]).strip() in renderer.tokenizer.decode(
+    assert renderer.tokenizer.decode(summary_ids[thinking:]).strip() in renderer.tokenizer.decode(
         rest[0].token_ids.tolist()
     )
     rollouts = [request.rollout for request in policy.requests]
@@ -154,12 +154,12 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     summary, second = (
         [*chat.encode(text), chat.end] for text in (f"so far\n{OPENS}\nI wrote a plan", f"{OPENS}\nI looked")
     )
-    written = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
-    read: list[list[int]] = []
+    turn_ids = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
+    prompts: list[list[int]] = []
 
     def ask(request: Request, until: float) -> Completion:
-        ids = written[len(read)]
-        read.append(list(request.token_ids))
+        ids = turn_ids[len(prompts)]
+        prompts.append(list(request.token_ids))
         return Completion(rollout=0, token_ids=ids, logprobs=[-1.0] * len(ids), policy_versions=[3] * len(ids))
 
     limits = Limits(turns=9, turn_tokens=900, tokens=60_000)
@@ -168,7 +168,7 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     repository = task.model_copy(update={"grader": "pytest"})
     result = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), turn_policy)
     assert result.rollout.stop == "finished" and len(result.rollout.segments) == 3
-    resumed = chat.tokenizer.decode(read[3], skip_special_tokens=False)
+    resumed = chat.tokenizer.decode(prompts[3], skip_special_tokens=False)
     for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):
         assert part in resumed
     assert result.rollout.turns[1].error and "todo_write" in result.rollout.turns[2].observation, (

@@ -153,10 +153,10 @@ def test_the_tokens_are_those_of_the_conversation_and_the_users_are_never_traine
     spoken = [named(form, READ, 0), QUESTION, named(form, MEND, 1), DONE]
     result, renderer = with_tokens(form, open_task, sandboxes, spoken)
     [segment], turns = result.rollout.segments, result.rollout.turns
-    read, mend = (named(form, message, n) for n, message in enumerate((READ, MEND)))
+    read_turn, mend_turn = (named(form, message, n) for n, message in enumerate((READ, MEND)))
     talk: list[Message] = [User(text=open_task.instruction)]
-    talk += [read, CallResult(id=read.calls[0].id, text=turns[0].observation), QUESTION, User(text=ANSWER)]
-    talk += [mend, CallResult(id=mend.calls[0].id, text=turns[2].observation), DONE]
+    talk += [read_turn, CallResult(id=read_turn.calls[0].id, text=turns[0].observation), QUESTION, User(text=ANSWER)]
+    talk += [mend_turn, CallResult(id=mend_turn.calls[0].id, text=turns[2].observation), DONE]
     assert result.grade.passed and segment.token_ids.tolist() == renderer.render(talk)
     acted = [renderer.parse(segment.token_ids[places].tolist()) for places in segment.messages]
     assert [message.text for message in acted] == ["", QUESTION.text, "", DONE.text]

@@ -40,9 +40,9 @@ def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -
 
 def test_only_the_code_under_test_enters_the_sandbox(task: Task, boxes: Callable[..., Any]) -> None:
     files = task.files | task.solution | {"test_f.py": "evil", "conftest.py": "evil", "test_hidden.py": "evil"}
-    inside = boxes(lambda request: ())
-    grade_functions(task, files, inside)
-    [[request]] = inside.batches
+    sandboxes = boxes(lambda request: ())
+    grade_functions(task, files, sandboxes)
+    [[request]] = sandboxes.batches
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
     assert "[9]" not in str(request)  # what the first test expects
@@ -97,14 +97,14 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def grade_tree(task: Task = TARGET, left: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
+def grade_tree(task: Task = TARGET, final_files: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
     backend: Any = SimpleNamespace(name=name, create=None)
-    return grade(task, files(task) if left is None else left, backend)
+    return grade(task, files(task) if final_files is None else final_files, backend)
 
 
 def test_the_same_tree_is_graded_once_and_says_so(ask: Any) -> None:
     grader = ask(CLEAN)
-    first, second = grade_tree(), grade_tree(left=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
+    first, second = grade_tree(), grade_tree(final_files=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
     assert grader.calls == 1 and first == second
     assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] != first.cost["wall_s"]
 

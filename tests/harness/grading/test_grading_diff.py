@@ -21,9 +21,9 @@ PRISTINE = {path: text.encode() for path, text in TASK.files.items()}
 
 
 def test_scope() -> None:
-    inside = [("a.py", "a.py"), ("*/*.py", "x/a.py"), ("x/**", "x/y/z/a.py"), ("x/**/a.py", "x/a.py")]
-    inside += [("**", "deep/a.py"), ("x[1].py", "x[1].py")]
-    assert all(in_scope(path, [pattern]) for pattern, path in inside)
+    matching = [("a.py", "a.py"), ("*/*.py", "x/a.py"), ("x/**", "x/y/z/a.py"), ("x/**/a.py", "x/a.py")]
+    matching += [("**", "deep/a.py"), ("x[1].py", "x[1].py")]
+    assert all(in_scope(path, [pattern]) for pattern, path in matching)
     assert not in_scope("x/a.py", ["*.py"]) and not in_scope("xa.py", ["x/**"])
 
 
@@ -80,8 +80,8 @@ PATHS = st.lists(
 
 
 @given(st.dictionaries(PATHS, st.binary(max_size=4), max_size=6), st.sets(st.sampled_from(sorted(PRISTINE))))
-def test_outside_the_scope_all_is_as_the_task_has_it(written: dict[str, bytes], deleted: set[str]) -> None:
-    files = {path: data for path, data in PRISTINE.items() if path not in deleted} | written
+def test_outside_the_scope_all_is_as_the_task_has_it(changed_files: dict[str, bytes], deleted: set[str]) -> None:
+    files = {path: data for path, data in PRISTINE.items() if path not in deleted} | changed_files
     filtered = changes(TASK, files)
     for path in {*filtered.files, *PRISTINE}:
         if filtered.files.get(path) != PRISTINE.get(path):

@@ -45,14 +45,14 @@ def test_what_is_drawn(twins: tuple[Twin, ...], seed: int, runs: int) -> None:
     plan = GradePlan(digest="", tests={key: key for key in KEYS}, twins=twins)
     twin_runs = draw(plan, random.Random(seed), runs)
     assert len(twin_runs) == (runs if twins else 1)
-    used = {twin for run in twin_runs for twin in run}
-    places = {twin: [number for number, run in enumerate(twin_runs) if twin in run] for twin in used}
+    drawn_twins = {twin for run in twin_runs for twin in run}
+    places = {twin: [number for number, run in enumerate(twin_runs) if twin in run] for twin in drawn_twins}
     assert all(0 < len(numbers) < runs for numbers in places.values())
     assert all(len(set(run)) == len(run) for run in twin_runs)
-    counts = Counter(key for candidate in used for key in candidate.keys)
+    counts = Counter(key for candidate in drawn_twins for key in candidate.keys)
     assert set(counts.values()) <= {1}, "no test has two twins"
-    left = [candidate for candidate in twins if not set(candidate.keys) & set(counts)]
-    assert left == [], "whatever could be drawn was drawn"
+    never_drawn = [candidate for candidate in twins if not set(candidate.keys) & set(counts)]
+    assert never_drawn == [], "whatever could be drawn was drawn"
 
 
 def test_the_lot_is_fair() -> None:

@@ -140,8 +140,8 @@ def measured() -> tuple[float, float]:
 
 
 def test_twins_look_like_tests() -> None:
-    share, bound = measured()
-    assert share < bound
+    accuracy, threshold = measured()
+    assert accuracy < threshold
 
 
 def test_twins_with_a_tell_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,5 +156,5 @@ def test_twins_with_a_tell_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(twins, "others", tell_tale)
-    share, bound = measured()
-    assert share > bound
+    accuracy, threshold = measured()
+    assert accuracy > threshold

@@ -56,7 +56,7 @@ def stated(make_task: Callable[..., Task], tmp_path: Path) -> Task:
     return Task.from_harbor(path)
 
 
-def planned(task: Task) -> Task:
+def with_fresh_plan(task: Task) -> Task:
     names = [f"test_f.py::{name}" for name in ("test_one", "test_two")]
     return with_plan(task, GradePlan(digest=digest(task), tests={f"{name}#0": name for name in names}))
 
@@ -64,7 +64,7 @@ def planned(task: Task) -> Task:
 def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backend) -> None:
     """700 MiB fit into `memory_mb = 2048`, and not into the usual 512 MiB."""
     record = Recording(backend)
-    result = grade_pytest(planned(stated), {"f.py": LARGE.encode()}, record)
+    result = grade_pytest(with_fresh_plan(stated), {"f.py": LARGE.encode()}, record)
     assert result.passed, (result.status, result.flags, result.failed)
     expected = {(2048 << 20, 128 << 20, 2.0)}
     graded = [spec for spec in record.specs if spec.warm]
@@ -86,7 +86,7 @@ def test_a_machine_that_grants_no_time_gives_no_grade(
     make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "PATIENCE", 1.5)
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = with_fresh_plan(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
     with hogs():
         result = grade(task, {"f.py": (BUSY.format(2.0) + RIGHT).encode()}, Recording(backend, 0.1))
     assert result.status == "infra_error" and not result.known and "waited for a CPU" in result.output
@@ -94,7 +94,7 @@ def test_a_machine_that_grants_no_time_gives_no_grade(
 
 @pytest.mark.parametrize("grader", ["pytest", "script"])
 def test_slow_work_fails_and_is_counted_apart(grader: str, make_task: Callable[..., Task], backend: Backend) -> None:
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
+    task = with_fresh_plan(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
     task = task if grader == "pytest" else scripted(1.0)
     result = grade(task, {"f.py": b"import time\ntime.sleep(60)\n"}, backend)
     assert result.status == "graded" and not result.passed and "timeout" in result.flags and result.timeouts == 1

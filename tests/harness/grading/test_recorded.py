@@ -237,14 +237,14 @@ def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(calls_by_name: dict
     assert set(calls_by_name) == {f"module.{name}" for name in names} | {"other.used"}
     assert all(entry.telling for calls in calls_by_name.values() for entry in calls)
 
-    def read(entry: RecordedCall) -> tuple[Any, Any, Any]:
+    def as_values(entry: RecordedCall) -> tuple[Any, Any, Any]:
         positional, named = map(decode, json.loads(entry.given))
         kind, value, after = json.loads(entry.said)
         plain = (kind, after) == ("returned", None)
         return (tuple(positional), named, decode(value)) if plain else (kind, value, after)
 
     calls = {
-        name.partition(".")[2]: sorted(map(read, calls_by_name[name]), key=repr)
+        name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr)
         for name in calls_by_name
         if "items" not in name
     }

@@ -173,11 +173,11 @@ def test_without_an_image_pytest_is_there(tmp_path: Path, backend: Backend) -> N
         "FROM python:3.12\nRUN pip install --no-cache-dir pytest==8.4\n# COPY a b\nWORKDIR /workspace\nCOPY workspace/ ./\n",
     )
     assert not task.image and not list(obstacles(task))
-    left = _left(task, backend, solve=False)
-    assert left["sums.py"] == b"def add(a, b):\n    return a - b\n"
-    wrong = grade_script(task, left, backend)
+    final_files = _left(task, backend, solve=False)
+    assert final_files["sums.py"] == b"def add(a, b):\n    return a - b\n"
+    wrong = grade_script(task, final_files, backend)
     assert not wrong.passed and "assert -1 == 3" in wrong.output and "1 failed" in wrong.output
-    assert grade_script(task, left | {"sums.py": b"def add(a, b):\n    return a + b\n"}, backend).passed
+    assert grade_script(task, final_files | {"sums.py": b"def add(a, b):\n    return a + b\n"}, backend).passed
 
 
 @pytest.mark.parametrize("line", ["RUN make", "ENV A=b", "COPY app/ .", "WORKDIR /app"])
@@ -245,12 +245,12 @@ def with_artifacts(toml: str, **changes: Any) -> Task:
 def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
     task = with_artifacts(ARTIFACTS)
     assert not list(obstacles(task))
-    left = _left(task, backend, solve=True)
-    assert {path for path in left if path.startswith("/")} == {
+    final_files = _left(task, backend, solve=True)
+    assert {path for path in final_files if path.startswith("/")} == {
         "/tmp/out/deep/a", "/tmp/out/run", "/tmp/out/linked", "/tmp/out/two\nlines",
         "/tmp/logs/report/b", "/tmp/logs/artifacts/c", "/dev/shm/y",
     }  # fmt: skip
-    result = grade_script(task, left, backend)
+    result = grade_script(task, final_files, backend)
     assert result.passed, result.output
     assert result.flags == ("weak",)
     assert not grade_script(task, {}, backend).passed

@@ -223,8 +223,8 @@ def test_a_slow_start_is_called_slow_and_not_impossible(monkeypatch: pytest.Monk
     with pytest.raises(SandboxSlow, match="the machine is busy"):
         SandboxExecutor()
     deadline = time.monotonic() + 20
-    while left := set(below(os.getpid())) - before:
-        assert time.monotonic() < deadline, left
+    while survivors := set(below(os.getpid())) - before:
+        assert time.monotonic() < deadline, survivors
         time.sleep(0.05)
 
 
@@ -352,8 +352,8 @@ REQUESTS = st.builds(
     every=st.integers(0, 3),
 )
 def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallRequest]], size: int, every: int) -> None:
-    inside = Unreliable(every)
-    memory = CachedExecutor(inside, size=size)
+    sandboxes = Unreliable(every)
+    memory = CachedExecutor(sandboxes, size=size)
     total = 0
     for batch in batches:
         before = memory.executed
@@ -365,21 +365,21 @@ def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallReques
         total += len(batch)
         assert answers == [hashed(request) for request in batch]
         assert len(memory._known) <= size
-    assert memory.asked == total and memory.executed == inside.requests <= total
+    assert memory.asked == total and memory.executed == sandboxes.requests <= total
     if size == 1000 and not every:  # nothing is forgotten, and nothing known is executed again
         asked_for = [request for batch in batches for request in batch]
         distinct = {repr((sorted(r.files.items()), r.module, r.function, r.arguments)) for r in asked_for}
-        assert memory.executed == len(distinct) and inside.runs <= len(distinct)
+        assert memory.executed == len(distinct) and sandboxes.runs <= len(distinct)
 
 
 def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs_once() -> None:
-    inside, begun, going = Unreliable(0), threading.Event(), threading.Event()
+    sandboxes, begun, going = Unreliable(0), threading.Event(), threading.Event()
 
     class Slow:
         def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
             begun.set()
             assert going.wait(20)
-            return inside.run(requests)
+            return sandboxes.run(requests)
 
     memory, cached, fresh = CachedExecutor(Slow()), request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")
     going.set()
@@ -396,4 +396,4 @@ def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs
         going.set()
         for thread in threads:
             thread.join()
-    assert (memory.asked, memory.executed, inside.requests) == (4, 2, 2)
+    assert (memory.asked, memory.executed, sandboxes.requests) == (4, 2, 2)

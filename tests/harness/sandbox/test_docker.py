@@ -49,14 +49,14 @@ def test_the_output_is_told_from_the_errors_however_it_arrives(pair: tuple[Docke
     channel, peer = pair
     chance = random.Random(seed)
     pieces = [(chance.choice((1, 1, 2)), chance.randbytes(chance.choice((0, 1, 7, 3000)))) for _ in range(200)]
-    sent = b"".join(piece(*args) for args in pieces)
+    stream = b"".join(piece(*args) for args in pieces)
 
     def deliver() -> None:
-        left = sent
-        while left:
+        remaining = stream
+        while remaining:
             size = chance.choice((1, 3, 8, 9, 5000))
-            peer.sendall(left[:size])
-            left = left[size:]
+            peer.sendall(remaining[:size])
+            remaining = remaining[size:]
         peer.shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=deliver)

@@ -66,9 +66,9 @@ def box(backend: Backend) -> Iterator[Sandbox]:
 
 def python(box: Sandbox, text: str, timeout_s: float) -> tuple[bool, float, float]:
     """Return whether a program timed out, and the seconds of wall time and of CPU time that it took."""
-    began, used = time.monotonic(), box.stats().cpu_s or 0.0
+    started_at, cpu_before = time.monotonic(), box.stats().cpu_s or 0.0
     result = box.exec(["python3", "-c", text], timeout_s=timeout_s, granted=True)
-    return result.timed_out, time.monotonic() - began, (box.stats().cpu_s or 0.0) - used
+    return result.timed_out, time.monotonic() - started_at, (box.stats().cpu_s or 0.0) - cpu_before
 
 
 def test_a_starved_command_is_not_slow(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,12 +112,12 @@ def test_an_embedding_survives_storing(tmp_path: Path) -> None:
     save_embedding(tmp_path / "e.safetensors", ["open", "read", "cach"], vectors, {"source": "here"})
     save_embedding(tmp_path / "again.safetensors", ["open", "read", "cach"], vectors, {"source": "here"})
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "e.safetensors").read_bytes()
-    read = load_embedding(tmp_path / "e.safetensors")
-    row = np.searchsorted(read.terms, np.uint64(term_id("read")))
-    assert np.abs(read.vectors[row] - vectors[1]).max() <= np.abs(vectors[1]).max() / 100
-    assert dict(read.provenance) == {"source": "here"}
-    [vector] = read.encode(np.array([term_id("read"), 5], np.uint64), np.ones(2, np.float32), [2])
-    np.testing.assert_allclose(vector, read.vectors[row] / np.linalg.norm(read.vectors[row]), atol=1e-6)
+    loaded = load_embedding(tmp_path / "e.safetensors")
+    row = np.searchsorted(loaded.terms, np.uint64(term_id("read")))
+    assert np.abs(loaded.vectors[row] - vectors[1]).max() <= np.abs(vectors[1]).max() / 100
+    assert dict(loaded.provenance) == {"source": "here"}
+    [vector] = loaded.encode(np.array([term_id("read"), 5], np.uint64), np.ones(2, np.float32), [2])
+    np.testing.assert_allclose(vector, loaded.vectors[row] / np.linalg.norm(loaded.vectors[row]), atol=1e-6)
     (tmp_path / "e.safetensors").write_bytes(b"something else")
     with pytest.raises(ValueError, match="make_retrieval"):
         load_embedding(tmp_path / "e.safetensors")

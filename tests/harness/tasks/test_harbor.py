@@ -107,10 +107,10 @@ def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_f
     )
     OURS.to_harbor(tmp_path / "ours")
     assert task.Task.is_valid_dir(tmp_path / "ours")
-    read = task.Task(tmp_path / "ours")
-    assert read.instruction.strip() == OURS.instruction and read.config.schema_version == "1.4"
-    assert read.config.environment.network_mode.value == "no-network"
-    assert read.config.metadata["composer_nb"]["source_scope"] == ["f.py"]
+    harbor_task = task.Task(tmp_path / "ours")
+    assert harbor_task.instruction.strip() == OURS.instruction and harbor_task.config.schema_version == "1.4"
+    assert harbor_task.config.environment.network_mode.value == "no-network"
+    assert harbor_task.config.metadata["composer_nb"]["source_scope"] == ["f.py"]
     for name in FOREIGN:
         path = lay(name, tmp_path)
         assert task.Task.is_valid_dir(path), name

@@ -35,16 +35,18 @@ NAME = st.text(st.characters(exclude_characters="/\0\\", exclude_categories=["Cs
 def tasks(draw: st.DrawFn) -> Task:
     """Draw any task with the tests of MINIMAL: every text in it may be anything."""
     folders = st.lists(NAME, min_size=1, max_size=3, unique=True).map(lambda parts: "/".join(["x", *parts]))
-    extra = draw(st.dictionaries(folders, TEXT, max_size=3))
-    extra = {path: text for path, text in extra.items() if not any(inner.startswith(path + "/") for inner in extra)}
-    changed = draw(st.dictionaries(st.sampled_from(sorted({"f.py", *extra})), TEXT, max_size=2))
+    more_files = draw(st.dictionaries(folders, TEXT, max_size=3))
+    more_files = {
+        path: text for path, text in more_files.items() if not any(inner.startswith(path + "/") for inner in more_files)
+    }
+    changed_files = draw(st.dictionaries(st.sampled_from(sorted({"f.py", *more_files})), TEXT, max_size=2))
     return Task(
         id=draw(TEXT),
         instruction=draw(TEXT),
-        files=MINIMAL["files"] | {"f.py": draw(TEXT)} | extra,
+        files=MINIMAL["files"] | {"f.py": draw(TEXT)} | more_files,
         tests=MINIMAL["tests"],
-        solution=changed,
-        source_scope=("f.py", *extra),
+        solution=changed_files,
+        source_scope=("f.py", *more_files),
         metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
         strictness=draw(st.sampled_from(["tests", "twins", "scope", "lints"])),
         tools=draw(st.sampled_from([(), ("read_file", "finish")])),

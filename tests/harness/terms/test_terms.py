@@ -218,7 +218,7 @@ ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right si
 
 
 @pytest.mark.parametrize(
-    ("written", "share"),
+    ("arguments", "share"),
     [
         ({"contents": PLAIN}, 0.0),
         ({"contents": "#!/bin/sh\n#include <a.h>\n"}, 0.0),
@@ -230,9 +230,9 @@ ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right si
         ({"command": "ls # list"}, 0.0),
     ],
 )
-def test_reasoning_in_comments(written: dict[str, str], share: float) -> None:
-    name = "run_terminal_cmd" if "command" in written else "search_replace" if "old_string" in written else "write"
-    assert term_named("reasoning_in_comments")(acts((name, written)), GRADE) == pytest.approx(share, abs=0.1)
+def test_reasoning_in_comments(arguments: dict[str, str], share: float) -> None:
+    name = "run_terminal_cmd" if "command" in arguments else "search_replace" if "old_string" in arguments else "write"
+    assert term_named("reasoning_in_comments")(acts((name, arguments)), GRADE) == pytest.approx(share, abs=0.1)
     patch = "*** Begin Patch\n*** Update File: a.py\n" + "".join(f"+{line}\n" for line in THOUGHT.splitlines())
     assert term_named("reasoning_in_comments")(acts(("apply_patch", {"patch": patch})), GRADE) > 0.9
 
@@ -252,6 +252,6 @@ def test_reasoning_in_comments(written: dict[str, str], share: float) -> None:
     ],
 )
 def test_work_of_tools_by_the_terminal(command: str, counts: bool) -> None:
-    terminal, read = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
-    assert term_named("terminal_only")(acts(terminal), GRADE) == float(counts)
-    assert term_named("terminal_only")(acts(terminal, read, read, read), GRADE) == counts / 4
+    terminal_call, read_call = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
+    assert term_named("terminal_only")(acts(terminal_call), GRADE) == float(counts)
+    assert term_named("terminal_only")(acts(terminal_call, read_call, read_call, read_call), GRADE) == counts / 4

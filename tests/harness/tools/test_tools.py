@@ -91,9 +91,9 @@ def test_what_the_agent_does_to_visible_tests_changes_nothing(task: Task, sandbo
 
 
 def test_no_test_and_no_expected_value_enters_a_sandbox(task: Task, boxes: Callable[..., Any]) -> None:
-    inside = boxes("0")
-    use(space_of(task, **{"tests/test_deep.py": "1"}), inside, "run_tests")
-    [[request]] = inside.batches
+    sandboxes = boxes("0")
+    use(space_of(task, **{"tests/test_deep.py": "1"}), sandboxes, "run_tests")
+    [[request]] = sandboxes.batches
     assert dict(request.files) == {"f.py": task.files["f.py"]}
     assert request.arguments == ("([1, 5, 3], 2)", "([], 1)")
     assert "[5, 3]" not in str(request)

@@ -165,8 +165,8 @@ def test_what_the_tests_say(session: Session, box: Sandbox) -> None:
 
 
 def test_nothing_is_carried_out_after_the_end(session: Session, box: Sandbox) -> None:
-    edit, read = call("edit_line", path="f.py", line=1, text="x"), call("read_file", path="f.py")
-    replies = ToolSet.tiny().run(session, [invalid("bad call"), read, call("finish"), read, edit])
+    edit_call, read_call = call("edit_line", path="f.py", line=1, text="x"), call("read_file", path="f.py")
+    replies = ToolSet.tiny().run(session, [invalid("bad call"), read_call, call("finish"), read_call, edit_call])
     assert [reply.error for reply in replies] == ["InvalidArguments", None, None] and replies[2].ends
     assert replies[0].text == "bad call" and not replies[1].ends
     assert box.read("f.py").decode() == WRONG

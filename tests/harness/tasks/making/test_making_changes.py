@@ -63,8 +63,8 @@ def test_a_feature_takes_the_private_functions_along_that_only_it_uses(files: di
 def test_combined_bugs_touch_nothing_twice(changes: list[Change]) -> None:
     singles = changes[:60]
     combinations = list(combined(singles, "0"))
-    used = [key for change in combinations for key in change.parts]
-    assert combinations == list(combined(singles, "0")) and len(used) == len(set(used)) and len(combinations) >= 20
+    keys = [key for change in combinations for key in change.parts]
+    assert combinations == list(combined(singles, "0")) and len(keys) == len(set(keys)) and len(combinations) >= 20
     assert {len(change.parts) for change in combinations} == {2, 3}
     for change in combinations:
         spans = sorted((edit.path, edit.start, edit.end) for edit in change.edits)

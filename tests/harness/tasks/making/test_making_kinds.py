@@ -174,13 +174,16 @@ def test_a_moved_function_is_defined_once(tasks_by_kind: Tasks, backend: Backend
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
         duplicated = {**task.solution, old: task.files[old]}
-        lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
-        inside, source = f"{old[:-3].replace('/', '.')}", task.files[old].replace(f"def {name}(", f"def {name}_old(")
+        renamed_import = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
+        old_module, source = (
+            f"{old[:-3].replace('/', '.')}",
+            task.files[old].replace(f"def {name}(", f"def {name}_old("),
+        )
         thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
         thin[new] = (
-            f"def {name}(*items, **more):\n    from {inside} import {name}_old\n\n    return {name}_old(*items, **more)\n"
+            f"def {name}(*items, **more):\n    from {old_module} import {name}_old\n\n    return {name}_old(*items, **more)\n"
         )
-        for changed in (lazy, duplicated, lost, thin):
+        for changed in (lazy, duplicated, renamed_import, thin):
             assert not passes(task, backend, changed)
 
 

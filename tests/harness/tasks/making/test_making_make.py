@@ -168,11 +168,11 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, out_folder, tmp_
     settled: list[str] = []
     real = making.settle
     monkeypatch.setattr(making, "settle", lambda *args: settled.append(args[1].key) or real(*args))
-    lost = task_ids[-1].rpartition("-")[2]
+    last_key = task_ids[-1].rpartition("-")[2]
     with sqlite3.connect(tmp_path / RECORD) as record:
-        record.execute("delete from outcomes where key = ?", (lost,))
+        record.execute("delete from outcomes where key = ?", (last_key,))
     make(checkout, tmp_path, backend, limit=LIMIT)
-    assert settled == [lost] and [task.id for task in load_tasks(tmp_path / TASKS)] == task_ids
+    assert settled == [last_key] and [task.id for task in load_tasks(tmp_path / TASKS)] == task_ids
     settled.clear()
     summary = make(checkout, tmp_path, backend, limit=LIMIT)
     assert not settled and summary["tasks"] == len(load_tasks(out_folder / TASKS))
