@@ -58,7 +58,7 @@ def quality(**files: str | None) -> ChangeQuality | None:
     return change_quality(TASK, after)
 
 
-def called(name: str, more: str) -> str:
+def app_calling(name: str, more: str) -> str:
     return APP.replace("return text", f"return {name}(text)") + more
 
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[str, str | None], ChangeQuality]] = {
         SAME,
     ),
     "a new function where one existed": (
-        {"app": called("slug", SLUG)},
+        {"app": app_calling("slug", SLUG)},
         replace(SAME, lines=7, new_names=("slug",), needless_names=("slug",)),
     ),
     "a function that is there, written again, beside the right call": (
@@ -105,7 +105,7 @@ def test_a_change_beside_the_humans(case: str) -> None:
 
 def test_where_the_human_writes_a_name_too_none_is_needless() -> None:
     task = TASK.model_copy(update={"solution": {"pkg/app.py": HUMAN + SLUG.replace("slug", "humans")}})
-    [figures] = [change_quality(task, TASK.files | {"pkg/app.py": called("slug", SLUG)})]
+    [figures] = [change_quality(task, TASK.files | {"pkg/app.py": app_calling("slug", SLUG)})]
     assert figures and (figures.new_names, figures.human_names, figures.needless_names) == (("slug",), ("humans",), ())
     task = TASK.model_copy(update={"solution": {"pkg/app.py": HUMAN + REPEATED}})
     figures = change_quality(task, TASK.files | {"pkg/app.py": HUMAN + REPEATED})

@@ -132,7 +132,7 @@ KNOWN = 0.06
 """How far above chance its accuracy is known to be, as docs/grading.md also says."""
 
 
-def measured() -> tuple[float, float]:
+def accuracy_and_threshold() -> tuple[float, float]:
     """Return its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
     examples = classifier.examples(json.loads(classifier.CORPUS.read_text()), seed=7)
     assert len(examples) > 500 and len({suite for suite, _, _, _ in examples}) >= 10
@@ -140,7 +140,7 @@ def measured() -> tuple[float, float]:
 
 
 def test_twins_look_like_tests() -> None:
-    accuracy, threshold = measured()
+    accuracy, threshold = accuracy_and_threshold()
     assert accuracy < threshold
 
 
@@ -156,5 +156,5 @@ def test_twins_with_a_tell_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(twins, "others", tell_tale)
-    accuracy, threshold = measured()
+    accuracy, threshold = accuracy_and_threshold()
     assert accuracy > threshold

@@ -35,12 +35,12 @@ def top_item(items):
 AGAIN = UTIL[: UTIL.index("\n\n\ndef mean_of")].replace("load_rows", "read_table").replace("rows", "found") + "\n"
 
 
-def left(before: dict[str, str], after: dict[str, str]) -> Rollout:
+def rollout_of(before: dict[str, str], after: dict[str, str]) -> Rollout:
     return Rollout(task_id="t", segments=(), turns=(), files=before | after, stop="finished", before=before)
 
 
 def value(name: str, before: dict[str, str], after: dict[str, str]) -> float:
-    return term_named(name)(left(before, after), GRADE)
+    return term_named(name)(rollout_of(before, after), GRADE)
 
 
 LINTED = [
