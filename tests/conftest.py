@@ -53,14 +53,14 @@ TINY: dict[str, Any] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with whole runs come first, then those with many tests: several processes take a file at a time, and a long one at
     the end would leave all but one of them without work."""
-    whole = Counter(item.path for item in items if item.get_closest_marker("whole"))
+    whole_runs = Counter(item.path for item in items if item.get_closest_marker("whole"))
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (-whole[item.path], -tests[item.path], item.path))
+    items.sort(key=lambda item: (-whole_runs[item.path], -tests[item.path], item.path))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that a test runs on: a CPU everywhere, and a GPU where there is one."""
+    """Return each device that a test runs on: a CPU everywhere, and a GPU where there is one."""
     import torch
 
     if request.param == "cuda" and not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
-    """A finished run, to be read only; `copy_of` gives one to change. Test processes side by side share one."""
+    """Return a finished run to be read only, which parallel test processes share; `copy_of` gives one to change."""
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
     from composer_nb.trainer.settings import Settings, override
@@ -80,10 +80,10 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
         shared = shared.parent
     with (shared / "tiny.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (found := shared / "tiny-runs" / "tiny").exists():
-            if (run := open_run(found)).finished("numerics") is not None:
+        if (path := shared / "tiny-runs" / "tiny").exists():
+            if (run := open_run(path)).finished("numerics") is not None:
                 return run  # a launcher would write its log, while other processes compare what is there
-            return start_or_resume(found, say=lambda line: None)
+            return start_or_resume(path, say=lambda line: None)
         return start_or_resume(
             None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
         )
@@ -91,26 +91,26 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 
 @pytest.fixture(scope="session")
 def docker_client() -> Iterator[Any]:
-    """A connection to the Docker Engine. Without one tests are left out on a laptop, and fail in CI, which starts one."""
+    """Connect to the Docker Engine. Without one, tests are skipped on a laptop and fail in CI, which starts one."""
     from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
     try:
-        made = connect()
+        client = connect()
     except SandboxUnavailable as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
+    yield client
+    client.close()
 
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
-    """A copy of a run, as `runs/tour` in a temporary directory."""
+    """Return a function that copies a run to `runs/tour` in a temporary directory."""
     from composer_nb.trainer.records.rundir import RunDir
 
-    def one(source: str, target: str) -> None:
+    def copy_file(source: str, target: str) -> None:
         # Nobody changes weights in place, so they need not be copied.
         (os.link if source.endswith("model.safetensors") or "/checkpoints/" in source else shutil.copy2)(source, target)
 
@@ -118,7 +118,7 @@ def copy_of(tmp_path: Path) -> Callable[[Any], Any]:
         runs = tmp_path / "runs"
         # All is in run.db itself; what lies beside it comes and goes with the other workers' readers.
         beside = shutil.ignore_patterns("run.db-*")
-        shutil.copytree(run.path, runs / "tour-copy", copy_function=one, ignore=beside)
+        shutil.copytree(run.path, runs / "tour-copy", copy_function=copy_file, ignore=beside)
         (runs / "tour").symlink_to("tour-copy")
         return RunDir(runs / "tour-copy")
 

@@ -47,8 +47,8 @@ def tasks(tmp_path: Path) -> Path:
 
 def test_heavy_libraries_are_not_imported_before_they_are_needed():
     script = "import sys, composer_nb.cli; print([m for m in ('torch', 'papermill', 'pandas') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_a_user_can_mend_is_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     assert cli.main([str(tasks) if word == "TASKS" else word for word in arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and message in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 
@@ -91,12 +91,12 @@ def test_the_backend_of_the_settings_is_the_one_that_must_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")
-    own = ["--set", f"env.tasks={tasks}"] if command[0] == "tour" else []
-    asked = [str(tasks) if word == "TASKS" else word for word in [*command, *own, "--set", "env.backend=docker"]]
-    assert cli.main(asked) == 2
+    options = ["--set", f"env.tasks={tasks}"] if command[0] == "tour" else []
+    args = [str(tasks) if word == "TASKS" else word for word in [*command, *options, "--set", "env.backend=docker"]]
+    assert cli.main(args) == 2
     assert capsys.readouterr().err.startswith("composer-nb: env.backend=docker: ")
     monkeypatch.setattr(environment, "open_backend", lambda *_: MagicMock(egress=()))
-    assert cli.main(asked) == 2  # for another reason
+    assert cli.main(args) == 2  # it fails for another reason
     assert "bubblewrap" not in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_run_is_shown_for_programs_for_people_and_as_a_page(
         assert (result["state"], result["trained"], result["pid"]) == ("complete", 3, None)
         assert result["last_step"] == tiny_run.steps("rl")[-1] and result["ledger"] == tiny_run.ledger()
     else:
-        assert [one["path"] for one in result["runs"]] == runs and result["settings"] == {}
+        assert [run["path"] for run in result["runs"]] == runs and result["settings"] == {}
     assert cli.main([command, *runs]) == 0
     output = capsys.readouterr().out
     assert all(text in output for text in SHOWN[command])
@@ -202,8 +202,8 @@ def test_an_environment_of_ones_own_is_scored_and_examined(
     monkeypatch.chdir(tmp_path)
     call = ["--policy", "scripted:expert", "--samples", "2", "--json"]
     assert cli.main(["eval", "--tasks", "an_environment:Mine", "--out", "out", *call]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["pass_at_1"], found["n_tasks"], found["invalid_call_rate"]) == (1.0, 2, 0.0)
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["pass_at_1"], summary["n_tasks"], summary["invalid_call_rate"]) == (1.0, 2, 0.0)
     assert cli.main(["headroom", "an_environment:Mine", *call]) == 0
     assert json.loads(capsys.readouterr().out)["n_tasks"] == 2
     assert cli.main(["eval", "--tasks", "an_environment:Gone", *call]) == 2
@@ -219,28 +219,28 @@ def evaluation(out: Path, solved: dict[str, list[bool]], status: str = "graded")
 
 
 def test_two_evaluations_are_compared_by_task(tmp_path: Path, capsys: Any) -> None:
-    one = evaluation(tmp_path / "one", {"a": [True, False], "b": [False, False], "gone\x1b[2J": [True, True]})
-    two = evaluation(tmp_path / "two", {"a": [True, True], "b": [True, False], "new": [False, False]})
-    assert cli.main(["compare", str(one), str(two), "--json", "--html", str(tmp_path / "page.html")]) == 0
+    first = evaluation(tmp_path / "one", {"a": [True, False], "b": [False, False], "gone\x1b[2J": [True, True]})
+    second = evaluation(tmp_path / "two", {"a": [True, True], "b": [True, False], "new": [False, False]})
+    assert cli.main(["compare", str(first), str(second), "--json", "--html", str(tmp_path / "page.html")]) == 0
     row = json.loads(capsys.readouterr().out)["arms"]["all"]
     assert [score["pass_at_1"] for score in row["scores"]] == [0.25, 0.75] and row["n_tasks"] == 2
     assert row["difference"] == {"pass_at_1": 0.5, "ci95": [0.5, 0.5]}
     assert row["left_out"] == [["gone\x1b[2J"], ["new"]]
-    assert cli.main(["compare", str(one), str(two)]) == 0
-    told = capsys.readouterr().out
-    assert "+0.500" in told and "gone\\x1b[2J" in told and "\x1b" not in told and "of the second new" in told
+    assert cli.main(["compare", str(first), str(second)]) == 0
+    text = capsys.readouterr().out
+    assert "+0.500" in text and "gone\\x1b[2J" in text and "\x1b" not in text and "of the second new" in text
     assert "+0.500" in (tmp_path / "page.html").read_text()
     row = {"n_tasks": 2, "pass_at_1": 0.5, "ci95": [0.1, 0.9], "tokens_per_task": 90.0}
-    (two / "report.json").write_text(json.dumps({"arms": {"all": row}}))
-    assert cli.main(["compare", str(one), str(two), str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    (second / "report.json").write_text(json.dumps({"arms": {"all": row}}))
+    assert cli.main(["compare", str(first), str(second), str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "data:image/png" in page and f"no report.json: {one}, {tmp_path}." in page and capsys.readouterr()
-    for wrong in ([], [str(one), str(two)]):
+    assert "data:image/png" in page and f"no report.json: {first}, {tmp_path}." in page and capsys.readouterr()
+    for wrong in ([], [str(first), str(second)]):
         (tmp_path / "run.db").touch()
         assert cli.main(["compare", str(tmp_path), *wrong]) == 2
         assert "give two runs, or two folders of eval" in capsys.readouterr().err
     (tmp_path / "run.db").unlink()
-    assert cli.main(["compare", str(one), str(tmp_path)]) == 2
+    assert cli.main(["compare", str(first), str(tmp_path)]) == 2
     assert "neither a run nor the folder of an evaluation" in capsys.readouterr().err
 
 
@@ -258,17 +258,17 @@ def test_no_text_of_a_foreign_run_reaches_the_terminal(
     (run.path / "settings.json").write_text(json.dumps(settings))
     moved = run.path.rename(run.path.with_name(f"run{HOSTILE.replace('/', '')}"))
     cli.main([command, str(moved), *([str(tiny_run.path)] if command == "compare" else [])])
-    shown = "".join(capsys.readouterr())
+    output = "".join(capsys.readouterr())
     moved.rename(run.path)
-    assert shown.strip() and not set("\x1b\x07\r\u202e") & set(shown)
+    assert output.strip() and not set("\x1b\x07\r\u202e") & set(output)
 
 
 def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
     print_lines("stdout", render=visible_lines)
     logging.getLogger("composer_nb.somewhere").info("a %s", HOSTILE)
-    given = argparse.Namespace(json=False)
-    for shown in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):
-        emit(given, None, lambda shown=shown: shown)
+    args = argparse.Namespace(json=False)
+    for printed in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):
+        emit(args, None, lambda printed=printed: printed)
     out = capsys.readouterr().out
     assert all(f"{letter} \\x1b]0;own" in out for letter in "abcd")
     assert not set("\x1b\x07\r\u202e") & set(out)
@@ -276,14 +276,14 @@ def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
 
 def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):
     wrong = TASK.model_copy(update={"id": "wrong", "solution": {"f.py": "def f(a, b):\n    return a * b\n"}})
-    done = TASK.model_copy(update={"id": "done", "files": {**TASK.files, **TASK.solution}})
+    solved = TASK.model_copy(update={"id": "done", "files": {**TASK.files, **TASK.solution}})
     bare = TASK.model_copy(update={"id": "bare", "solution": {}})
     path = tmp_path / "tasks.jsonl"
-    save_tasks([TASK, wrong, done, bare], path)
+    save_tasks([TASK, wrong, solved, bare], path)
     assert cli.main(["tasks", "check", str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["fit"], found["unfit"], found["guards"]) == (1, 3, {"calls": 4})
-    assert {row["id"]: row["problem"] for row in found["tasks"]} == {
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["fit"], summary["unfit"], summary["guards"]) == (1, 3, {"calls": 4})
+    assert {row["id"]: row["problem"] for row in summary["tasks"]} == {
         "add-1": "",
         "wrong": "the solution fails 1 tests, first test_hidden.py::test_0",
         "done": "passes before anything is changed",
@@ -303,9 +303,9 @@ def test_rows_of_a_benchmark_become_task_folders(tmp_path: Path, capsys: Any):
         "\n".join([json.dumps(SMITH), "{", json.dumps(SMITH | {"patch": ""}), "", json.dumps(SMITH), "[1]"])
     )
     assert cli.main([*arguments, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    problems = [each.removeprefix(f"{rows}:") for each in found["problems"]]
-    assert found["tasks"] == 1 and [each.partition(":")[0] for each in problems] == ["2", "3", "5", "6"]
+    summary = json.loads(capsys.readouterr().out)
+    problems = [problem.removeprefix(f"{rows}:") for problem in summary["problems"]]
+    assert summary["tasks"] == 1 and [problem.partition(":")[0] for problem in problems] == ["2", "3", "5", "6"]
     assert "patch is missing" in problems[1] and "is there already" in problems[2] and "not an object" in problems[3]
     assert Task.from_harbor(out / "Org__lib-1").grader == "script"
     for text, message in (("", "holds no row"), ("[", "neither JSON Lines nor a JSON list")):

@@ -13,7 +13,7 @@ SCRIPT = ROOT / "scripts" / "docker_engine"
 
 
 def engine(folder: Path, uid: int, **programs: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script where only `sh` and the given programs exist, as the given user."""
+    """Run the script where only `sh` and the given programs exist, as the given user."""
     folder.mkdir()
     (folder / "sh").symlink_to(shutil.which("sh") or "/bin/sh")
     for name, text in {"id": f"echo {uid}", **programs}.items():
@@ -30,8 +30,8 @@ def engine(folder: Path, uid: int, **programs: str) -> subprocess.CompletedProce
 
 
 def test_it_does_nothing_where_an_engine_answers(tmp_path: Path) -> None:
-    done = engine(tmp_path / "bin", 0, docker="exit 0", apt_get="echo called", dockerd="echo called")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    process = engine(tmp_path / "bin", 0, docker="exit 0", apt_get="echo called", dockerd="echo called")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
     assert not (tmp_path / "bin" / "pid").exists()
 
 
@@ -49,13 +49,13 @@ ROOTS = "apt-get update && apt-get install -y --no-install-recommends docker.io"
     ],
 )
 def test_what_could_not_be_installed_is_told(tmp_path: Path, programs: dict[str, str], last: str) -> None:
-    done = engine(tmp_path / "bin", 0, docker="exit 1", **programs)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(last)
+    process = engine(tmp_path / "bin", 0, docker="exit 1", **programs)
+    assert process.returncode == 1 and process.stderr.splitlines()[-1].startswith(last)
 
 
 def test_an_ordinary_user_is_told_the_line(tmp_path: Path) -> None:
-    done = engine(tmp_path / "bin", 1000, docker="exit 1", apt_get="echo called", dockerd="echo called")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines() == [
+    process = engine(tmp_path / "bin", 1000, docker="exit 1", apt_get="echo called", dockerd="echo called")
+    assert process.returncode == 1 and process.stdout == ""
+    assert process.stderr.splitlines() == [
         f"no Docker Engine answers: it has to be installed and started by root; run: sudo {SCRIPT}"
     ]

@@ -50,7 +50,7 @@ NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|^#[^\n]*|\$[^$]*\$|<[^>]*>", re.S | r
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub and the site give a heading."""
+    """Return the anchor that GitHub and the site give a heading."""
     return re.sub(r"[^\w\- ]", "", re.sub(r"`|\*\*", "", heading).strip().lower()).replace(" ", "-")
 
 
@@ -65,14 +65,14 @@ def word(term: str) -> str:
 
 
 def unlinked_terms(path: Path, text: str) -> Iterator[str]:
-    """Terms whose first use in a notebook does not lead to the glossary; a line *Words*: below the title does as well."""
+    """Yield terms whose first use in a notebook does not lead to the glossary; a line *Words*: below the title counts."""
     for term in TERMS if path.suffix == ".ipynb" else ():
-        own = f"../docs/glossary.md#{slug(term)}"
+        link = f"../docs/glossary.md#{slug(term)}"
         plain = NOT_PROSE.sub("", text)
-        plain = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", lambda m, own=own: f"\0{own}\0" if m[2] == own else "", plain)
+        plain = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", lambda m, link=link: f"\0{link}\0" if m[2] == link else "", plain)
         use = re.search(f"{word(term)}|\0", plain, re.I)
         if use and use[0] != "\0" and (path.stem, term) not in OTHER_SENSE:
-            yield f"[{term}]({own})"
+            yield f"[{term}]({link})"
 
 
 def test_the_glossary_is_sorted_and_every_term_is_used() -> None:
@@ -82,22 +82,20 @@ def test_the_glossary_is_sorted_and_every_term_is_used() -> None:
 
 
 def test_the_readme_shows_the_path_in_its_order() -> None:
-    shown = re.findall(
-        r"^\| \[(\d\db?) · [^]]+\]\(notebooks/(\w+)\.ipynb\)", PAGES[0].read_text(encoding="utf-8"), re.M
-    )
-    assert [name for _, name in shown] == [path.stem for path in make_docs.notebooks()]
-    assert all(name.startswith(number) for number, name in shown)
+    rows = re.findall(r"^\| \[(\d\db?) · [^]]+\]\(notebooks/(\w+)\.ipynb\)", PAGES[0].read_text(encoding="utf-8"), re.M)
+    assert [name for _, name in rows] == [path.stem for path in make_docs.notebooks()]
+    assert all(name.startswith(number) for number, name in rows)
 
 
 def anchors_of(text: str) -> set[str]:
-    """Anchors that lead to a place on GitHub, on the site and in JupyterLab, which takes a heading as it is written."""
+    """Return anchors that work on GitHub, on the site and in JupyterLab, which takes a heading as it is written."""
     headings = re.findall(r"^#+ (.+)$", text, re.M)
-    own = {slug(heading) for heading in headings if slug(heading) == re.sub(r"`|\*\*", "", heading).replace(" ", "-")}
-    return own | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
+    slugs = {slug(heading) for heading in headings if slug(heading) == re.sub(r"`|\*\*", "", heading).replace(" ", "-")}
+    return slugs | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
 
 
 def scores_of(row: str) -> list[list[float]]:
-    """The numbers of a row of the table of three seeds, seed by seed."""
+    """Return the numbers of a row of the table of three seeds, seed by seed."""
     [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", BENCHMARKS.read_text(encoding="utf-8"), re.M)
     return [[float(n) for n in re.findall(r"[+−]?\d*\.\d+", cell.replace("−", "-"))] for cell in cells.split(" | ")]
 
@@ -113,10 +111,10 @@ def test_the_results_say_what_their_table_and_the_examples_hold() -> None:
         for n in range(4)
     ]
     first, new = scores_of("gain in 12 calls over the start"), scores_of("the same on new structures")
-    both = scores_of("both gains with another seed of RL")
-    within = [row[0] for row in first] + [row[0] for row in both]
+    other_seed = scores_of("both gains with another seed of RL")
+    within = [row[0] for row in first] + [row[0] for row in other_seed]
     assert max(abs(a - b) for a, b in zip(within, gains[0], strict=True)) <= 0.3, "paired gains, of the same runs"
-    structures = [row[0] for row in new] + [row[1] for row in both]
+    structures = [row[0] for row in new] + [row[1] for row in other_seed]
     assert f"add {min(within):.1f} to {max(within):.1f} points in 12 calls" in text
     assert f"they add {min(structures):.1f} to {max(structures):.1f}." in text
     assert all(f"**{min(points):+.1f} to {max(points):+.1f}**" in readme for points in (within, structures, gains[3]))
@@ -129,21 +127,21 @@ def test_the_results_say_what_their_table_and_the_examples_hold() -> None:
     low, high = (100 * end for end in gain["ci95"])
     assert low < 0 < high and f"example gains {100 * gain['gain']:.1f} ({low:.1f} to {high:+.1f})" in text
     kinds = [[report["eval"][name] for name in ("start", "final")] for report in reports]
-    fell = [[f"{score['structures']['recovery']:.2f}"[1:] for score in both] for both in kinds]
+    fell = [[f"{score['structures']['recovery']:.2f}"[1:] for score in pair] for pair in kinds]
     assert " and ".join(f"from {before} to {after}" for before, after in fell) in text
     before, after = (f"{score['pass_within']['12']:.3f}"[1:] for score in kinds[0])
     assert f"{before} → {after} in 12 calls" in text
 
 
 def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_path: Path) -> None:
-    """In a folder with `mine.py` and the example."""
+    """The folder holds `mine.py` and the example."""
     page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
     mine, attempt = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
     (tmp_path / "mine.py").write_text(mine)
     (tmp_path / "attempt.py").write_text(attempt)
     (tmp_path / "data").symlink_to(ROOT / "data")
-    done = subprocess.run([sys.executable, "attempt.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and -1 < float(done.stdout) <= 1, done.stderr
+    process = subprocess.run([sys.executable, "attempt.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0 and -1 < float(process.stdout) <= 1, process.stderr
 
 
 @cache
@@ -152,34 +150,34 @@ def anchors() -> dict[Path, set[str]]:
 
 
 def lost_links(path: Path, text: str) -> Iterator[str]:
-    """A heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it."""
+    """Yield broken links. A heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
-        file, _, place = target.partition("#")
+        file, _, anchor = target.partition("#")
         page = (path.parent / file).resolve() if file else path
-        if "://" not in target and not (page.exists() and (not place or place in anchors()[page])):
+        if "://" not in target and not (page.exists() and (not anchor or anchor in anchors()[page])):
             yield target
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """Commands of `composer-nb` in a text, in words. What follows two spaces, a pipe or a comment is none of them."""
-    for shown in re.findall(r"(?:^|`)composer-nb ([a-z][^`]*?)(?:`|$)", text.replace("\\\n", " "), re.M):
-        for command in re.split(r"\s{2,}|\s[|#>&]\s", shown)[0].split(" · "):
+    """Yield the words of each `composer-nb` command in a text, up to two spaces, a pipe or a comment."""
+    for example in re.findall(r"(?:^|`)composer-nb ([a-z][^`]*?)(?:`|$)", text.replace("\\\n", " "), re.M):
+        for command in re.split(r"\s{2,}|\s[|#>&]\s", example)[0].split(" · "):
             yield re.sub(r"[\[\]]", "", command.removeprefix("composer-nb ")).split()
 
 
 def unknown(words: list[str]) -> list[str]:
-    """Names, actions and options of a command that its parser does not have."""
-    parser, lost = cli.parser(), []
+    """Return the names, actions and options of a command that its parser does not have."""
+    parser, unknown_words = cli.parser(), []
     while actions := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
         if not words or words[0].startswith("-"):
-            return lost
+            return unknown_words
         name, *words = words
-        lost += [one for one in name.split("|") if one not in actions[0].choices]
+        unknown_words += [choice for choice in name.split("|") if choice not in actions[0].choices]
         parser = actions[0].choices.get(name.split("|")[0], parser)
-        if lost:
-            return lost
-    known = parser._option_string_actions
-    return [word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word) and word not in known]
+        if unknown_words:
+            return unknown_words
+    options = parser._option_string_actions
+    return [word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word) and word not in options]
 
 
 def unknown_commands(path: Path, text: str) -> Iterator[str]:
@@ -196,11 +194,11 @@ def unknown_settings(path: Path, text: str) -> Iterator[str]:
 
 def lost_files(path: Path, text: str) -> Iterator[str]:
     for file, name in re.findall(r"`(?:pytest )?((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
-        places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
-        written = "\n".join((ROOT / place).read_text(encoding="utf-8") for place in places)
+        places = [candidate for candidate in FILES if f"/{candidate}".endswith(f"/{file}")]
+        sources = "\n".join((ROOT / match).read_text(encoding="utf-8") for match in places)
         if not places and file not in MADE_BY_READERS:
             yield file
-        elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", written, re.M):
+        elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", sources, re.M):
             yield f"{file}:{name}"
 
 
@@ -211,13 +209,13 @@ RULES = (lost_links, unlinked_terms, unknown_commands, unknown_settings, lost_fi
 def test_a_page_keeps_the_rules(path: Path) -> None:
     rules = RULES if path in NOW or path.suffix == ".ipynb" else RULES[:1]
     faults = {rule.__name__: [*rule(path, prose(path))] for rule in rules}
-    assert {name: found for name, found in faults.items() if found} == {}
+    assert {name: errors for name, errors in faults.items() if errors} == {}
 
 
 def test_the_client_configuration_that_a_page_shows_starts_the_server() -> None:
     page = (ROOT / "docs" / "agents_and_trackers.md").read_text(encoding="utf-8")
-    [shown] = re.findall(r"```json\n(.*?)```", page, re.S)
-    [server] = json.loads(shown)["mcpServers"].values()
+    [example] = re.findall(r"```json\n(.*?)```", page, re.S)
+    [server] = json.loads(example)["mcpServers"].values()
     assert Path(server["command"]).name == "composer-nb"
     assert cli.parser().parse_args(server["args"]).command == "mcp"
 

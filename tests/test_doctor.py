@@ -32,7 +32,7 @@ def program(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def drawn(findings: list[CheckResult]) -> str:
+def rendered(findings: list[CheckResult]) -> str:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(doctor.as_table(findings))
     return console.export_text()
@@ -45,7 +45,7 @@ def test_everything_is_looked_at_and_all_that_is_missing_has_a_cost_and_a_cure()
         assert finding.value, finding
         assert finding.ok or (finding.cost and finding.mend and "\n" not in finding.mend), finding
     markup = CheckResult("markup", "[/red] cannot [bold]start[/bold]", False, "c", "m")
-    text = drawn([*findings, markup])
+    text = rendered([*findings, markup])
     assert all(finding.name in text for finding in findings) and markup.value in text
 
 
@@ -55,14 +55,14 @@ def test_a_machine_that_lacks_everything_is_told_what_each_costs(programs: Path,
     monkeypatch.setattr(doctor, "available_cores", lambda: 0.5)
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     monkeypatch.setattr(doctor, "LEAST_DISK_GIB", 2.0**30)
-    found = {finding.name: finding for finding in doctor.diagnose()}
+    results = {finding.name: finding for finding in doctor.diagnose()}
     for name in ("cores", "memory", "disk", "triton", "bubblewrap", "sandbox", "git", "ray"):
-        assert not found[name].ok, name
-    assert found["bubblewrap"].mend == found["sandbox"].mend == "scripts/system_packages"
-    assert "scripts/system_packages git" in found["git"].mend
-    assert not doctor.healthy([found["bubblewrap"]])
-    assert doctor.healthy([found["git"]]), "git is missed, not required"
-    assert "BROKEN" in drawn([found["bubblewrap"]]) and "without" in drawn([found["git"]])
+        assert not results[name].ok, name
+    assert results["bubblewrap"].mend == results["sandbox"].mend == "scripts/system_packages"
+    assert "scripts/system_packages git" in results["git"].mend
+    assert not doctor.healthy([results["bubblewrap"]])
+    assert doctor.healthy([results["git"]]), "git is missed, not required"
+    assert "BROKEN" in rendered([results["bubblewrap"]]) and "without" in rendered([results["git"]])
 
 
 def test_a_bubblewrap_that_cannot_start_is_no_sandbox(programs: Path):
@@ -84,14 +84,14 @@ def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: p
     assert first == "torch 2.13.0+cpu on CPU"
     assert "H100 80GB" in warning and "build without CUDA" in warning and "torch==2.13.0" in warning
     assert "2.13.0+cpu" not in doctor.check_gpu(CPU_TORCH, driver).mend, "the same build would come again"
-    for torch, gpus, ok, found in (
+    for torch, gpus, ok, expected in (
         (BLIND_TORCH, driver, False, "CUDA 12.8"),
         (None, driver, False, "cannot be imported"),
         (CUDA_TORCH, driver, True, "H100"),
         (CPU_TORCH, (), False, "none"),
     ):
         check = doctor.check_gpu(torch, gpus)
-        assert check.ok == ok and found in check.value and not check.required
+        assert check.ok == ok and expected in check.value and not check.required
 
 
 def test_a_broken_torch_and_too_many_threads_are_findings(monkeypatch: pytest.MonkeyPatch):

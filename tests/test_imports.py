@@ -36,9 +36,9 @@ def import_all(packages: list[str], blocked: set[str], skipped: tuple[str, ...] 
     """Imports every module of `packages`, but for those with names that end in `skipped`, in a process of its own, in which
     `blocked` can not be imported; how many."""
     program = f"PACKAGES, BLOCKED, SKIPPED = {packages!r}, {blocked!r}, {skipped!r}\n{BLOCK}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout)
 
 
 def test_the_harness_imports_without_torch() -> None:
@@ -60,18 +60,18 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imported(name: str, path: Path, known: set[str], *, at_import: bool = False) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in the file; with `at_import` only when it is imported itself."""
+def imported(name: str, path: Path, names: set[str], *, at_import: bool = False) -> Iterator[str]:
+    """Yield the package's modules that a file imports anywhere, or with `at_import` only while it is imported itself."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    later = [
+    deferred = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.Lambda)
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     ]
-    inside = {child for node in later for child in ast.walk(node)}
+    deferred_nodes = {child for node in deferred for child in ast.walk(node)}
     for node in ast.walk(tree):
-        if at_import and node in inside:
+        if at_import and node in deferred_nodes:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == PACKAGE)
@@ -80,11 +80,11 @@ def imported(name: str, path: Path, known: set[str], *, at_import: bool = False)
             source = node.module or ""
             if source.split(".")[0] == PACKAGE:
                 deeper = [f"{source}.{alias.name}" for alias in node.names]
-                yield from (each if each in known else source for each in deeper)
+                yield from (module if module in names else source for module in deeper)
 
 
 LAYERS = ("kernels", "harness", "trainer", "tour production", "labs views", "jobs")
-"""Each imports only itself and those before it; the modules at the top (the command line and the like) import them all."""
+"""Each layer imports only itself and earlier ones; top-level modules such as the command line import all of them."""
 
 
 BACKWARDS = {
@@ -92,29 +92,29 @@ BACKWARDS = {
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.serve"),
     (f"{PACKAGE}.trainer.recipe.recipe", f"{PACKAGE}.production.fidelity"),
 }
-"""Arrows that still point the wrong way."""
+"""Imports that still go in the wrong direction."""
 
 
 def part(module: str) -> str:
-    """`trainer` of composer_nb.trainer.models.transformer; empty for the package itself."""
+    """Return `trainer` for composer_nb.trainer.models.transformer, and an empty text for the package itself."""
     return [*module.split("."), ""][1]
 
 
 def test_imports_flow_one_way() -> None:
-    known = modules()
-    order = {name: place for place, layer in enumerate(LAYERS) for name in layer.split()}
+    paths = modules()
+    order = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
     order[""] = 0
     wrong = [
         f"{name} imports {target}"
-        for name, path in known.items()
-        for target in imported(name, path, set(known))
+        for name, path in paths.items()
+        for target in imported(name, path, set(paths))
         if order.get(part(target), len(LAYERS)) > order.get(part(name), len(LAYERS)) and (name, target) not in BACKWARDS
     ]
     assert not wrong
 
 
 def folder(module: str) -> str:
-    """The folder of a module, two levels below the package at most; a module that lies higher stands for itself."""
+    """Return the folder of a module, at most two levels below the package; a module that lies higher stands for itself."""
     parts = module.split(".")[1:]
     if parts[0] in ("views", "jobs", "production", "tour"):
         return parts[0]
@@ -123,22 +123,22 @@ def folder(module: str) -> str:
 
 def test_no_two_folders_import_each_other() -> None:
     """Imports inside functions count. What a package's own `__init__` exports does not."""
-    known = modules()
+    paths = modules()
     graph: dict[str, set[str]] = {}
-    for name, path in known.items():
+    for name, path in paths.items():
         if path.name != "__init__.py":
-            found = {target for target in imported(name, path, set(known)) if known[target].name != "__init__.py"}
-            found -= {target for source, target in BACKWARDS if source == name}
-            graph.setdefault(folder(name), set()).update({folder(target) for target in found} - {folder(name)})
+            targets = {target for target in imported(name, path, set(paths)) if paths[target].name != "__init__.py"}
+            targets -= {target for source, target in BACKWARDS if source == name}
+            graph.setdefault(folder(name), set()).update({folder(target) for target in targets} - {folder(name)})
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_every_import_exists_and_none_goes_round() -> None:
-    known = modules()
-    graph = {name: set(imported(name, path, set(known), at_import=True)) for name, path in known.items()}
-    assert not {target for targets in graph.values() for target in targets} - set(known)
+    paths = modules()
+    graph = {name: set(imported(name, path, set(paths), at_import=True)) for name, path in paths.items()}
+    assert not {target for targets in graph.values() for target in targets} - set(paths)
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
-    assert len(order) == len(known)
+    assert len(order) == len(paths)
 
 
 PROMISED = {
@@ -153,14 +153,14 @@ PROMISED = {
 def test_promised_names_can_be_imported() -> None:
     lines = [f"from {PACKAGE}.{module} import {', '.join(names)}" for module, names in PROMISED.items()]
     lines.append("assert all(map(callable, (mx_quantize, Task, reward, reap, load_pretrained, verify, Engine)))")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def picture() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Of docs/architecture.md: the boxes in each frame, and the boxes that an arrow leads to from each box or frame."""
+    """Return the boxes in each frame of docs/architecture.md, and the boxes that arrows lead to from each box or frame."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     frames: dict[str, set[str]] = {"": set()}
     arrows: dict[str, set[str]] = {}
@@ -189,30 +189,35 @@ def test_the_picture_of_the_architecture_matches() -> None:
         | ({"rl"} if layer == "trainer" else set())
         for layer in ("harness", "trainer")
     }
-    inside = {box: frame for frame, boxes in frames.items() for box in boxes}
+    frame_of = {box: frame for frame, boxes in frames.items() for box in boxes}
 
     def reach(box: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [box, inside.get(box, "")]
+        reached: set[str] = set()
+        todo = [box, frame_of.get(box, "")]
         while todo:
             for end in arrows.get(todo.pop(), set()):
-                found = {end, *frames.get(end, set())}
-                todo += found - seen
-                seen |= found
-        return seen
+                neighbours = {end, *frames.get(end, set())}
+                todo += neighbours - reached
+                reached |= neighbours
+        return reached
 
-    known = modules()
+    paths = modules()
     missing = set()
-    for name, path in known.items():
-        mine = box_of(name)
-        for target in imported(name, path, set(known)) if path.name != "__init__.py" else ():
-            other = box_of(target)
-            if mine in inside and other in inside and mine != other and inside[mine] == inside[other]:
-                missing |= {f"{mine} imports {other}"} if other not in reach(mine) else set()
+    for name, path in paths.items():
+        box = box_of(name)
+        for target in imported(name, path, set(paths)) if path.name != "__init__.py" else ():
+            target_box = box_of(target)
+            if (
+                box in frame_of
+                and target_box in frame_of
+                and box != target_box
+                and frame_of[box] == frame_of[target_box]
+            ):
+                missing |= {f"{box} imports {target_box}"} if target_box not in reach(box) else set()
     assert not missing
 
 
 def box_of(module: str) -> str:
-    """Its folder in the harness or the trainer; `making` is not in the picture."""
+    """Return the folder of a module in the harness or the trainer; `making` is not in the picture."""
     _, layer, box, *rest = [*module.split("."), "", ""]
     return box if layer in ("harness", "trainer") and rest[:1] != ["making"] else ""

@@ -55,8 +55,8 @@ def test_what_is_installed_is_what_pyproject_allows():
 
 def test_constraints_pin_every_direct_dependency_once_to_a_version_that_pyproject_allows():
     names = [canonicalize_name(pin.name) for pin in PINS]
-    assert sorted(names) == sorted({*(canonicalize_name(one.name) for one in DIRECT), "triton"})
-    allowed = {canonicalize_name(one.name): one.specifier for one in DIRECT}
+    assert sorted(names) == sorted({*(canonicalize_name(requirement.name) for requirement in DIRECT), "triton"})
+    allowed = {canonicalize_name(requirement.name): requirement.specifier for requirement in DIRECT}
     for pin in PINS:
         assert pinned(pin) in allowed.get(canonicalize_name(pin.name), SpecifierSet()), pin
 
@@ -75,15 +75,15 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
 
 
 def test_make_alone_lists_the_targets_and_each_can_be_planned():
-    listed = set(re.findall(r"^make (\S+)", run("make").stdout, re.M))
-    assert listed == TARGETS
-    plan = run("make", "-n", "-B", *sorted(listed))
+    targets = set(re.findall(r"^make (\S+)", run("make").stdout, re.M))
+    assert targets == TARGETS
+    plan = run("make", "-n", "-B", *sorted(targets))
     assert plan.returncode == 0 and "composer-nb tour" in plan.stdout, plan.stderr
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A copy of what setting up reads, with an environment that has a stand-in for Python in it."""
+    """Return a copy of the files that the setup reads, with an environment that holds a stand-in for Python."""
     copy = tmp_path / "a clone"
     (copy / "scripts").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/system_packages"):
@@ -100,9 +100,9 @@ def script(path: Path, text: str) -> Path:
 
 def test_an_old_python_is_refused_in_one_line(clone: Path):
     script(clone / "old/python", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0\nexit 1')
-    done = run("make", "demo", "PYTHON=./old/python", cwd=clone)
-    assert done.returncode != 0
-    assert "is Python 3.9.2; composer_nb needs Python 3.11 or newer: make demo PYTHON=" in done.stderr
+    process = run("make", "demo", "PYTHON=./old/python", cwd=clone)
+    assert process.returncode != 0
+    assert "is Python 3.9.2; composer_nb needs Python 3.11 or newer: make demo PYTHON=" in process.stderr
     assert not (clone / ".venv").exists()
 
 
@@ -110,24 +110,24 @@ def test_the_environment_is_made_once_and_again_after_a_change_or_a_move(clone: 
     script(clone / ".venv/bin/python", 'echo "$@" >>log')
     log = clone / "log"
 
-    def installs(where: Path) -> int:
-        (where / "log").write_text("")
-        done = run("make", "setup", cwd=where)
-        assert done.returncode == 0, done.stderr
-        return (where / "log").read_text().count("-m pip install")
+    def installs(folder: Path) -> int:
+        (folder / "log").write_text("")
+        process = run("make", "setup", cwd=folder)
+        assert process.returncode == 0, process.stderr
+        return (folder / "log").read_text().count("-m pip install")
 
     assert installs(clone) == 1
     assert "--no-compile -c constraints.txt -e .[dev,lab]" in log.read_text()
     assert installs(clone) == 0
-    later = (clone / ".venv/.ready").stat().st_mtime + 5
-    os.utime(clone / "constraints.txt", (later, later))
-    os.utime(clone / ".venv/.ready", (later - 1, later - 1))
+    timestamp = (clone / ".venv/.ready").stat().st_mtime + 5
+    os.utime(clone / "constraints.txt", (timestamp, timestamp))
+    os.utime(clone / ".venv/.ready", (timestamp - 1, timestamp - 1))
     assert installs(clone) == 1
     moved = tmp_path / "moved"
     shutil.copytree(clone, moved)
-    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    os.utime(moved / ".venv/.ready", (timestamp + 9, timestamp + 9))
     assert installs(moved) == 1
-    os.utime(moved / ".venv/.ready", (later + 9, later + 9))
+    os.utime(moved / ".venv/.ready", (timestamp + 9, timestamp + 9))
     assert installs(moved) == 0
     script(clone / ".venv/bin/python", '[ "$1" = -c ]')
     (clone / ".venv/.ready").unlink()
@@ -139,7 +139,7 @@ def test_the_environment_is_made_once_and_again_after_a_change_or_a_move(clone: 
 TOOLS = ("sh", "id", "env")
 
 
-def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess.CompletedProcess[str]:
+def packages(folder: Path, uid: int, *options: str, **managers: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/system_packages where only the given package managers exist, as the given user."""
     folder.mkdir()
     for name in TOOLS:
@@ -148,7 +148,7 @@ def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess
     script(folder / "id", f"echo {uid}")
     for name, text in managers.items():
         script(folder / name.replace("_", "-"), text)
-    return run("/bin/sh", str(ROOT / "scripts/system_packages"), *asked, PATH=str(folder))
+    return run("/bin/sh", str(ROOT / "scripts/system_packages"), *options, PATH=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_the_one_line_is_printed_where_installing_is_not_possible(manager: str, 
 def test_it_installs_as_root_or_with_a_sudo_that_asks_nothing(uid: int, extra: dict[str, str], tmp_path: Path):
     log, bwrap = tmp_path / "log", tmp_path / "bin/bwrap"
     apt = f'echo "$@" >>{log}\n[ "$1" = update ] && exit 1\n: >{bwrap}; /bin/chmod +x {bwrap}'
-    done = packages(tmp_path / "bin", uid, apt_get=apt, **extra)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = packages(tmp_path / "bin", uid, apt_get=apt, **extra)
+    assert (process.returncode, process.stderr) == (0, "")
     assert log.read_text().splitlines() == ["update", "install -y --no-install-recommends bubblewrap"]
 
 
@@ -186,23 +186,23 @@ def test_the_workflow_runs_what_make_has():
         assert job["steps"][0]["uses"].startswith("actions/checkout@"), name
         assert all(step.get("uses", "actions/").startswith("actions/") for step in job["steps"]), name
         assert job["timeout-minutes"] <= {"pretrained": 330, "nightly": 180}.get(name, 90)
-        asked = re.findall(r"make ([a-z- ]+)", "\n".join(step.get("run", "") for step in job["steps"]))
-        targets = {target for line in asked for target in line.split()}
+        commands = re.findall(r"make ([a-z- ]+)", "\n".join(step.get("run", "") for step in job["steps"]))
+        targets = {target for line in commands for target in line.split()}
         assert targets and targets <= TARGETS, name
 
 
 def test_no_file_names_one_machine_or_a_package_index():
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    if listed.returncode:
+    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if files.returncode:
         pytest.skip("not a git checkout; clone the project to run this")
     machine = re.compile(r"(?<![\w./:-])/(?:root|home/\w+|Users/\w+)/")
     index = re.compile(r"--(?:extra-)?index-url|https?://[\w.-]*(?:pypi|npm)[\w.-]*\.\w+")
-    found = []
-    for name in filter(None, listed.stdout.split("\0")):
+    matches = []
+    for name in filter(None, files.stdout.split("\0")):
         path = ROOT / name
         if not path.is_file() or path.suffix in {".png", ".parquet", ".safetensors", ".gz", ".zst"}:
             continue
         for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
             if machine.search(line) or index.search(line):
-                found.append(f"{name}:{number}: {line.strip()[:100]}")
-    assert not found, "\n".join(found)
+                matches.append(f"{name}:{number}: {line.strip()[:100]}")
+    assert not matches, "\n".join(matches)

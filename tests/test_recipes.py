@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def words_of(path: Path) -> list[str]:
-    """The command line of a recipe, after the program's name."""
+    """Return the command line of a recipe after the name of the program."""
     if path.suffix == ".sbatch":
         [command] = re.findall(r"\.venv/bin/composer-nb (jobs run .*)$", path.read_text(), re.M)
         return shlex.split(command)

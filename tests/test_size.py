@@ -58,14 +58,14 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
 
 def rl_graph() -> set[str]:
     """Return the modules that `trainer/rl.py` imports, directly or not."""
-    known = modules()
+    paths = modules()
     reached: set[str] = set()
     todo = [f"{PACKAGE}.trainer.rl"]
     while todo:
         name = todo.pop()
         if name not in reached:
             reached.add(name)
-            todo += imported(name, known[name], set(known))
+            todo += imported(name, paths[name], set(paths))
     return reached
 
 

@@ -43,26 +43,28 @@ Played = dict[int, tuple[list[int], list[float], Trace]]
 TESTS = "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"
 
 
-def ask(rollout: int, ids: Sequence[int], most: int = 6, **given: Any) -> Request:
-    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
+def ask(rollout: int, ids: Sequence[int], most: int = 6, **options: Any) -> Request:
+    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **options)
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
 
 
-def same(found: Played, wanted: Played) -> None:
-    """To the last bit."""
-    assert found.keys() == wanted.keys()
-    for number, (ids, logprobs, trace) in found.items():
-        assert (ids, logprobs) == wanted[number][:2]
-        for each in fields(Trace):
-            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
+def same(actual: Played, expected: Played) -> None:
+    """Assert that rollouts are equal to the last bit."""
+    assert actual.keys() == expected.keys()
+    for number, (ids, logprobs, trace) in actual.items():
+        assert (ids, logprobs) == expected[number][:2]
+        for field in fields(Trace):
+            np.testing.assert_array_equal(
+                getattr(trace, field.name), getattr(expected[number][2], field.name), field.name
+            )
 
 
 @pytest.fixture
 def make_model() -> MakeModel:
-    """`make_model(seed, **sizes)`: a tiny model whose norms are not 1 and whose routers have decided opinions."""
+    """Return `make_model(seed, **sizes)`, which makes a tiny model with norms other than 1 and decided routers."""
 
     def make(seed: int = 0, **sizes: Any) -> Model:
         torch.manual_seed(seed)
@@ -95,7 +97,7 @@ def task() -> Task:
 
 @pytest.fixture
 def converse(task: Task) -> Callable[..., list[Attempt]]:
-    """`converse(engine, count, seed)`: `count` rollouts of three turns each with random observations between them."""
+    """Return `converse(engine, count, seed)`, which samples `count` rollouts of three turns with random observations."""
 
     def run(engine: Engine, count: int, seed: int = 0, turns: int = 3, max_tokens: int = 9) -> list[Attempt]:
         random = np.random.default_rng(seed)
@@ -119,10 +121,10 @@ def converse(task: Task) -> Callable[..., list[Attempt]]:
 
 
 def chained(attempts: list[Attempt], last: Kind = Kind.SUMMARY) -> Attempt:
-    """One attempt whose segments are those of these attempts, each but the last ended by a message of the kind `last`."""
+    """Return one attempt with the segments of these, of which each but the last ends with a message of the kind `last`."""
     segments = []
-    for number, done in enumerate(attempts):
-        [segment] = done.rollout.segments
+    for number, attempt in enumerate(attempts):
+        [segment] = attempt.rollout.segments
         kind = segment.kind.copy()
         if number + 1 < len(attempts):
             kind[segment.messages[-1]] = last
@@ -139,12 +141,12 @@ def _attempt(task: Task, stream: tuple[list[int], list[int], list[float]], engin
         policy_version=np.where(np.array(kinds) == Kind.TOOL_CALL, engine.version, -1).astype(np.int32),
         trace=engine.release(rollout),
     )
-    done = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
-    return Attempt(task=task, rollout=done, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
+    rolled = Rollout(task_id=task.id, segments=(segment,), turns=(), files=dict(task.files), stop="turns")
+    return Attempt(task=task, rollout=rolled, grade=Grade(status="graded", tests={"hidden.py::test_0": False}))
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Small, but with merges."""
+    """Return a small tokenizer with merges."""
     text = "def f(xs):\n    return sum(x for x in xs if x > 3)\nfix f.py: sum of the items that are more than 3\n"
     return train_tokenizer([text] * 4, 420)

@@ -16,14 +16,14 @@ PLACES = ("import", "first_call", "exit", "thread", "nested")
 
 
 def variant(seed: int) -> Patch:
-    """The variant of a number: the same for the same number."""
+    """Return the variant of this number: always the same one."""
     lot = random.Random(seed)
     setups = [(name, lot.choice(PLACES)) for name in lot.sample(sorted(set(SETUP) - SLOW), lot.choice((0, 1, 1, 1, 2)))]
     answer = lot.choice([*sorted(ANSWER), ""]) if setups else lot.choice(sorted(ANSWER))
     before, body = "", ANSWER.get(answer, WRONG)
-    for number, (name, place) in enumerate(setups):
-        head, called = _placed(SETUP[name], place, f"trick_{number}", lot)
-        before, body = before + head, called + body
+    for number, (name, moment) in enumerate(setups):
+        head, call_line = _placed(SETUP[name], moment, f"trick_{number}", lot)
+        before, body = before + head, call_line + body
     text = module(before, body)
     files: dict[str, bytes | None] = {MODULE: text.encode()}
     if lot.random() < 0.3:
@@ -36,12 +36,12 @@ def variant(seed: int) -> Patch:
     return Patch(id=f"variant_{seed}", title=title, case=0, files=files, task=TARGET)
 
 
-def _placed(text: str, place: str, name: str, lot: random.Random) -> tuple[str, str]:
-    """A trick in its place: what stands at the top of the module, and what each answer does first."""
+def _placed(text: str, moment: str, name: str, lot: random.Random) -> tuple[str, str]:
+    """Return what a trick adds at the top of the module, and what it has each answer do first."""
     if lot.random() < 0.4:
         text = f"try:\n{textwrap.indent(text, '    ')}except {lot.choice(('Exception', 'BaseException', 'OSError'))}:\n    pass\n"
     function = f"def {name}():\n{textwrap.indent(text, '    ')}\n"
-    match place:
+    match moment:
         case "import":
             return text, ""
         case "nested":

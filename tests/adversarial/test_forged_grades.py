@@ -95,7 +95,7 @@ def grade(task: Task, source: str, sandboxes: SandboxExecutor) -> Grade:
 
 @pytest.mark.parametrize("source", FORGED.values(), ids=list(FORGED))
 def test_a_forged_result_is_graded_zero(task: Task, sandboxes: SandboxExecutor, source: str) -> None:
-    found = grade(task, source, sandboxes)
-    assert found.status == "graded" and len(found.tests) == len(HIDDEN)
-    assert not found.passed
+    result = grade(task, source, sandboxes)
+    assert result.status == "graded" and len(result.tests) == len(HIDDEN)
+    assert not result.passed
     assert grade(task, HONEST, sandboxes).passed  # and it left nothing behind

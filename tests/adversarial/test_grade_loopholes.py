@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as sandboxes:
+        yield sandboxes
 
 
 def task_of(
@@ -80,9 +80,9 @@ class Words:
 
 def suite(doc: str = "", turns: str = "1") -> str:
     return "from words import Words\n" + "".join(
-        f'def test_{word}_{turn}():\n    """{doc.format(word, wanted)}"""\n'
-        f'    assert Words().plural("{word}") == "{wanted}"\n'
-        for word, wanted in WANTED.items()
+        f'def test_{word}_{turn}():\n    """{doc.format(word, plural)}"""\n'
+        f'    assert Words().plural("{word}") == "{plural}"\n'
+        for word, plural in WANTED.items()
         for turn in turns
     )
 
@@ -99,14 +99,14 @@ HINTS = {
 def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend, name: str) -> None:
     tests, attack, guarded_by = HINTS[name]
     task = task_of({"test_words.py": tests}, {"words.py": WRONG}, {"words.py": PLURAL})
-    found = validate_task(task, backend, repeats=1)
-    assert found.plan is not None
-    assert guard(found.plan, found.plan.tests.values()).by == guarded_by
+    validation = validate_task(task, backend, repeats=1)
+    assert validation.plan is not None
+    assert guard(validation.plan, validation.plan.tests.values()).by == guarded_by
     for seed in range(3 if guarded_by == "twins" else 0):
-        grade = grade_pytest(task, {"words.py": attack.encode()}, backend, found.plan, rng=random.Random(seed))
+        grade = grade_pytest(task, {"words.py": attack.encode()}, backend, validation.plan, rng=random.Random(seed))
         assert not passed_unseen(grade), grade
     for right in (PLURAL, OTHER_PLURAL):
-        assert passed_unseen(grade_pytest(task, {"words.py": right.encode()}, backend, found.plan))
+        assert passed_unseen(grade_pytest(task, {"words.py": right.encode()}, backend, validation.plan))
 
 
 # Recorded calls alone: tests are easily fooled then, so the answers have to be.
@@ -237,9 +237,9 @@ def test_a_claimed_id_of_any_length_is_compared_at_once(claimed: str, same: bool
 
 def test_a_rule_fitted_to_all_constants_does_not_pass(backend: Backend) -> None:
     task = JOINT["rows"]
-    found = validate_task(task, backend, repeats=1)
-    plan = found.plan
-    assert plan is not None and found.valid and guard(plan, found.fail_to_pass).by == "twins", found
+    validation = validate_task(task, backend, repeats=1)
+    plan = validation.plan
+    assert plan is not None and validation.valid and guard(plan, validation.fail_to_pass).by == "twins", validation
     files = {"scale.py": FITTED.encode()}
     joint = replace(plan, twins=tuple(replace(twin, alone=False) for twin in plan.twins))
     alone = [grade_pytest(task, files, backend, plan, rng=random.Random(seed)) for seed in range(8)]

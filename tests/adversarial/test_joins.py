@@ -19,7 +19,7 @@ def name_of(node: ast.expr) -> str:
 
 
 class Joins(ast.NodeVisitor):
-    """The unchecked joins of a module, in `joins`. `paths` and `own` are names of paths and of the package's own names."""
+    """Collects the unchecked joins of a module. `paths` and `own` are names of paths and of the package's own names."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.paths, self.own, self.joins = {"parent"}, set[str](), list[str]()
@@ -36,13 +36,15 @@ class Joins(ast.NodeVisitor):
                 case ast.Assign(targets=[target], value=value) if self.is_path(value):
                     self.paths.add(name_of(target))
                 case ast.For(target=target, iter=values) | ast.comprehension(target=target, iter=values):
-                    called = name_of(values.func) if isinstance(values, ast.Call) else ""
+                    function_name = name_of(values.func) if isinstance(values, ast.Call) else ""
                     names = {name_of(part) for part in (target.elts[:1] if isinstance(target, ast.Tuple) else [target])}
-                    known = isinstance(values, ast.Tuple) and all(map(self.is_own, values.elts))
+                    constant = isinstance(values, ast.Tuple) and all(map(self.is_own, values.elts))
                     self.own |= (
-                        names if known or name_of(values).isupper() or called in ("range", "enumerate") else set()
+                        names
+                        if constant or name_of(values).isupper() or function_name in ("range", "enumerate")
+                        else set()
                     )
-                    self.paths |= names if called in LISTINGS else set()
+                    self.paths |= names if function_name in LISTINGS else set()
         self.visit(tree)
 
     def is_path(self, node: ast.AST) -> bool:
@@ -118,7 +120,7 @@ def test_no_name_becomes_a_path_unchecked() -> None:
     root = ROOT / PACKAGE
     reviewed = set(" ".join(REVIEWED.values()).split())
     joins = {path.relative_to(root).as_posix(): unchecked(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    new = {path: found for path, found in joins.items() if found and path not in reviewed}
+    new = {path: calls for path, calls in joins.items() if calls and path not in reviewed}
     assert not new, f"use untrusted.beneath, or review them: {new}"
 
 

@@ -66,10 +66,10 @@ def test_a_plugin_that_packages_announce_is_a_module(tmp_path: Path, text: str) 
     (tmp_path / "a-1.dist-info").mkdir()
     (tmp_path / "a-1.dist-info/entry_points.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
     try:
-        found = plugins_in(tmp_path)
+        plugins = plugins_in(tmp_path)
     except ValueError:
         return
-    assert found in ([], ["b"])
+    assert plugins in ([], ["b"])
 
 
 def test_a_task_that_names_a_folder_of_this_machine_fills_no_memory(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_rows_patch_keeps_to_the_repository(name: str) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """Forged work: its diff shows a new harmless file."""
+def attempt(tmp_path: Path) -> Path:
+    """Work whose diff shows a new, harmless file, ready to be forged."""
     (tmp_path / "repository/.git/hooks").mkdir(parents=True)
     path = tmp_path / "kept"
     path.mkdir()
@@ -131,8 +131,8 @@ NEW = {"mode": "100755", "data": "ZXZpbAo="}
 SAFE = {"mode": "100644", "data": "c2FmZQo="}
 
 
-def forged(changes: Any, place: str = "") -> Callable[[Path], Any]:
-    return lambda root: {"repository": str(root / place), "changes": changes}
+def forged(changes: Any, subfolder: str = "") -> Callable[[Path], Any]:
+    return lambda root: {"repository": str(root / subfolder), "changes": changes}
 
 
 SAFELY = {"a": [None, SAFE]}
@@ -149,33 +149,33 @@ FORGED: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
-def test_forged_work_is_not_accepted(kept: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch):
-    root = kept.parent / "repository"
+def test_forged_work_is_not_accepted(attempt: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch):
+    root = attempt.parent / "repository"
     (root / "link").symlink_to(".git/hooks")
     (root / "empty/folder").mkdir(parents=True)
     monkeypatch.chdir(root)
-    before = sorted(kept.parent.rglob("*"))
-    (kept / CHANGES).write_text(json.dumps(forged(root)))
+    before = sorted(attempt.parent.rglob("*"))
+    (attempt / CHANGES).write_text(json.dumps(forged(root)))
     with pytest.raises(ValueError, match=r"nothing was written|damaged"):
-        give_verdict(kept, "accepted")
-    assert sorted(kept.parent.rglob("*")) == sorted([*before, kept / CHANGES])
+        give_verdict(attempt, "accepted")
+    assert sorted(attempt.parent.rglob("*")) == sorted([*before, attempt / CHANGES])
 
 
-def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:
-    root = kept.parent / "repository"
-    (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {"a": [None, SAFE]}}))
+def test_work_as_its_diff_shows_it_is_accepted(attempt: Path) -> None:
+    root = attempt.parent / "repository"
+    (attempt / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {"a": [None, SAFE]}}))
     with pytest.raises(ValueError, match=rf"are for {root}; nothing was written.*add --repository {root}"):
-        give_verdict(kept, "accepted")  # from another folder: the diff does not show where
+        give_verdict(attempt, "accepted")  # from another folder: the diff does not show where
     with pytest.raises(ValueError, match="nothing was written"):
-        give_verdict(kept, "accepted", root / ".git")
-    assert give_verdict(kept, "accepted", root) == (root, 1) and (root / "a").read_text() == "safe\n"
+        give_verdict(attempt, "accepted", root / ".git")
+    assert give_verdict(attempt, "accepted", root) == (root, 1) and (root / "a").read_text() == "safe\n"
 
 
 # Weights
 
 
-def tensor(**said: Any) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} | said
+def tensor(**fields: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} | fields
 
 
 HEADERS: dict[str, Any] = {
@@ -201,8 +201,8 @@ def test_a_hostile_header_of_weights_is_named(tmp_path: Path, header: Any) -> No
 
 def test_a_small_table_that_announces_many_rows_is_refused(tmp_path: Path) -> None:
     names = {"task_id": pa.array(["a"]), "instruction": pa.array(["b"])}
-    many = {name: pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), x) for name, x in names.items()}
-    pq.write_table(pa.table(many), tmp_path / "x.parquet")
+    columns = {name: pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), x) for name, x in names.items()}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     assert (tmp_path / "x.parquet").stat().st_size < 10**4
     with pytest.raises(ValueError, match=r"x.parquet: damaged.* announces 1,000,000 rows"):
         load_attempts(tmp_path / "x.parquet", {})
@@ -239,11 +239,11 @@ EVERYTHING = b"shm msg sem /dev/shm/shared /tmp/shared\n"
 
 
 def test_two_sandboxes_share_no_memory_queue_or_file() -> None:
-    with BwrapBackend() as backend, backend.create() as one, backend.create() as other:
-        one.write("a.py", SHARED.encode())
-        one.exec_background(["python3", "a.py", "make"], log="log")
-        while one.exec(["test", "-e", "ready"]).exit_code:
-            assert one.stats().processes, one.read("log")
+    with BwrapBackend() as backend, backend.create() as maker, backend.create() as reader:
+        maker.write("a.py", SHARED.encode())
+        maker.exec_background(["python3", "a.py", "make"], log="log")
+        while maker.exec(["test", "-e", "ready"]).exit_code:
+            assert maker.stats().processes, maker.read("log")
             time.sleep(0.05)
-        seen = [box.exec(["python3", "-c", SHARED, "find"]).stdout for box in (one, other)]
-        assert seen == [EVERYTHING, b"\n"]
+        outputs = [box.exec(["python3", "-c", SHARED, "find"]).stdout for box in (maker, reader)]
+        assert outputs == [EVERYTHING, b"\n"]

@@ -17,7 +17,7 @@ from composer_nb.harness.tools import terminal
 from composer_nb.labs.audit.probes import COPIES
 from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
 from composer_nb.trainer.corpus.repositories import is_allowed
-from tests.harness.test_monitors import TASK, done
+from tests.harness.test_monitors import TASK, make_attempt
 
 DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
 LINES = [f"{number % 120}" for number in range(20_000)]
@@ -38,11 +38,13 @@ def raises(call: Callable[[], object]) -> Callable[[], object]:
 
 
 CASES: dict[str, Callable[[], object]] = {
-    "a call": lambda: flags_of(done({}, ("run_terminal_cmd", {"command": "git " * 100_000}, "x"))),
-    "many modules": lambda: flags_of(done({f"m{n}.py": "a\n" * 20_000 for n in range(40)})),
-    "values inside values": lambda: flags_of(done({"f.py": f"x == {'[' * 190}{'1, ' * 40_000}{']' * 190}\n"})),
-    "a number that cannot be written": lambda: flags_of(done({"f.py": f"a == 0x{'f' * 5000}\n"})),
-    "calls within calls": lambda: flags_of(done({}, task=TASK.model_copy(update={"files": {"test_f.py": NESTED}}))),
+    "a call": lambda: flags_of(make_attempt({}, ("run_terminal_cmd", {"command": "git " * 100_000}, "x"))),
+    "many modules": lambda: flags_of(make_attempt({f"m{n}.py": "a\n" * 20_000 for n in range(40)})),
+    "values inside values": lambda: flags_of(make_attempt({"f.py": f"x == {'[' * 190}{'1, ' * 40_000}{']' * 190}\n"})),
+    "a number that cannot be written": lambda: flags_of(make_attempt({"f.py": f"a == 0x{'f' * 5000}\n"})),
+    "calls within calls": lambda: flags_of(
+        make_attempt({}, task=TASK.model_copy(update={"files": {"test_f.py": NESTED}}))
+    ),
     "a claim": lambda: conduct._says("tests " * 100_000, conduct._CLAIM),
     "an exception": lambda: _not_raised("DID NOT RAISE " + "a" * 200_000),
     "a commit's trailer": lambda: request_of("-by" * 200_000),
@@ -51,7 +53,7 @@ CASES: dict[str, Callable[[], object]] = {
     "pytest's summary": lambda: terminal.tested("9" * 5000 + " passed in 1.0s"),
     "lines of a file": lambda: untrusted.changed_lines("\n".join(LINES), "\n".join(OTHER)),
     "a changelog": lambda: changelog(state(LINES), state(OTHER)),
-    "a judge's view": lambda: evidence(done({"f.py": "\n".join(OTHER)}), COMMUNICATION.shows),
+    "a judge's view": lambda: evidence(make_attempt({"f.py": "\n".join(OTHER)}), COMMUNICATION.shows),
     "TOML": raises(lambda: untrusted.toml_of(DOTS)),
     "TOML, quoted": raises(lambda: untrusted.toml_of("a" + '."\\""' * 40_000 + " = 1\n")),
     "a task.toml": raises(lambda: settings(DOTS)),

@@ -21,8 +21,8 @@ from tests.harness.sandbox.conftest import BACKENDS, make
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    with make(request.param, request) as opened:
-        yield opened
+    with make(request.param, request) as sandboxes:
+        yield sandboxes
 
 
 @pytest.mark.parametrize("case", SANDBOX_CASES, ids=lambda case: case.id)
@@ -33,7 +33,7 @@ def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest)
 
 
 class NoWalls:
-    """A backend and its only sandbox without any walls: plain processes in a folder. Only for cases that do no harm."""
+    """A backend and its only sandbox without any walls: plain processes in a folder, for cases that do no harm."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,8 +50,10 @@ class NoWalls:
 
     def exec(self, command: list[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> Any:
         words = [sys.executable if word == "python3" else word for word in command]
-        done = subprocess.run(words, input=stdin, capture_output=True, timeout=timeout_s, cwd=self.folder, check=False)
-        return SimpleNamespace(stdout=done.stdout, stderr=done.stderr, exit_code=done.returncode)
+        process = subprocess.run(
+            words, input=stdin, capture_output=True, timeout=timeout_s, cwd=self.folder, check=False
+        )
+        return SimpleNamespace(stdout=process.stdout, stderr=process.stderr, exit_code=process.returncode)
 
 
 # Hostile programs as function calls: every case is blocked, and the cases notice where walls are missing.
@@ -70,7 +72,7 @@ def test_every_case_is_blocked() -> None:
 
 
 class NoExecutor:
-    """Runs requests as plain processes: only for cases that do no harm outside a sandbox."""
+    """Runs requests as plain processes, for cases that do no harm outside a sandbox."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace

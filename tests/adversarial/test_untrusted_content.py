@@ -36,7 +36,7 @@ DEEP = "[" * 100_000
 
 
 class Feed(Channel):
-    """A connection on which the resident program sends these frames, whatever it is asked."""
+    """A connection on which the resident program sends these frames, whatever the request."""
 
     def __init__(self, frames: list[bytes]) -> None:
         super().__init__(socket.socketpair()[0])
@@ -49,7 +49,7 @@ class Feed(Channel):
 
 
 class Scripted:
-    """A machine whose resident program was replaced: it sends what it likes."""
+    """A machine whose resident program was replaced by one that sends whatever it likes."""
 
     id = "scripted"
     proxy = None
@@ -68,7 +68,7 @@ class Scripted:
 
 TRUE = {"command": ["true"]}
 ASKED: dict[str, dict[str, Any]] = {"exec": TRUE, "exec_background": TRUE | {"log": "l"}, "read": {"path": "a"}}
-"""What methods are asked with; others take nothing."""
+"""Arguments of the methods that take any."""
 STRANGE: dict[str, list[Any]] = {
     "exec": [
         {}, {"answer": 3}, {"answer": [0]}, {"answer": [0, -1, False, False, False, 0.1]},
@@ -88,23 +88,23 @@ STRANGE: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
-    [(asked, answer) for asked, answers in STRANGE.items() for answer in answers],
+    ("method", "answer"),
+    [(method, answer) for method, answers in STRANGE.items() for answer in answers],
     ids=lambda v: str(v)[:40],
 )
-def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
+def test_a_strange_answer_ends_the_sandbox(method: str, answer: Any) -> None:
     numbered = {"number": 1, **answer} if isinstance(answer, dict) else answer
     machine = Scripted(json.dumps(numbered).encode() + b"\n")
     box = Sandbox(MagicMock(), SandboxSpec(), machine)
     with pytest.raises(SandboxFailure):
-        getattr(box, asked)(**ASKED.get(asked, {}))
+        getattr(box, method)(**ASKED.get(method, {}))
     assert machine.ended
 
 
 def test_no_answer_counts_twice_or_is_longer_than_its_own_request_allows() -> None:
-    """Also while another request that may have a longer answer is under way."""
-    once = b'{"number": 1, "answer": null}\n'
-    box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(once, once))
+    """This holds also while another request that may have a longer answer is under way."""
+    frame = b'{"number": 1, "answer": null}\n'
+    box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(frame, frame))
     box.end_all()
     with pytest.raises(SandboxFailure, match="to no request"):
         box.end_all()
@@ -138,17 +138,17 @@ def test_an_error_from_a_sandbox_is_escaped_and_short() -> None:
 
 def archive(size: int = 1, **more: Any) -> bytes:
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as held:
+    with tarfile.open(fileobj=packed, mode="w") as tar:
         info = tarfile.TarInfo("a")
         info.size = size
         for name, value in more.items():
             setattr(info, name, value)
-        held.addfile(info, io.BytesIO(b"x" * size))
+        tar.addfile(info, io.BytesIO(b"x" * size))
     return packed.getvalue()
 
 
 def resized(size: int) -> bytes:
-    """An archive whose entry says that it has another size, in base 256."""
+    """Return an archive whose entry claims another size, in base 256."""
     field = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
     head = bytearray(archive()[:512])
     head[124:136], head[148:156] = field, b" " * 8
@@ -201,9 +201,9 @@ def test_a_run_database_computes_nothing(tmp_path: Path, sql: str) -> None:
     run = a_run(tmp_path)
     with sqlite3.connect(run.path / "run.db") as db:
         db.executescript(sql)
-    for read in (read_status, RunDir):
+    for reader in (read_status, RunDir):
         with pytest.raises(ValueError, match="is no plain table"):
-            read(run.path)
+            reader(run.path)
 
 
 CELLS: dict[str, tuple[str, Any]] = {
@@ -237,7 +237,7 @@ def test_nothing_that_a_terminal_obeys_or_a_page_hides_is_left() -> None:
 
 
 def test_a_diff_hides_nothing() -> None:
-    for data, shown in (
+    for data, expected in (
         (b"\0import os\nos.system('x')\n", "os.system('x')"),
         (b"safe()\revil()\n", r"safe()\x0devil()"),
         ("x = 'a\u202e' # \u2066b\n".encode(), r"x = 'a\u202e' # \u2066b"),
@@ -245,7 +245,7 @@ def test_a_diff_hides_nothing() -> None:
         (b"#!/bin/sh\nevil\n" + bytes(range(256)) * 9, "#!/bin/sh"),
     ):
         text = visible_lines(patch({}, {"a": Blob(data=data)}, whole=False).decode("utf-8", "surrogateescape"))
-        assert shown in text and text.replace("\n", "").replace("\t", "").isprintable()
+        assert expected in text and text.replace("\n", "").replace("\t", "").isprintable()
 
 
 def test_a_card_of_a_task_holds_no_markup_of_the_tasks_own() -> None:
@@ -259,8 +259,8 @@ def test_an_error_on_the_command_line_is_escaped(tmp_path: Path, capsys: pytest.
     folder.mkdir(parents=True)
     (folder / "task.toml").write_text("")
     assert main(["tasks", "check", str(tmp_path / "tasks")]) == 1
-    said = capsys.readouterr().out
-    assert r"t\x1b[2J\u202e" in said and "\x1b" not in said and "\u202e" not in said
+    output = capsys.readouterr().out
+    assert r"t\x1b[2J\u202e" in output and "\x1b" not in output and "\u202e" not in output
 
 
 def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:

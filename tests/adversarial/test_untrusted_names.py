@@ -99,21 +99,21 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", DISGUISED)
 def test_an_agents_diff_brings_no_protected_name(repository: Path, path: str) -> None:
-    seen = read_checkout(repository)
-    held = {name: blob for name in seen.files if (blob := seen.blob(name))}
-    assert changed(seen, held | {path: Blob(data=b"#!/bin/sh\n")}) == ({}, frozenset({path}))
+    checkout = read_checkout(repository)
+    files = {name: blob for name in checkout.files if (blob := checkout.blob(name))}
+    assert changed(checkout, files | {path: Blob(data=b"#!/bin/sh\n")}) == ({}, frozenset({path}))
     before = sorted(repository.rglob("*"))
     with pytest.raises(Conflict, match="nothing was written"):
-        accept(seen.root, held, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
+        accept(checkout.root, files, {"a.py": Blob(data=b"x = 2\n"), path: Blob(data=b"#!/bin/sh\n")})
     assert sorted(repository.rglob("*")) == before and (repository / "a.py").read_text() == "x = 1\n"
 
 
 def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> None:
     (repository / ".gitignore").write_text("")
-    seen = read_checkout(repository)
-    changes, others = changed(seen, {name: Blob(data=b"y") for name in seen.files})
+    checkout = read_checkout(repository)
+    changes, others = changed(checkout, {name: Blob(data=b"y") for name in checkout.files})
     assert ".env" in changes and not others
-    accept(seen.root, {name: blob for name in seen.files if (blob := seen.blob(name))}, changes)
+    accept(checkout.root, {name: blob for name in checkout.files if (blob := checkout.blob(name))}, changes)
     assert (repository / ".env").read_bytes() == b"y"
 
 
@@ -125,10 +125,10 @@ def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     for fields in ({"rest": {name: "eA=="}}, {"executable": [name]}):
         with pytest.raises(ValueError, match="not a plain relative path"):
             harbor.ForeignFiles.model_validate({"name": "t", "toml": "", **fields})
-    made = tmp_path / "deep" / "task"
+    folder = tmp_path / "deep" / "task"
     with pytest.raises(UnsafeName):
-        harbor.write(harbor.Directory(files={"task.toml": b"", name: b"x"}, executable=frozenset()), made)
-    assert not made.exists()
+        harbor.write(harbor.Directory(files={"task.toml": b"", name: b"x"}, executable=frozenset()), folder)
+    assert not folder.exists()
 
 
 # Weights
@@ -141,7 +141,7 @@ def published(tmp_path: Path) -> VersionStore:
 
 
 def forge(data: bytes, old: str, new: str) -> bytes:
-    """A manifest that calls one file otherwise, with a seal that is right."""
+    """Return a manifest that gives one file another name and has a valid seal."""
     m = Manifest.load(data, "manifest")
     files = {new if name == old else name: file for name, file in m.files.items()}
     tensors = {
@@ -191,9 +191,9 @@ def test_a_link_in_a_store_leads_nowhere_else(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("place", ["../a.safetensors", "/a.safetensors", "sub/a.safetensors", "a\0", 5, None, ["a"]])
-def test_an_index_names_files_beside_it(tmp_path: Path, place: Any) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
+@pytest.mark.parametrize("shard", ["../a.safetensors", "/a.safetensors", "sub/a.safetensors", "a\0", 5, None, ["a"]])
+def test_an_index_names_files_beside_it(tmp_path: Path, shard: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(ValueError, match="this index is damaged"):
         read_shards(tmp_path)
 
@@ -213,15 +213,15 @@ def test_a_checkpoints_metadata_runs_nothing(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "step": torch.zeros(())}
     folder, mark = tmp_path / "checkpoint", tmp_path / "mark"
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True), no_dist=True)
-    taken = {"w": torch.zeros(3), "step": torch.ones(())}
-    dcp.load(taken, storage_reader=Reader(folder), no_dist=True)
-    assert torch.equal(taken["w"], state["w"]) and taken["step"] == 0
+    loaded = {"w": torch.zeros(3), "step": torch.ones(())}
+    dcp.load(loaded, storage_reader=Reader(folder), no_dist=True)
+    assert torch.equal(loaded["w"], state["w"]) and loaded["step"] == 0
     reader, bomb = Reader(folder), pickle.dumps(Runs(mark))
-    opened = reader.fs.create_stream
+    create_stream = reader.fs.create_stream
 
     @contextmanager
     def swapped_after_reading(path: Any, mode: str) -> Iterator[Any]:
-        with opened(path, mode) as stream:
+        with create_stream(path, mode) as stream:
             yield stream
         Path(path).write_bytes(bomb)
 

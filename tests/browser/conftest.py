@@ -32,12 +32,12 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--force-color-profile=srgb"),
 )
 START_S, WAIT_MS = 180, 60_000
-"""Patience with a busy machine."""
+"""How long to wait on a busy machine, in seconds and in milliseconds."""
 
 
 @pytest.fixture(scope="session")
 def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab on a copy of the notebooks and pages, started as `make lab` would; only where there is a browser."""
+    """Start JupyterLab on a copy of the notebooks and pages, as `make lab` does. Skip the tests where there is no browser."""
     home = tmp_path_factory.mktemp("lab")
     for name in ("notebooks", "docs"):
         shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("runs", "pages", ".*"))
@@ -58,24 +58,24 @@ def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
     finally:
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=patience(30))
-        for process in left:
+        _, survivors = psutil.wait_procs([psutil.Process(server.pid), *children], timeout=patience(30))
+        for process in survivors:
             process.kill()
         server.wait()
         log.close()
 
 
 def _line_of_make_lab(options: str) -> str:
-    """What `make lab` runs, without what it does before. Make alone would look after the environment first."""
+    """Return the line with which `make lab` starts JupyterLab, without the steps that prepare the environment."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
+    process = subprocess.run(
         ["make", "-n", "lab", f"ARGS={options}"], cwd=ROOT, env=inherited, capture_output=True, text=True, check=True
     )
-    return done.stdout[done.stdout.rindex("exec ") :]
+    return process.stdout[process.stdout.rindex("exec ") :]
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """A fresh user: no settings, no workspaces, nothing written outside `home`."""
+    """Return the environment of a fresh user: no settings, no workspaces, nothing written outside `home`."""
     places = {name: str(home / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
     places |= {"JUPYTER_RUNTIME_DIR": str(home / "runtime"), "MPLCONFIGDIR": str(home / "matplotlib")}
     return {**os.environ, **places}
@@ -94,14 +94,14 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 @dataclass
 class Watch:
-    """What pages did that they should not."""
+    """Records what pages did that they should not."""
 
     requests: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def on(self, page: Any) -> None:
         page.on("request", lambda request: self._requested(request.url))
-        page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     def _requested(self, url: str) -> None:
@@ -111,7 +111,7 @@ class Watch:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A browser that nobody has used before."""
+    """Start a browser that nobody has used before."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make test-browser brings it")
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed; make test-browser brings it")
@@ -130,7 +130,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def page(chromium: Any) -> Iterator[Any]:
-    """A tab. At its end: no request has left the machine, and nothing was said about an error."""
+    """Open a tab. Fail at its end if a request has left the machine or an error was reported."""
     tab, watch = chromium.new_page(), Watch()
     watch.on(tab)
     yield tab
@@ -141,7 +141,7 @@ def page(chromium: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def picture(page: Any) -> Callable[[str], None]:
-    """Takes a screenshot into build/screenshots."""
+    """Return a function that saves a screenshot in build/screenshots."""
 
     def take(name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def picture(page: Any) -> Callable[[str], None]:
 
 @pytest.fixture
 def notebook(lab: Lab, page: Any) -> Callable[[str], Notebook]:
-    """Opens a notebook in a fresh workspace."""
+    """Return a function that opens a notebook in a fresh workspace."""
 
     def open_it(name: str) -> Notebook:
         page.goto(f"{lab.url}/lab/tree/notebooks/{name}?token={TOKEN}&reset")

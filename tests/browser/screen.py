@@ -19,14 +19,16 @@ class Lab:
 
     url: str
     folder: Path
-    """Its notebooks: copies, which tests may change."""
+    """Its notebooks, which are copies that tests may change."""
     pid: int
 
     def kernels(self) -> list[psutil.Process]:
-        """Processes of its kernels, oldest first: of earlier notebooks too, but not what a kernel is just about to start."""
-        found = psutil.Process(self.pid).children(recursive=True)
-        named = {each.pid: each for each in found if "ipykernel_launcher" in " ".join(each.cmdline())}
-        return sorted((each for each in named.values() if each.ppid() not in named), key=psutil.Process.create_time)
+        """Return the processes of its kernels, oldest first, with earlier notebooks' but not what a kernel has just forked."""
+        descendants = psutil.Process(self.pid).children(recursive=True)
+        named = {process.pid: process for process in descendants if "ipykernel_launcher" in " ".join(process.cmdline())}
+        return sorted(
+            (process for process in named.values() if process.ppid() not in named), key=psutil.Process.create_time
+        )
 
 
 class Notebook:
@@ -41,7 +43,7 @@ class Notebook:
             question.first.click()
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """Does what a menu would. Returns when it is done, for a command that runs cells when they have ended."""
+        """Execute a command of a menu. Return when it has finished; if it runs cells, when they have ended."""
         return self.page.evaluate(
             "([name, given]) => window.jupyterapp.commands.execute(name, given).then(found => found === true)",
             [name, arguments],
@@ -56,54 +58,54 @@ class Notebook:
         self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")
         self.page.wait_for_timeout(500)  # colours fade
 
-    def place(self, text: str) -> int:
-        """Number of the first code cell whose source contains `text`."""
-        found = self.page.evaluate(
+    def index_of(self, text: str) -> int:
+        """Return the index of the first code cell whose source contains `text`."""
+        index = self.page.evaluate(
             f"text => {_MODEL}.widgets.findIndex(cell => cell.model.type === 'code' && "
             "cell.model.sharedModel.source.includes(text))",
             text,
         )
-        assert found >= 0, f"no code cell with {text!r}"
-        return int(found)
+        assert index >= 0, f"no code cell with {text!r}"
+        return int(index)
 
     def cell(self, text: str) -> Any:
-        """The cell, in sight, at the top of the window."""
-        place = self.place(text)
+        """Scroll the cell to the top of the window and return it."""
+        index = self.index_of(text)
         self.page.evaluate(
             f"async place => {{ const book = {_MODEL}; book.activeCellIndex = place; "
             "await book.scrollToItem(place, 'start') }",
-            place,
+            index,
         )
-        found = self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{place}"]')
-        found.wait_for()
-        return found
+        cell = self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{index}"]')
+        cell.wait_for()
+        return cell
 
     def replace(self, old: str, new: str) -> None:
-        """Edits the first code cell that contains `old`."""
+        """Edit the first code cell that contains `old`."""
         self.page.evaluate(
             f"([place, old, now]) => {{ const text = {_MODEL}.widgets[place].model.sharedModel; "
             "text.setSource(text.source.replace(old, now)) }",
-            [self.place(old), old, new],
+            [self.index_of(old), old, new],
         )
 
     def run_above(self, text: str) -> None:
-        """Runs the cells before the one that contains `text`, and returns when they have ended."""
+        """Run the cells before the one that contains `text`, and return when they have ended."""
         self.cell(text)
         self.command("notebook:run-all-above")
 
     def run_all(self) -> None:
-        """Runs all cells, and returns when they have ended."""
+        """Run all cells, and return when they have ended."""
         self.command("notebook:run-all-cells")
 
     def outputs(self) -> list[list[dict[str, Any]]]:
-        """What each code cell has put out."""
-        found: list[list[dict[str, Any]]] = self.page.evaluate(
+        """Return the outputs of each code cell."""
+        outputs: list[list[dict[str, Any]]] = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"
         )
-        return found
+        return outputs
 
     def ran_cleanly(self) -> None:
-        """Fails unless every cell that is not empty has run, and none has raised or warned."""
+        """Fail unless every cell that is not empty has run, and none has raised or warned."""
         counts = self.page.evaluate(
             f"{_MODEL}.widgets.filter(cell => cell.model.type === 'code' && cell.model.sharedModel.source.trim())"
             ".map(cell => cell.model.executionCount)"

@@ -22,26 +22,26 @@ SHOWN = """([path, heading]) => {
 
 
 def headings(lab: Lab) -> dict[str, str]:
-    """The heading that each link of the notebooks to a page must show."""
+    """Return the heading that each link from a notebook to a page must show."""
     books = [nbformat.read(path, 4) for path in sorted(lab.folder.glob("[0-9]*.ipynb"))]
     text = "\n".join(cell.source for book in books for cell in book.cells if cell.cell_type == "markdown")
-    found = {}
+    expected = {}
     for target in sorted(set(re.findall(r"\]\((\.\./docs/[^)]+)\)", text))):
         file, _, anchor = target.partition("#")
         names = re.findall(r"^#+ (.+)$", (lab.folder / file).read_text(), re.M)
-        [found[target]] = [
+        [expected[target]] = [
             name for name in names if re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") == anchor
         ] or names[:1]
-    return found
+    return expected
 
 
 def test_every_link_to_a_page_shows_its_heading(lab: Lab, notebook: Callable[[str], Notebook], page: Any):
-    wanted = headings(lab)
-    assert len(wanted) > 50
-    cells = [new_markdown_cell("\n\n".join(f"[at {target}]({target})" for target in wanted))]
+    expected = headings(lab)
+    assert len(expected) > 50
+    cells = [new_markdown_cell("\n\n".join(f"[at {target}]({target})" for target in expected))]
     nbformat.write(new_notebook(cells=cells, metadata=KERNEL), lab.folder / "links.ipynb")
     book = notebook("links.ipynb")
-    for target, heading in wanted.items():
+    for target, heading in expected.items():
         book.command("docmanager:open", path="notebooks/links.ipynb")
         page.locator(".jp-NotebookPanel").get_by_role("link", name=f"at {target}", exact=True).click()
         path = target.partition("#")[0].removeprefix("../")

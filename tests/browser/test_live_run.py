@@ -18,7 +18,7 @@ PATIENCE_S = 400.0
 
 @pytest.fixture
 def runs(lab: Lab) -> Iterator[Path]:
-    """Where the notebook keeps its run; whatever is live there afterwards is ended."""
+    """The folder in which the notebook keeps its run. Whatever is live in it afterwards is ended."""
     folder = lab.folder / "runs"
     yield folder
     for path in [path for path in folder.glob("watched-*") if not path.is_symlink()]:
@@ -49,14 +49,14 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     page.wait_for_function("document.querySelector('#jp-main-statusbar').innerText.includes('| Idle')")
     assert kernel.pid not in [process.pid for process in lab.kernels()]
 
-    begun = wait_until(path, lambda seen: len(seen.steps) >= 2, PATIENCE_S)
+    begun = wait_until(path, lambda status: len(status.steps) >= 2, PATIENCE_S)
     book.replace('run_dir: str = ""', f'run_dir: str = "{path}"')
     book.run_above("ended = wait_until")
     attached = book.cell("attached = Dashboard(path)").locator(".jp-OutputArea").first
     said_first = attached.inner_text()
     assert "live" in said_first and trained(said_first) >= len(begun.steps)
     page.wait_for_function("([e, old]) => e.innerText !== old", arg=[attached.element_handle(), said_first])
-    wait_until(path, lambda seen: seen.steps_done > trained(said_first) + 2, PATIENCE_S)
+    wait_until(path, lambda status: status.steps_done > trained(said_first) + 2, PATIENCE_S)
     page.wait_for_timeout(4000)
     assert trained(attached.inner_text()) > trained(said_first), "the board does not keep up"
     assert read_status(path).state == "live", "attaching must not end a run"
@@ -68,6 +68,6 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
 
 
 def trained(text: str) -> int:
-    """Steps done, as the board's first line tells."""
-    found = re.search(r"(\d+) of \d+ steps", text)
-    return int(found[1]) if found else 0
+    """Return the number of finished steps that the first line of the board shows."""
+    match = re.search(r"(\d+) of \d+ steps", text)
+    return int(match[1]) if match else 0

@@ -28,13 +28,13 @@ def test_a_token_tells_its_numbers_and_what_was_read_folds(
     book.run_all()
     book.ran_cleanly()
     cell = book.cell("rollout.read")
-    written = cell.locator('pre span[title*="log p"]:visible')
-    assert written.count() > 10
-    written.nth(5).hover()
+    sampled_tokens = cell.locator('pre span[title*="log p"]:visible')
+    assert sampled_tokens.count() > 10
+    sampled_tokens.nth(5).hover()
     hovered = page.evaluate("[...document.querySelectorAll(':hover')].at(-1).getAttribute('title')")
     assert "log p" in hovered and "policy version" in hovered and "experts" in hovered
-    everything = cell.locator("details")
-    folded = everything.nth(everything.evaluate_all("all => all.findIndex(one => !one.open)"))
+    parts = cell.locator("details")
+    folded = parts.nth(parts.evaluate_all("all => all.findIndex(one => !one.open)"))
     hidden = folded.locator("pre span").first
     assert not hidden.is_visible()
     folded.locator("summary").click()

@@ -24,16 +24,16 @@ def test_a_slider_moves_the_numbers_and_nothing_else(
     as_trained = line.inner_text()
     assert as_trained.startswith("cosine +1.0000")
     image = cell.locator(".jp-OutputArea img").last
-    drawn = image.get_attribute("src")
+    source = image.get_attribute("src")
 
     weight = cell.locator(".widget-slider", has_text="effort.weight")
-    shown = weight.locator(".widget-readout").inner_text()
+    readout = weight.locator(".widget-readout").inner_text()
     weight.locator(".noUi-handle").focus()
     for _ in range(5):
         page.keyboard.press("ArrowRight")
     expect(line).not_to_have_text(as_trained)
-    assert float(weight.locator(".widget-readout").inner_text()) > float(shown)
-    assert image.get_attribute("src") != drawn
+    assert float(weight.locator(".widget-readout").inner_text()) > float(readout)
+    assert image.get_attribute("src") != source
     for dark in (False, True):
         book.theme(dark)
         book.cell("rewards.sliders(lab)")

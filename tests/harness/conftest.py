@@ -31,8 +31,8 @@ def sandboxes() -> Iterator[SandboxExecutor]:
 
 @pytest.fixture(scope="session")
 def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as sandboxes:
+        yield sandboxes
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def task() -> Task:
 
 
 class Boxes:
-    """Sandboxes that run nothing: `answer` says what a request gives. Keeps the batches it was sent."""
+    """Sandboxes that run nothing: `answer` returns the result of a request. They keep the batches that they were sent."""
 
     def __init__(self, answer: Callable[[CallRequest], tuple[CallOutcome, ...]]) -> None:
         self.answer = answer
@@ -67,7 +67,7 @@ class Boxes:
 
 
 def returns(text: str) -> Callable[[CallRequest], tuple[CallOutcome, ...]]:
-    """The answer that every call returned `text`."""
+    """Return the answer that every call returned `text`."""
     return lambda request: (CallOutcome(status="returned", text=text),) * len(request.arguments)
 
 
@@ -81,7 +81,7 @@ class Typist:
         self, renderer: CompactRenderer, write: Callable[[int, int], Sequence[int]], capacity: int = 4, slow: int = 1
     ) -> None:
         self.renderer, self.write, self.capacity, self.slow = renderer, write, capacity, slow
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
         self.released: list[int] = []
         self.most = 0
         self._live: dict[int, list[int]] = {}  # rollout -> [turns, tokens]
@@ -91,15 +91,15 @@ class Typist:
         self._live.setdefault(request.rollout, [0, 0])
         assert len(self._live) <= self.capacity, "more rollouts alive than capacity"
         self.most = max(self.most, len(self._live))
-        self.asked.append(request)
+        self.requests.append(request)
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Answers the first `slow`-th part of what waits, so that rollouts fall out of step."""
+        """Answer the first `slow`-th part of the waiting requests, so that rollouts fall out of step."""
         self._waiting.sort(key=lambda request: request.rollout)
         count = -(-len(self._waiting) // self.slow)
-        now, self._waiting = self._waiting[:count], self._waiting[count:]
-        return [self._complete(request) for request in now]
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [self._complete(request) for request in batch]
 
     def release(self, rollout: int) -> Trace:
         self._waiting = [request for request in self._waiting if request.rollout != rollout]
@@ -109,29 +109,29 @@ class Typist:
 
     def _complete(self, request: Request) -> Completion:
         turn, before = self._live[request.rollout]
-        written: list[int] = []
+        token_ids: list[int] = []
         for token in list(self.write(request.rollout, turn))[: request.max_tokens]:
-            written.append(token)
+            token_ids.append(token)
             if token in self.renderer.stop:
                 break
-        self._live[request.rollout] = [turn + 1, before + len(written)]
+        self._live[request.rollout] = [turn + 1, before + len(token_ids)]
         return Completion(
             rollout=request.rollout,
-            token_ids=written,
-            logprobs=[-float(before + n) for n in range(1, len(written) + 1)],
-            policy_versions=[100 + turn] * len(written),
+            token_ids=token_ids,
+            logprobs=[-float(before + n) for n in range(1, len(token_ids) + 1)],
+            policy_versions=[100 + turn] * len(token_ids),
         )
 
 
 @pytest.fixture(scope="session")
 def typist(renderer: CompactRenderer) -> Callable[..., Typist]:
-    """`typist(write, capacity=…)`: see Typist."""
+    """Return a function that makes a `Typist`: `typist(write, capacity=…)`."""
     return lambda write, **options: Typist(renderer, write, **options)
 
 
 @pytest.fixture(scope="session")
 def boxes() -> Callable[..., Boxes]:
-    """`boxes(answer)`: see Boxes; `boxes("7")` is one in which everything returns 7."""
+    """Return a function that makes `Boxes`: `boxes(answer)`, or `boxes("7")` where every call returns 7."""
     return lambda answer: Boxes(returns(answer) if isinstance(answer, str) else answer)
 
 

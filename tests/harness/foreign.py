@@ -93,13 +93,13 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
 
 
 def lay(name: str, folder: Path, scripts_executable: bool = True) -> Path:
-    """The task `name` as a directory in `folder`."""
+    """Write the task `name` as a directory in `folder` and return its path."""
     toml, files = FOREIGN[name]
     path = folder / name
     (path / "environment").mkdir(parents=True)
-    for place, content in {"task.toml": toml, "instruction.md": "Say hello.\n", **files}.items():
-        target = path / place
+    for relative, content in {"task.toml": toml, "instruction.md": "Say hello.\n", **files}.items():
+        target = path / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content.encode() if isinstance(content, str) else content)
-        target.chmod(0o755 if scripts_executable and place.endswith(".sh") else 0o644)
+        target.chmod(0o755 if scripts_executable and relative.endswith(".sh") else 0o644)
     return path

@@ -9,14 +9,14 @@ from typing import Any, Self
 
 
 class JsonServer:
-    """Answers each request by `answer(path, body)`: a value of JSON, (status, text[, headers]), or None to hang up. A context
+    """Answers each request with `answer(path, body)`: a value of JSON, (status, text[, headers]), or None to hang up. A context
     manager; it keeps the paths and bodies of all requests."""
 
     def __init__(self, answer: Callable[[str, Any], Any]) -> None:
         self.answer, self.requests = answer, list[tuple[str, Any]]()
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(handler, *what: Any) -> None:
+            def log_message(handler, *args: Any) -> None:
                 pass
 
             def do_GET(handler) -> None:

@@ -11,23 +11,23 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 DRIP_S = 0.05
 
 
-def whole(message: object) -> list[bytes]:
+def complete(message: object) -> list[bytes]:
     body = json.dumps(message).encode()
     return [HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body]
 
 
-def said(text: str, **call: object) -> list[bytes]:
+def chat_reply(text: str, **call: object) -> list[bytes]:
     function = {"name": call.pop("name", ""), "arguments": json.dumps(call)}
     calls = {"tool_calls": [{"id": "c", "type": "function", "function": function}]} if function["name"] else {}
-    return whole({"choices": [{"message": {"role": "assistant", "content": text} | calls}]})
+    return complete({"choices": [{"message": {"role": "assistant", "content": text} | calls}]})
 
 
 def letters(data: bytes) -> Iterator[bytes]:
-    """A byte at a time, and then spaces for ever."""
-    return (bytes([each]) for each in chain(data, repeat(32)))
+    """Return the bytes one at a time, and then spaces for ever."""
+    return (bytes([byte]) for byte in chain(data, repeat(32)))
 
 
-WAYS = {
+FAULTS = {
     "silent": lambda: repeat(b""),
     "slow head": lambda: letters(b"HTTP/1.1 200 OK\r\nX: "),
     "slow body": lambda: chain([HEAD + b"Content-Length: 9999999\r\n\r\n"], letters(b"")),
@@ -40,10 +40,9 @@ WAYS = {
 
 
 class Stubborn:
-    def __init__(self, turns: Sequence[Sequence[bytes]], way: str) -> None:
-        """Answers these turns well, and then in that way, for ever. A list of
-        models is always told."""
-        self.turns, self.way = list(turns), way
+    def __init__(self, turns: Sequence[Sequence[bytes]], fault: str) -> None:
+        """Answer these turns well, and all further requests with this fault. A list of models is always given."""
+        self.turns, self.fault = list(turns), fault
         self.ended = threading.Event()
         self.open = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -61,19 +60,19 @@ class Stubborn:
     def _answer(self, connection: socket.socket) -> None:
         self.open += 1
         try:
-            with connection, connection.makefile("rb") as asked:
-                while line := asked.readline():
+            with connection, connection.makefile("rb") as reader:
+                while line := reader.readline():
                     size = 0
-                    while (head := asked.readline().strip()) not in (b"", b"\r\n"):
+                    while (head := reader.readline().strip()) not in (b"", b"\r\n"):
                         if head.lower().startswith(b"content-length:"):
                             size = int(head.split(b":")[1])
-                    asked.read(size)
+                    reader.read(size)
                     if line.startswith(b"GET"):
-                        connection.sendall(whole({"data": [{"id": "m"}]})[0])
+                        connection.sendall(complete({"data": [{"id": "m"}]})[0])
                     elif self.turns:
                         connection.sendall(b"".join(self.turns.pop(0)))
                     else:
-                        for part in WAYS[self.way]():
+                        for part in FAULTS[self.fault]():
                             if self.ended.wait(DRIP_S if len(part) < 10 else 0):
                                 return
                             if part:
@@ -94,8 +93,8 @@ def _gone(connection: socket.socket) -> bool:
 
 
 @contextmanager
-def stubborn(way: str, *turns: Sequence[bytes]) -> Iterator[Stubborn]:
-    server = Stubborn(turns, way)
+def stubborn(fault: str, *turns: Sequence[bytes]) -> Iterator[Stubborn]:
+    server = Stubborn(turns, fault)
     try:
         yield server
     finally:

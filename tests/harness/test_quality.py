@@ -52,13 +52,13 @@ SAME = ChangeQuality(lines=4, human_lines=4, extra_files=(), new_names=(), human
 
 
 def quality(**files: str | None) -> ChangeQuality | None:
-    """The quality of a change of the files of the task, named by their modules."""
+    """Return the quality of a change of the task's files, which are named by their modules."""
     changed = {f"pkg/{name}.py": text for name, text in files.items()}
     after = {path: text for path, text in (TASK.files | changed).items() if text is not None}
     return change_quality(TASK, after)
 
 
-def called(name: str, more: str) -> str:
+def app_calling(name: str, more: str) -> str:
     return APP.replace("return text", f"return {name}(text)") + more
 
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[str, str | None], ChangeQuality]] = {
         SAME,
     ),
     "a new function where one existed": (
-        {"app": called("slug", SLUG)},
+        {"app": app_calling("slug", SLUG)},
         replace(SAME, lines=7, new_names=("slug",), needless_names=("slug",)),
     ),
     "a function that is there, written again, beside the right call": (
@@ -105,11 +105,11 @@ def test_a_change_beside_the_humans(case: str) -> None:
 
 def test_where_the_human_writes_a_name_too_none_is_needless() -> None:
     task = TASK.model_copy(update={"solution": {"pkg/app.py": HUMAN + SLUG.replace("slug", "humans")}})
-    [found] = [change_quality(task, TASK.files | {"pkg/app.py": called("slug", SLUG)})]
-    assert found and (found.new_names, found.human_names, found.needless_names) == (("slug",), ("humans",), ())
+    [figures] = [change_quality(task, TASK.files | {"pkg/app.py": app_calling("slug", SLUG)})]
+    assert figures and (figures.new_names, figures.human_names, figures.needless_names) == (("slug",), ("humans",), ())
     task = TASK.model_copy(update={"solution": {"pkg/app.py": HUMAN + REPEATED}})
-    found = change_quality(task, TASK.files | {"pkg/app.py": HUMAN + REPEATED})
-    assert found and found.lines == found.human_lines == solution_lines(task) and not found.needless_names
+    figures = change_quality(task, TASK.files | {"pkg/app.py": HUMAN + REPEATED})
+    assert figures and figures.lines == figures.human_lines == solution_lines(task) and not figures.needless_names
 
 
 def test_outside_the_scope_and_unreadable_files_leave_figures_alone() -> None:
@@ -117,8 +117,8 @@ def test_outside_the_scope_and_unreadable_files_leave_figures_alone() -> None:
     after = TASK.files | {"pkg/app.py": HUMAN, "try.py": "def f():\n    pass\n", "../x.py": "", "/etc/a.py": ""}
     assert change_quality(TASK, after) == SAME
     for text in (deep, broken, "\udce9 = 1", "x = 1\n" * 100_000):
-        found = change_quality(TASK, TASK.files | {"pkg/app.py": HUMAN, "pkg/odd.py": text})
-        assert found and found.extra_files == ("pkg/odd.py",) and not found.new_names
+        figures = change_quality(TASK, TASK.files | {"pkg/app.py": HUMAN, "pkg/odd.py": text})
+        assert figures and figures.extra_files == ("pkg/odd.py",) and not figures.new_names
 
 
 def test_tasks_without_a_humans_change_have_no_quality() -> None:
@@ -127,9 +127,9 @@ def test_tasks_without_a_humans_change_have_no_quality() -> None:
         assert change_quality(task, TASK.files | {"pkg/app.py": HUMAN}) is None
 
 
-def attempt(found: bool) -> Attempt:
+def attempt(passed: bool) -> Attempt:
     rollout = Rollout(task_id="label", segments=(), turns=(), files={}, stop="finished")
-    return Attempt(task=TASK, rollout=rollout, grade=Grade(status="graded", tests={"t": found}))
+    return Attempt(task=TASK, rollout=rollout, grade=Grade(status="graded", tests={"t": passed}))
 
 
 def test_figures_are_of_passed_attempts_and_columns_of_all() -> None:

@@ -33,7 +33,7 @@ def sglang_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, 
 
 
 class Server(JsonServer):
-    """Draws 1, 2, 9 after every prompt; `before` may answer a path in another way."""
+    """Draws 1, 2, 9 after every prompt; `before` may answer a path differently."""
 
     def __init__(self, kind: str) -> None:
         self.before: Callable[[str], Any] = lambda path: None
@@ -73,10 +73,10 @@ def test_tokens_go_in_and_come_out(engine: RemoteEngine, server: Server) -> None
     engine.ask(ask(4, [3]))
     engine.release(4)
     engine.ask(ask(4, [8], 3))
-    sent = [body for path, body in server.requests if path.endswith("generate")]
-    read = [body.get("token_ids") or body["input_ids"] for body in sent]
-    assert read == [[5, 6], [5, 6, 1, 2, END, 3], [8]], "a released rollout is forgotten"
-    sampling = sent[-1]["sampling_params"]
+    bodies = [body for path, body in server.requests if path.endswith("generate")]
+    prompts = [body.get("token_ids") or body["input_ids"] for body in bodies]
+    assert prompts == [[5, 6], [5, 6, 1, 2, END, 3], [8]], "a released rollout is forgotten"
+    sampling = bodies[-1]["sampling_params"]
     assert sampling["temperature"] == 0.5 and sampling["stop_token_ids"] == [END] and 3 in sampling.values()
 
 
@@ -98,8 +98,8 @@ def test_impossible_turns_are_refused(
         engine.ask(ask(0, [1]))
     server.before = lambda path: None
     engine.ask(ask(0, [5]))
-    sent = server.requests[-1][1]
-    assert (sent.get("token_ids") or sent["input_ids"]) == [5], "a refused turn leaves no trace"
+    body = server.requests[-1][1]
+    assert (body.get("token_ids") or body["input_ids"]) == [5], "a refused turn leaves no trace"
 
 
 def test_time_is_bounded(engine: RemoteEngine, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,15 +23,15 @@ FAILED = Grade(status="graded", tests={"t": False})
 
 
 def rollout(kinds: list[Kind] | None = None, turns: int = 2, invalid: int = 0, stop: str = "finished") -> Rollout:
-    kind = np.array([int(each) for each in kinds or [Kind.PROMPT, Kind.TOOL_CALL]], np.uint8)
+    kind = np.array([int(token_kind) for token_kind in kinds or [Kind.PROMPT, Kind.TOOL_CALL]], np.uint8)
     segment = Segment(
         token_ids=np.zeros(len(kind), np.int32),
         kind=kind,
         logprob=np.zeros(len(kind), np.float32),
         policy_version=np.zeros(len(kind), np.int32),
     )
-    made = [Turn(call="{}", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
-    return Rollout(task_id="t", segments=(segment,), turns=tuple(made), files={}, stop=stop)
+    records = [Turn(call="{}", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
+    return Rollout(task_id="t", segments=(segment,), turns=tuple(records), files={}, stop=stop)
 
 
 @given(x=X, k=K)
@@ -84,14 +84,14 @@ def test_a_reward_is_the_sum_of_its_terms() -> None:
 
 
 def test_a_name_of_another_modules_term_is_refused_and_ones_own_can_be_written_again() -> None:
-    def solved(done: Rollout, grade: Grade) -> float:
+    def solved(candidate: Rollout, grade: Grade) -> float:
         return 5.0
 
     with pytest.raises(ValueError, match=r"a reward term 'solved' is registered by composer_nb\.harness\.rewards"):
         term(solved)
     assert TERMS["solved"](rollout(), FAILED) == 0.0
-    own = TERMS["solved"]
-    assert term(own) is own, "a cell of a notebook runs twice"
+    solved_term = TERMS["solved"]
+    assert term(solved_term) is solved_term, "a cell of a notebook runs twice"
 
 
 @pytest.mark.parametrize("value", ["math.nan", "math.inf", "1 / 0", "'much'", "None"])

@@ -79,9 +79,9 @@ def attempts(draw: st.DrawFn, task: Task, traced: bool) -> Attempt:
     return Attempt(task=task, rollout=rollout, grade=draw(GRADES))
 
 
-def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
-    assert len(found) == len(wanted)
-    for new, old in zip(found, wanted, strict=True):
+def assert_same(actual: list[Attempt], expected: list[Attempt]) -> None:
+    assert len(actual) == len(expected)
+    for new, old in zip(actual, expected, strict=True):
         assert (new.task, new.grade) == (old.task, old.grade)
         assert replace(new.rollout, segments=()) == replace(old.rollout, segments=())
         assert new.rollout.before == old.task.files
@@ -98,28 +98,28 @@ def assert_same(found: list[Attempt], wanted: list[Attempt]) -> None:
 @settings(max_examples=40)
 @given(data=st.data(), traced=st.booleans())
 def test_what_is_written_is_read(task: Task, data: st.DataObject, traced: bool) -> None:
-    other = task.model_copy(update={"id": "other"})
-    one = st.sampled_from([task, other]).flatmap(lambda each: attempts(each, traced))
-    wanted = data.draw(st.lists(one, max_size=4))
+    second_task = task.model_copy(update={"id": "other"})
+    strategy = st.sampled_from([task, second_task]).flatmap(lambda drawn_task: attempts(drawn_task, traced))
+    expected = data.draw(st.lists(strategy, max_size=4))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"
-        save_attempts(path, wanted)
-        assert_same(load_attempts(path, {"other": other, task.id: task}), wanted)
+        save_attempts(path, expected)
+        assert_same(load_attempts(path, {"other": second_task, task.id: task}), expected)
         assert sorted(entry.name for entry in Path(folder).iterdir()) == ["step.parquet", "step.safetensors"]
 
 
 @pytest.fixture
 def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]) -> list[Attempt]:
-    """Two rollouts that the loop made, without traces."""
+    """Return two rollouts of the loop, without traces."""
     finish = agent.renderer.turn(one(ToolCall(name="finish", arguments={})))
     policy = typist(lambda rollout, turn: finish)
-    return [done for _, done in drive((agent.attempt(task, n) for n in range(2)), policy, boxes("1"))]
+    return [attempt for _, attempt in drive((agent.attempt(task, n) for n in range(2)), policy, boxes("1"))]
 
 
-def with_trace(done: Attempt) -> Attempt:
-    [segment] = done.rollout.segments
+def with_trace(attempt: Attempt) -> Attempt:
+    [segment] = attempt.rollout.segments
     trace = random_trace(len(segment.token_ids), np.random.default_rng(0))
-    return replace(done, rollout=replace(done.rollout, segments=(replace(segment, trace=trace),)))
+    return replace(attempt, rollout=replace(attempt.rollout, segments=(replace(segment, trace=trace),)))
 
 
 def test_pandas_reads_it_with_the_columns_added(played: list[Attempt], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ HARMS: list[Callable[[bytes], bytes | None]] = [lambda data: b"", lambda data: d
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_file_is_named(played: list[Attempt], task: Task, tmp_path: Path, suffix: str, harm: Any) -> None:
     path = tmp_path / "a.parquet"
-    save_attempts(path, [with_trace(done) for done in played])
+    save_attempts(path, [with_trace(attempt) for attempt in played])
     file = path.with_suffix(suffix)
     data = harm(file.read_bytes())
     file.unlink() if data is None else file.write_bytes(data)

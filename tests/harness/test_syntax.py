@@ -112,5 +112,7 @@ SOURCES = {
 def test_the_linter_finds_as_much_as_ruff(text: str) -> None:
     assert sorted(syntax.lints(text)) == SOURCES[text]
     rules = "check --isolated --select F401,F841,F821 --output-format json -"
-    said = subprocess.run([host_programs()["ruff"], *rules.split()], input=text, capture_output=True, text=True).stdout
-    assert len(json.loads(said)) == len(SOURCES[text])
+    output = subprocess.run(
+        [host_programs()["ruff"], *rules.split()], input=text, capture_output=True, text=True
+    ).stdout
+    assert len(json.loads(output)) == len(SOURCES[text])

@@ -6,8 +6,8 @@ from network import Network, missing
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """A switch for the hosts of a module."""
+    """Start a switch for the hosts of a module."""
     if reason := missing():
         pytest.skip(reason)
-    with Network() as made:
-        yield made
+    with Network() as hosts:
+        yield hosts

@@ -117,7 +117,7 @@ class Host(Space):
         return subprocess.Popen(command, env=environment, text=True, **(pipes | options))
 
     def run(self, *words: str, seconds: float = 60, **options: Any) -> str:
-        """Run a command to its end and return what it says. Raises AssertionError with that if it fails."""
+        """Run a command to its end and return its output. Raises AssertionError with the output if it fails."""
         process = self.start(*words, **options)
         try:
             output, _ = process.communicate(timeout=patience(seconds))
@@ -212,9 +212,9 @@ class Frames:
         self._poll, self._ended = select.poll(), threading.Event()
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
-    def join(self, one: int, two: int, delay_s: float) -> None:
-        self._peers |= {one: (two, delay_s), two: (one, delay_s)}
-        for device in (one, two):
+    def join(self, first: int, second: int, delay_s: float) -> None:
+        self._peers |= {first: (second, delay_s), second: (first, delay_s)}
+        for device in (first, second):
             os.set_blocking(device, False)
             self._poll.register(device, select.POLLIN)
         if not self._thread.is_alive():
@@ -231,8 +231,8 @@ class Frames:
         waiting: list[tuple[float, int, int, bytes]] = []
         order = count()
         while not self._ended.is_set():
-            left = waiting[0][0] - time.monotonic() if waiting else 0.1
-            for device, _ in self._poll.poll(max(0.0, left) * 1000):
+            timeout = waiting[0][0] - time.monotonic() if waiting else 0.1
+            for device, _ in self._poll.poll(max(0.0, timeout) * 1000):
                 peer, delay_s = self._peers[device]
                 try:
                     frame = os.read(device, 1 << 17)
@@ -250,7 +250,7 @@ class Frames:
 
 def tap(pid: int, name: str) -> int:
     """Make a TAP device in the network namespace of a process, and return its file."""
-    opened: list[int] = []
+    devices: list[int] = []
 
     def make() -> None:  # in a thread of its own, which alone enters the namespace
         with open(f"/proc/{pid}/ns/net") as space:
@@ -260,12 +260,12 @@ def tap(pid: int, name: str) -> int:
         fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x5002))
         # TUNSETOFFLOAD: TUN_F_CSUM | TUN_F_TSO4. TCP hands over up to 64 KB at a time, of which it counts the frames.
         fcntl.ioctl(device, 0x400454D0, 3)
-        opened.append(device)
+        devices.append(device)
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    [device] = opened
+    [device] = devices
     return device
 
 
@@ -277,5 +277,5 @@ def missing() -> str:
     """Return why hosts cannot be had here; empty if they can."""
     if not sys.platform == "linux" or os.getuid() != 0:
         return "hosts are namespaces of Linux, which root alone may make"
-    lost = [name for name in ("unshare", "nsenter", "ip", "tc") if not shutil.which(name)]
-    return f"no {', '.join(lost)} here (packages util-linux and iproute2)" if lost else ""
+    missing_programs = [name for name in ("unshare", "nsenter", "ip", "tc") if not shutil.which(name)]
+    return f"no {', '.join(missing_programs)} here (packages util-linux and iproute2)" if missing_programs else ""

@@ -117,9 +117,9 @@ def test_versions_survive_hosts_links_clocks_and_the_store(
 
     def follow(worker: Worker, *versions: int) -> list[dict[str, Any]]:
         worker.order(*versions)
-        taken = [worker.take() for _ in versions]
-        assert [report["hash"] for report in taken] == [published[version] for version in versions]
-        return taken
+        reports = [worker.take() for _ in versions]
+        assert [report["hash"] for report in reports] == [published[version] for version in versions]
+        return reports
 
     assert 3500 < near.clock - far.clock < 3600 + 600
     publish(1)
@@ -135,8 +135,8 @@ def test_versions_survive_hosts_links_clocks_and_the_store(
         publish(version)
         follow(near, version)
     network.cut(far.host, down=False)
-    back = far.take()
-    assert back["hash"] == published[4] and back["delta"] and back["bytes"] < full_bytes / 5
+    report = far.take()
+    assert report["hash"] == published[4] and report["delta"] and report["bytes"] < full_bytes / 5
     # It is cut off while what it runs is pruned: it comes back by an anchor.
     network.cut(far.host)
     for version in range(5, 13):

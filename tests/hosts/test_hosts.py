@@ -85,30 +85,30 @@ attempt"""
 
 
 def test_hosts_share_no_folder_and_no_process(network: Network, server: Host, tmp_path: Path) -> None:
-    other = network.host("other")
+    neighbour = network.host("other")
     (tmp_path / "file").touch()
     for folder in (HOME, "/tmp", "/dev/shm"):
         server.run("touch", f"{folder}/only-here")
-        assert server.run("ls", folder) == "only-here\n" and other.run("ls", folder) == ""
+        assert server.run("ls", folder) == "only-here\n" and neighbour.run("ls", folder) == ""
     assert f"cannot touch '{Path(__file__).parent}" in server.run(
         "sh", "-c", f"touch {Path(__file__).parent}/x || true"
     )
-    assert other.python(
+    assert neighbour.python(
         "import os; print(os.uname().nodename, len([n for n in os.listdir('/proc') if n.isdigit()]))"
     ) == ("other 2\n")
-    other.send(tmp_path, f"{HOME}/copy")
-    assert other.run("ls", f"{HOME}/copy") == "file\n"
+    neighbour.send(tmp_path, f"{HOME}/copy")
+    assert neighbour.run("ls", f"{HOME}/copy") == "file\n"
 
 
 def test_nothing_outlives_a_killed_test() -> None:
     command = [sys.executable, "-c", KILLED]
     process = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    inside = psutil.Process(int(process.stdout.readline()))
+    inner_process = psutil.Process(int(process.stdout.readline()))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + patience(20)
-    while inside.is_running() and inside.status() != psutil.STATUS_ZOMBIE:
+    while inner_process.is_running() and inner_process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1234567"]]

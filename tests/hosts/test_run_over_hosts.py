@@ -105,8 +105,8 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
 ) -> None:
     *trainers, engines = nodes
     run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4, "ranks": ranks, "mesh.shard": ranks})
-    said = head.run(*RUN, run, seconds=600, env=store.environment)
-    assert "died" not in said and "rl: done" in said
+    output = head.run(*RUN, run, seconds=600, env=store.environment)
+    assert "died" not in output and "rl: done" in output
     services = {tuple(row) for row in json.loads(head.python(NODES, address))}
     trainer_hosts = {host for name, host in services if name == "TrainerRank"}
     assert len(trainer_hosts) == ranks and trainer_hosts <= {host.address for host in trainers}
@@ -120,7 +120,7 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     assert len(engines.run("ls", "node/relay").split()) >= len(served) > 0, "versions come through the region's relay"
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
-    print(said, info["store"])
+    print(output, info["store"])
 
 
 def send_run(tiny_run: RunDir, head: Host, store: ObjectStore, tmp_path: Path, changes: dict[str, Any]) -> str:
@@ -155,9 +155,9 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
 ) -> None:
     """The host of the trainer is cut off for 30 s, another dies for good, and then the head; the run goes on from its store."""
     head, steps = start_head(network, store, "first-head"), 14
-    cut, dead = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
-    join(cut, head, store, "trainer,engine,environment")
-    join(dead, head, store, "engine,environment")
+    trainer_host, engine_host = (network.host(name, Link(rate=200, delay=5)) for name in ("cut", "dead"))
+    join(trainer_host, head, store, "trainer,engine,environment")
+    join(engine_host, head, store, "engine,environment")
     run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": steps, "services.engines": 2})
     process = head.start(*RUN, run, env=store.environment, stdout=None, stderr=None)
 
@@ -168,18 +168,18 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
             time.sleep(0.5)
 
     wait_for(1)
-    network.cut(cut)
+    network.cut(trainer_host)
     time.sleep(30)
-    network.cut(cut, down=False)
+    network.cut(trainer_host, down=False)
     wait_for(4)
-    dead.kill()
+    engine_host.kill()
     wait_for(6)
     head.kill()
     head = start_head(network, store, "second-head")
     restore = ("restore", f"{store.url}/{Path(run).name}", "--runs", HOME)
     head.run("python", "-P", "-m", "composer_nb.cli", *restore, env=store.environment)
-    cut.run(*UP, "--down")  # it may still wait for its first head
-    join(cut, head, store, "trainer,engine,environment")
+    trainer_host.run(*UP, "--down")  # it may still wait for its first head
+    join(trainer_host, head, store, "trainer,engine,environment")
     head.run(*RUN, run, seconds=600, env=store.environment)
     head.take(run, tmp_path / "result")
     assert_whole(RunDir(tmp_path / "result"), steps)
@@ -190,6 +190,6 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
 def test_a_machine_without_the_token_gets_nowhere(network: Network, address: str, nodes: list[Host]) -> None:
     stranger = network.host("stranger")
     for guess in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        said = stranger.python(STRANGER, address, seconds=START_S, env=guess)
-        assert "Unauthenticated" in said and "\nrefused: no Ray answers" in said
-        assert guess or "RAY_AUTH_MODE=token" in said
+        output = stranger.python(STRANGER, address, seconds=START_S, env=guess)
+        assert "Unauthenticated" in output and "\nrefused: no Ray answers" in output
+        assert guess or "RAY_AUTH_MODE=token" in output

@@ -66,12 +66,12 @@ class Cluster:
 
 @contextmanager
 def two_nodes(folder: Path, first: dict[str, Any], second: dict[str, Any], hidden: Path) -> Iterator[Cluster]:
-    """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
-    made = Cluster(Bench(folder), first, second, hidden)
-    yield made
-    for process in made.nodes:
+    """Start a cluster whose files lie in `folder`, and end all of its processes afterwards."""
+    cluster = Cluster(Bench(folder), first, second, hidden)
+    yield cluster
+    for process in cluster.nodes:
         process.terminate()
         process.communicate(timeout=patience(120))
-    for process in made.bench.alive():
+    for process in cluster.bench.alive():
         process.kill()
-    shutil.rmtree(made.folder, ignore_errors=True)
+    shutil.rmtree(cluster.folder, ignore_errors=True)

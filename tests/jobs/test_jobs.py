@@ -44,35 +44,35 @@ def record(output: Path) -> dict[str, Any]:
 def test_a_run_is_kept_and_told(tmp_path: Path):
     cells = ["print('one'); print('steps', steps)", "half = '\\ud83d'\nhalf", "twice = steps * 2\ntwice"]
     source = notebook(tmp_path / "n.ipynb", *cells)
-    before, said = source.read_bytes(), []
+    before, lines = source.read_bytes(), []
     output = tmp_path / "deep" / "out.ipynb"
-    given = {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
-    found = run_notebook(source, output, given, say=said.append, outputs={"n": "twice"})
-    assert [re.sub(r"\d+ s", "t", line) for line in said] == [
+    parameters = {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
+    result = run_notebook(source, output, parameters, say=lines.append, outputs={"n": "twice"})
+    assert [re.sub(r"\d+ s", "t", line) for line in lines] == [
         *("cell 1 of 6, t", "cell 2 of 6, t", "one", "steps 7", "cell 3 of 6, t"),
         *("cell 4 of 6, t: '\\ud83d'", "cell 5 of 6, t: 14", "cell 6 of 6, t"),
     ]
-    assert found == record(output)
-    assert found["state"] == "completed" and found["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
-    assert found["cells"] == found["cells_run"] == 6 and found["cell_states"] == {"completed": 6}
-    assert found["outputs"] == {"n": 14} and code(output)[-1].metadata.tags == ["outputs"]
+    assert result == record(output)
+    assert result["state"] == "completed" and result["parameters"] == {"steps": 7, "rate": 1, "more": {"a.b": [1]}}
+    assert result["cells"] == result["cells_run"] == 6 and result["cell_states"] == {"completed": 6}
+    assert result["outputs"] == {"n": 14} and code(output)[-1].metadata.tags == ["outputs"]
     assert code(output)[-2].outputs[0].data["text/plain"] == "14"
     assert source.read_bytes() == before
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.ipynb", "outputs.json", "run.json"]
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "parameters, message",
     [
         ({"stepz": 3}, "no parameter 'stepz'; did you mean 'steps'?"),
         ({"steps": "007"}, "steps='007' must be of type int"),
         ({"try_it": 1}, "try_it=1 must be of type bool"),
     ],
 )
-def test_parameters_are_checked_before_a_kernel_starts(tmp_path: Path, given: dict[str, Any], message: str):
+def test_parameters_are_checked_before_a_kernel_starts(tmp_path: Path, parameters: dict[str, Any], message: str):
     source = notebook(tmp_path / "n.ipynb", "raise SystemExit")
     with pytest.raises(ValueError) as caught:
-        run_notebook(source, tmp_path / "out" / "o.ipynb", given)
+        run_notebook(source, tmp_path / "out" / "o.ipynb", parameters)
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -95,14 +95,14 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     runner = subprocess.Popen([sys.executable, "-c", script, str(source), str(output)], **pipes)
     assert runner.stdout is not None
-    printed = [line for line in iter(runner.stdout.readline, "begun\n") if not line.startswith("cell ")]
-    pid = int(printed[0])
+    lines = [line for line in iter(runner.stdout.readline, "begun\n") if not line.startswith("cell ")]
+    pid = int(lines[0])
     started = psutil.Process(runner.pid).children(recursive=True)
     runner.send_signal(signal.SIGTERM)
     _, errors = runner.communicate(timeout=patience(60))
     assert "KeyboardInterrupt" in errors and runner.returncode != 0
-    found = record(output)
-    assert found["state"] == "interrupted" and found["error"] == "cancelled" and found["cells"] == 4
+    result = record(output)
+    assert result["state"] == "interrupted" and result["error"] == "cancelled" and result["cells"] == 4
     assert states(output)[-1] == "pending"
     assert "begun" in code(output)[-2].outputs[0].text
     deadline = time.monotonic() + patience(10)

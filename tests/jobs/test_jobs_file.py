@@ -69,8 +69,8 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
     }
     with pytest.raises(ValueError) as caught:
         load(folder, nodes, {"nothing": "1", "g:steps": "1"})
-    said = str(caught.value)
-    assert said.startswith("5 problems:\n") and said.count("\n") == 5
+    text = str(caught.value)
+    assert text.startswith("5 problems:\n") and text.count("\n") == 5
     for part in (
         "gone.ipynb: no such notebook",
         "--set nothing: no notebook has a parameter 'nothing'",
@@ -78,7 +78,7 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
         "grid.steps is empty",
         "unknown setting 'rl.stepz'; did you mean 'rl.steps'?. rl.group='many'",
     ):
-        assert part in said
+        assert part in text
 
 
 def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
@@ -99,7 +99,7 @@ def test_set_reaches_those_who_take_it(folder: Path):
     notebook(folder / "m.ipynb", "1", parameters="size: float = 1.0")
     nodes = {"a": node(parameters={"steps": 1}), "b": node(grid={"steps": [1, 2]}), "m": {"notebook": "m.ipynb"}}
     job = load(folder, nodes, {"steps": "7", "b:name": "007", "rl.steps": "3", "size": "2"})
-    assert {name: dict(each.parameters) for name, each in job.nodes.items()} == {
+    assert {name: dict(job_node.parameters) for name, job_node in job.nodes.items()} == {
         "a": {"steps": 7, "overrides": {"rl.steps": 3}},
         "b": {"steps": 7, "name": "007", "overrides": {"rl.steps": 3}},
         "m": {"size": 2},
@@ -119,24 +119,24 @@ def test_a_job_file_may_use_anchors_and_numbers_as_python_writes_them(folder: Pa
 
 
 def test_a_whole_reference_keeps_its_type():
-    found = {("a", "n"): 3, ("a-x=1", "path"): "p"}
+    outputs = {("a", "n"): 3, ("a-x=1", "path"): "p"}
     value = {"n": "${a.n}", "text": "${a.n} of ${a-x=1.path}", "deep": [{"k": "${a.n}"}], "price": "$5 {a.n}"}
-    assert set(references(value)) == set(found)
-    assert resolve(value, found) == {"n": 3, "text": "3 of p", "deep": [{"k": 3}], "price": "$5 {a.n}"}
+    assert set(references(value)) == set(outputs)
+    assert resolve(value, outputs) == {"n": 3, "text": "3 of p", "deep": [{"k": 3}], "price": "$5 {a.n}"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "papermill_jobs").glob("*.yml")), ids=lambda path: path.stem)
 def test_the_job_files_that_ship_are_right(path: Path):
     job = load_job(path)
     assert job.name == path.stem and job.nodes
-    assert all(each.spec.timeout_s for each in job.nodes.values())
+    assert all(job_node.spec.timeout_s for job_node in job.nodes.values())
 
 
 def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):
     load(folder, {"a": node()})
-    made = tmp_path / "runs" / "job"
-    made.mkdir(parents=True)
-    (made / "job.json").write_text("{")
+    run = tmp_path / "runs" / "job"
+    run.mkdir(parents=True)
+    (run / "job.json").write_text("{")
     with pytest.raises(ValueError, match=r"job.json cannot be read: this run is lost"):
         run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]

@@ -85,14 +85,14 @@ class Bench:
         return [c.metadata.papermill["status"] for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
 
     def alive(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("BENCH") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except (psutil.Error, OSError):
                 continue
-        return found
+        return processes
 
     def wait(self, until: Callable[[], Any], seconds: float = 90) -> None:
         deadline = time.monotonic() + patience(seconds)
@@ -118,9 +118,9 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    for process in made.alive():
+    rig = Bench(tmp_path)
+    yield rig
+    for process in rig.alive():
         process.kill()
 
 
@@ -136,7 +136,7 @@ WAITING = "flag: str = ''\nwait: bool = True"
 
 @pytest.mark.slow
 def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
-    once = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
+    on_first_run = "from pathlib import Path\nfirst = not Path(flag).exists()\nPath(flag).touch()\nimport os\n"
     flag = "flag: str = ''"
     kill_kernel, kill_parent = ("if first: os.kill(os.getpid(), 9)", "if first: os.kill(os.getppid(), 9)")
     nodes = {
@@ -146,9 +146,11 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
         "cell": {"notebook": bench.notebook("cell", "import time; time.sleep(600)", "1"), "cell_timeout_s": 1},
         "slow": {"notebook": bench.notebook("slow", "import time; time.sleep(600)", "1"), "timeout_s": 20},
         "dies": {"notebook": bench.notebook("dies", "1", "import os; os.kill(os.getpid(), 9)", "2"), "retries": 1},
-        "dies_once": {"notebook": bench.notebook("once", once + kill_kernel, parameters=flag)},
+        "dies_once": {"notebook": bench.notebook("once", on_first_run + kill_kernel, parameters=flag)},
         "shot_once": {
-            "notebook": bench.notebook("shot", once + kill_parent, "import time; time.sleep(2)", parameters=flag)
+            "notebook": bench.notebook(
+                "shot", on_first_run + kill_parent, "import time; time.sleep(2)", parameters=flag
+            )
         },
         "orphans": {"notebook": bench.notebook("orphans", DETACHED)},
         "leased": {"notebook": bench.notebook("leased", LEASED), "outputs": {"pid": "server"}},
@@ -192,14 +194,16 @@ def test_ten_at_once_each_with_a_fate_of_its_own(bench: Bench, tmp_path: Path):
     before = bench.attempts()
     code, _ = bench.run("run", str(job), "--resume", "--set", "raises:steps=4", "--set", "mistyped:steps=1")
     bench.nothing_is_left()
-    done = {name for name, state in bench.states().items() if state == "completed"}
-    assert done == set(nodes) - {"cell", "slow", "dies"} and code == 124
+    completed = {name for name, state in bench.states().items() if state == "completed"}
+    assert completed == set(nodes) - {"cell", "slow", "dies"} and code == 124
     assert bench.attempts() == {**before, **{"raises": 2, "cell": 2, "slow": 2, "dies": 4, "blocked": 1, "mistyped": 1}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everyone", [False, True], ids=["the runner", "runner and notebooks"])
-def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(bench: Bench, tmp_path, everyone: bool):
+@pytest.mark.parametrize("all_processes", [False, True], ids=["the runner", "runner and notebooks"])
+def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(
+    bench: Bench, tmp_path, all_processes: bool
+):
     flag = tmp_path / "flag"
     waiting = {"notebook": bench.notebook("waits", DETACHED, SLEEP, "1", parameters=WAITING)}
     nodes = {
@@ -211,23 +215,23 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(benc
     runner = bench.start("run", str(job), "--set", "done:steps=5")  # which --resume goes on with
     bench.wait(flag.exists)
     time.sleep(3)  # output is saved every second
-    shot = [p for p in bench.alive() if everyone and "composer_nb.jobs.notebook" in p.cmdline()]
-    assert len(shot) == everyone
+    shot = [p for p in bench.alive() if all_processes and "composer_nb.jobs.notebook" in p.cmdline()]
+    assert len(shot) == all_processes
     for process in (psutil.Process(runner.pid), *shot):
         process.kill()
     runner.wait()
     bench.nothing_is_left(60)
-    cut = "lost" if everyone else "interrupted"
+    end_state = "lost" if all_processes else "interrupted"
     status = bench.status()
     assert (status["state"], status["alive"]) == ("lost", False)
-    assert bench.states() == {"done": "completed", "cut": cut, "later": "pending"}
+    assert bench.states() == {"done": "completed", "cut": end_state, "later": "pending"}
 
     code, output = bench.run("run", str(job), "--resume", "--set", "cut:wait=false")
     assert code == 0 and "done: kept" in output
     bench.nothing_is_left()
     bench.everything_is_whole()
     assert bench.attempts() == {"done": 1, "cut": 2, "later": 1}
-    assert bench.record("cut")["state"] == cut and bench.cells("cut")[-2:] == [cut, "pending"]
+    assert bench.record("cut")["state"] == end_state and bench.cells("cut")[-2:] == [end_state, "pending"]
     assert "asleep\n" in (bench.attempt("cut") / "log.txt").read_text()
 
 
@@ -238,20 +242,20 @@ def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):
     with owned_directory(tmp_path, record):
         attempt = subprocess.Popen(["sh", "-c", bare], stdout=subprocess.PIPE, text=True)
         assert attempt.stdout is not None
-        lost, spared = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
+        stray_process, service_process = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))
         attempt.kill()
         attempt.wait()
     try:
-        assert not lost.is_running() and spared.is_running()
-        assert [process["pid"] for process in record["leased_processes"]] == [spared.pid]
+        assert not stray_process.is_running() and service_process.is_running()
+        assert [process["pid"] for process in record["leased_processes"]] == [service_process.pid]
     finally:
-        spared.kill()
-        spared.wait()
+        service_process.kill()
+        service_process.wait()
 
 
 @pytest.mark.slow
 def test_a_file_that_may_not_grow(bench: Bench):
-    """A notebook outgrows its place: nothing is corrupt, all is told."""
+    """A notebook outgrows its limit: nothing is corrupt, and everything is reported."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -365,6 +369,6 @@ def test_a_notebook_that_did_not_run_to_its_end_is_not_completed_and_says_where(
     with pytest.raises(JobFailed) as caught:
         run_notebook(source, output, cell_timeout_s=1 if "sleep" in cell else None)
     assert str(caught.value).startswith(error) and str(output) in str(caught.value)
-    found = json.loads(output.with_name("run.json").read_text())
-    assert found["state"] in ("failed", "lost", "timed_out") and (found["cells"], found["cells_run"]) == (3, 2)
-    assert found["cell_states"] == {"completed": 1, found["state"]: 1, "pending": 1}
+    result = json.loads(output.with_name("run.json").read_text())
+    assert result["state"] in ("failed", "lost", "timed_out") and (result["cells"], result["cells_run"]) == (3, 2)
+    assert result["cell_states"] == {"completed": 1, result["state"]: 1, "pending": 1}

@@ -30,8 +30,8 @@ def test_a_job_runs_on_a_head_by_its_folder_and_keeps_it_alive(tmp_path: Path):
         record = bench.folder / "head" / "head.json"
         record.write_text(json.dumps(head | {"until": 0.0}))  # its lease runs out under the job
         go.touch()
-        said, _ = runner.communicate(timeout=400)
-        assert runner.returncode == 0, said
+        output, _ = runner.communicate(timeout=400)
+        assert runner.returncode == 0, output
         bench.wait(lambda: not record.exists(), 400)  # nobody holds it any more
     finally:
         command(bench, "up", "head", "--down")

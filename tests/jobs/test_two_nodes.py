@@ -21,28 +21,28 @@ pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = pytest.mark.slow
 
 THERE = {"gpus": 1}
-"""What only the second node has."""
+"""Resources that only the second node has."""
 WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
 
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the second node sees empty."""
+    """Return a folder that the second node sees empty."""
     return tmp_path_factory.mktemp("hidden")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, hidden: Path) -> Iterator[Cluster]:
     first, second = {"num_cpus": 2}, {"num_cpus": 1, "num_gpus": 1}
-    with two_nodes(tmp_path_factory.mktemp("cluster"), first, second, hidden) as made:
-        yield made
+    with two_nodes(tmp_path_factory.mktemp("cluster"), first, second, hidden) as nodes:
+        yield nodes
 
 
 @pytest.fixture
 def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
-    made = Bench(tmp_path, like=cluster.bench)
-    yield made
-    for process in ours(made):
+    rig = Bench(tmp_path, like=cluster.bench)
+    yield rig
+    for process in ours(rig):
         process.kill()
 
 
@@ -50,9 +50,9 @@ def test_a_node_that_does_not_see_the_runs_says_so(bench: Bench, cluster: Cluste
     """A job's runner; the test below asks the services of RL."""
     job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
     bench.runs = hidden / "runs"
-    code, said = bench.run("run", str(job), "--ray", cluster.address)
+    code, output = bench.run("run", str(job), "--ray", cluster.address)
     attempt = bench.attempt("a").resolve() / "attempt.json"
-    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
+    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in output
     assert not bench.attempt("a").with_name("log.txt").exists()
 
 
@@ -73,7 +73,7 @@ def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, k
 
 
 def ours(bench: Bench) -> list[psutil.Process]:
-    """What belongs to notebooks, not to the cluster."""
+    """Return the processes that belong to notebooks and not to the cluster."""
     words = ("composer_nb.jobs", "ipykernel", "sleep 600")
     return [p for p in bench.alive() if any(word in " ".join(p.cmdline()) for word in words)]
 
@@ -90,7 +90,7 @@ def graph(bench: Bench) -> dict[str, Any]:
     }
 
 
-def told(bench: Bench) -> dict[str, Any]:
+def outcome(bench: Bench) -> dict[str, Any]:
     nodes = bench.status()["nodes"]
     return {
         name: (node["state"], node["attempt"], {k: v for k, v in node.get("outputs", {}).items() if k != "pid"})
@@ -106,10 +106,10 @@ def test_two_nodes_give_the_local_result(bench: Bench, cluster: Cluster):
 
     job = bench.job(graph(bench))
     assert bench.run("run", str(job))[0] == 1
-    local = told(bench)
+    local = outcome(bench)
     assert local["sum"] == ("completed", 1, {"total": 12})
     assert bench.run("run", str(job), "--ray", cluster.address)[0] == 1
-    assert told(bench) == local
+    assert outcome(bench) == local
     server = bench.record("leased")["outputs"]["pid"]
     bench.wait(lambda: not ours(bench) and not psutil.pid_exists(server), 10)
     bench.everything_is_whole()

@@ -89,16 +89,16 @@ def solves(run: RunDir, passed: bool) -> None:
     """Make every rollout and every held-out attempt of a run pass its tests, or fail them."""
     info = {name: run.finished(f"eval_{name}") for name in POLICIES}
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
-    for name, found in info.items():
+    for name, record in info.items():
         file = run.path / "rollouts" / f"eval_{name}.parquet"
-        done = [graded(each, passed) for each in load_attempts(file, tasks)]
-        save_attempts(file, done)
-        greedy = len({each.task.id for each in done})
-        assert found is not None
-        scores = summarise(done[:-greedy], done[-greedy:])
-        room = headroom(done[:-greedy], done[-greedy:], RewardSettings())
-        run.finish(f"eval_{name}", found["seconds"], scores | {"headroom": room})
-    rescored(run, lambda done: graded(done, passed))
+        attempts = [graded(attempt, passed) for attempt in load_attempts(file, tasks)]
+        save_attempts(file, attempts)
+        greedy = len({attempt.task.id for attempt in attempts})
+        assert record is not None
+        scores = summarise(attempts[:-greedy], attempts[-greedy:])
+        room = headroom(attempts[:-greedy], attempts[-greedy:], RewardSettings())
+        run.finish(f"eval_{name}", record["seconds"], scores | {"headroom": room})
+    rescored(run, lambda attempt: graded(attempt, passed))
 
 
 def has_no_new_structures(run: RunDir) -> None:
@@ -111,10 +111,10 @@ def has_no_new_structures(run: RunDir) -> None:
         run.finish(stage, info.pop("seconds"), {key: value for key, value in info.items() if key != "structures"})
 
 
-def graded(done: Attempt, passed: bool) -> Attempt:
+def graded(attempt: Attempt, passed: bool) -> Attempt:
     """Return the attempt with every test passed, or failed."""
-    tests = dict.fromkeys(done.grade.tests or {"test_hidden": passed}, passed)
-    return replace(done, grade=replace(done.grade, status="graded", tests=tests))
+    tests = dict.fromkeys(attempt.grade.tests or {"test_hidden": passed}, passed)
+    return replace(attempt, grade=replace(attempt.grade, status="graded", tests=tests))
 
 
 def pays_for_nothing(run: RunDir) -> None:
@@ -122,7 +122,7 @@ def pays_for_nothing(run: RunDir) -> None:
     settings = run.settings()
     settings["reward"]["weights"] = {}
     write_json(run.path / "settings.json", settings)
-    rescored(run, lambda done: done)
+    rescored(run, lambda attempt: attempt)
     for name in ("before_final", "final"):
         shutil.rmtree(run.path / "weights" / name)
         shutil.copytree(run.path / "weights" / "start", run.path / "weights" / name)
@@ -189,26 +189,26 @@ def execute(name: str, parameters: dict[str, Any]) -> str:
     cell raises, and a numeric warning as an error, since a reader would see it."""
     book = nbformat.read(FOLDER / f"{name}.ipynb", 4)
     space: dict[str, Any] = {"__name__": f"notebook_{name}"}
-    said = io.StringIO()
-    with warnings.catch_warnings(), redirect_stdout(said):
+    stdout = io.StringIO()
+    with warnings.catch_warnings(), redirect_stdout(stdout):
         warnings.simplefilter("error", RuntimeWarning)
         for number, cell in enumerate(cell for cell in book.cells if cell.cell_type == "code"):
             *body, last = ast.parse(cell.source).body
             ends = [last.value] if isinstance(last, ast.Expr) else []
             for part in (ast.Module([*body, *([] if ends else [last])], []), *map(ast.Expression, ends)):
                 code = compile(part, f"{name}, code cell {number}", "exec" if isinstance(part, ast.Module) else "eval")
-                if (shown := eval(code, space)) is not None:
-                    print(*as_text(shown))
+                if (result := eval(code, space)) is not None:
+                    print(*as_text(result))
             if "parameters" in cell.metadata.get("tags", []):
                 space |= parameters
     assert [check for check in CHECKS.get(name, ()) if not eval(check, space)] == []
-    return said.getvalue()
+    return stdout.getvalue()
 
 
-def as_text(shown: Any) -> Sequence[str]:
-    """What JupyterLab asks of an object that a cell ends with."""
-    if hasattr(shown, "_repr_mimebundle_") and (bundle := shown._repr_mimebundle_()):
+def as_text(result: Any) -> Sequence[str]:
+    """Return the texts that JupyterLab shows of an object that a cell ends with."""
+    if hasattr(result, "_repr_mimebundle_") and (bundle := result._repr_mimebundle_()):
         return [json.dumps(bundle, default=str)]
-    ways = ("_repr_png_", "_repr_html_")
-    made = [getattr(shown, way)() for way in ways if hasattr(shown, way)]
-    return [repr(shown), *(each for each in made if isinstance(each, str))]
+    methods = ("_repr_png_", "_repr_html_")
+    representations = [getattr(result, method)() for method in methods if hasattr(result, method)]
+    return [repr(result), *(text for text in representations if isinstance(text, str))]

@@ -51,9 +51,9 @@ def test_a_run_of_any_outcome_can_be_read(
     run = copy_of(tiny_run)
     EXTREMES[extreme](run)
     two = {"first": str(tiny_run.path), "second": str(run.path)}
-    there = two if book == "06_compare_runs" else {"run_dir": str(run.path)}
-    said = execute(book, there | SMALL[book])
-    assert not re.search(r"(?<!\w)nan(?!\w)", said, re.I), "a missing value is told by a word or a dash"
+    parameters = two if book == "06_compare_runs" else {"run_dir": str(run.path)}
+    text = execute(book, parameters | SMALL[book])
+    assert not re.search(r"(?<!\w)nan(?!\w)", text, re.I), "a missing value is told by a word or a dash"
 
 
 @pytest.mark.parametrize(

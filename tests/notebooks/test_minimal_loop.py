@@ -56,7 +56,7 @@ def tags(cell: nbformat.NotebookNode) -> list[str]:
 
 @pytest.fixture
 def loop() -> Iterator[ModuleType]:
-    """The notebook's parameters, at tiny size, and its functions, those of the solutions too, as a module."""
+    """Return a module of the notebook's parameters, at tiny size, and its functions, including those of the solutions."""
     module = ModuleType("minimal_loop")
     sys.modules[module.__name__] = module
     cells = nbformat.read(NOTEBOOK, 4).cells
@@ -75,7 +75,7 @@ def settings(loop: ModuleType) -> LossSettings:
 
 
 def to_stream(rollout: Any, model: Model) -> Stream:
-    """A rollout of the loop as the package's trainer gets it."""
+    """Return a rollout of the loop as the package's trainer gets it."""
     acted = np.arange(len(rollout.token_ids)) >= rollout.prompt_length
     logprob = np.zeros(len(acted), np.float32)
     logprob[acted] = rollout.logprobs
@@ -118,7 +118,7 @@ class PackageLearner:
 
 
 def two_models(loop: ModuleType, seed: int = 0) -> tuple[Model, Model]:
-    """The same random weights twice."""
+    """Return two models with the same random weights."""
     models = []
     for _ in range(2):
         torch.manual_seed(seed)
@@ -162,8 +162,10 @@ def test_full_forwards_sample_from_what_the_engine_samples_from(loop: ModuleType
     prompts = [loop.draw_prompt(Random(n)) for n in range(24)]
     engine = Engine(model, stop=frozenset(), slots=len(prompts), max_length=16, seed=3)
     requests = [Request(rollout=n, token_ids=p, max_tokens=len(p) - 1) for n, p in enumerate(prompts)]
-    done = engine.generate(requests)
-    rollouts = [loop.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, done, strict=True)]
+    outputs = engine.generate(requests)
+    rollouts = [
+        loop.Rollout([*p, *d.token_ids], len(p), list(d.logprobs)) for p, d in zip(prompts, outputs, strict=True)
+    ]
     sampled_N = torch.tensor([logprob for r in rollouts for logprob in r.logprobs])
     assert torch.allclose(loop.score(model, rollouts).detach(), sampled_N, atol=1e-5)
 
@@ -210,9 +212,9 @@ def test_it_is_one_page_that_stands_alone():
 
 
 def test_its_settings_are_the_package_s():
-    known = config.to_flat(config.Settings())
+    names = config.to_flat(config.Settings())
     for name in parameters_of(NOTEBOOK):
-        assert {name, f"rl.{name}", f"loss.{name}"} & known.keys(), name
+        assert {name, f"rl.{name}", f"loss.{name}"} & names.keys(), name
 
 
 def test_its_solutions_are_right(loop: ModuleType):

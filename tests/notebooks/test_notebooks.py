@@ -80,10 +80,10 @@ def test_it_begins_with_what_a_reader_needs_and_leads_to_its_neighbours(path: Pa
     assert book.cells[0].cell_type == "markdown" and opening.startswith("# ")
     assert all(words in opening for words in ("*You will*", "*You will have learnt* ", "*Know before*: "))
     assert re.search(r"\*Needs\*.*minute.*memory", opening)
-    everything = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
-    assert all(heading in everything for heading in ("## Recap", "## Exercises", "Solutions", "## What next"))
-    here = NOTEBOOKS.index(path)
-    near = [NOTEBOOKS[place].name for place in (here - 1, here + 1) if 0 <= place < len(NOTEBOOKS)]
+    prose = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    assert all(heading in prose for heading in ("## Recap", "## Exercises", "Solutions", "## What next"))
+    position = NOTEBOOKS.index(path)
+    near = [NOTEBOOKS[index].name for index in (position - 1, position + 1) if 0 <= index < len(NOTEBOOKS)]
     for cell in (book.cells[0], book.cells[-1]):
         assert re.findall(r"\[\d\db? · [^]]+\]\((\w+\.ipynb)\)", cell.source.splitlines()[-1]) == near
 
@@ -143,12 +143,14 @@ def test_it_runs_on_the_example(path: Path, tmp_path: Path):
     before = [files_below(folder) for folder in folders]
     record = run_notebook(path, tmp_path / path.name, SHORTER.get(path.stem, {}), say=lambda line: None)
     assert record["state"] == "completed" and record["cells_run"] == record["cells"]
-    done = nbformat.read(tmp_path / path.name, 4)
-    outputs = [out for cell in code(done) for out in cell.outputs]
+    executed = nbformat.read(tmp_path / path.name, 4)
+    outputs = [out for cell in code(executed) for out in cell.outputs]
     assert [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"] == []
-    drawn = [place for place, cell in enumerate(done.cells) if "image/png" in str(cell.get("outputs"))]
-    assert drawn
-    assert [done.cells[place].source for place in drawn if not done.cells[place + 1].source.startswith(SEE)] == []
+    pictures = [index for index, cell in enumerate(executed.cells) if "image/png" in str(cell.get("outputs"))]
+    assert pictures
+    assert [
+        executed.cells[index].source for index in pictures if not executed.cells[index + 1].source.startswith(SEE)
+    ] == []
     assert [files_below(folder) for folder in folders] == before
 
 

@@ -16,16 +16,16 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_rl_run.ipynb"
 
 
 def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
-    """The executed notebook; every cell ran, none printed an error."""
+    """Run the notebook and return it; every cell must have run, and none may have printed an error."""
     record = run_notebook(NOTEBOOK, out, parameters, say=lambda line: None)
     assert record["state"] == "completed" and record["cells_run"] == record["cells"]
-    done = nbformat.read(out, 4)
-    cells = [cell for cell in done.cells if cell.cell_type == "code"]
+    executed = nbformat.read(out, 4)
+    cells = [cell for cell in executed.cells if cell.cell_type == "code"]
     errors = [o for cell in cells for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"]
     assert errors == []
     stills = [o for cell in cells for o in cell.outputs if "data:image/png" in o.get("data", {}).get("text/html", "")]
     assert len(stills) == 4, "two live boards with their twins, and two still ones"
-    return done
+    return executed
 
 
 @pytest.mark.slow
@@ -39,10 +39,10 @@ def test_a_run_that_is_over_is_looked_at_and_left_as_it_is(tiny_run: RunDir, tmp
 @pytest.mark.slow
 def test_a_run_of_its_own_is_stopped_resumed_and_loses_nothing(tmp_path: Path) -> None:
     execute(tmp_path / "06.ipynb", {"runs": str(tmp_path / "runs")})
-    seen = read_status(tmp_path / "runs" / "watched")
-    said = (seen.path / "said.log").read_text()
-    assert seen.state == "complete" and said.count("KeyboardInterrupt") == 1, "it was stopped once"
-    assert [(change.name, change.value) for change in seen.changes] == [("services.bound", 3)]
-    assert seen.trained == 60 and sum(seen.ledger.values()) == seen.sampled
-    assert json.loads((seen.path / "settings.json").read_text())["services"]["on"]
-    assert not list((seen.path / "journal").iterdir()), "nothing is left on the machine"
+    status = read_status(tmp_path / "runs" / "watched")
+    log = (status.path / "said.log").read_text()
+    assert status.state == "complete" and log.count("KeyboardInterrupt") == 1, "it was stopped once"
+    assert [(change.name, change.value) for change in status.changes] == [("services.bound", 3)]
+    assert status.trained == 60 and sum(status.ledger.values()) == status.sampled
+    assert json.loads((status.path / "settings.json").read_text())["services"]["on"]
+    assert not list((status.path / "journal").iterdir()), "nothing is left on the machine"

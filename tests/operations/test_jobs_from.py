@@ -16,9 +16,9 @@ from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.settings import Settings, override
 
 
-def began(tmp_path: Path, **given: Any) -> RunDir:
+def began(tmp_path: Path, **settings: Any) -> RunDir:
     run = create(tmp_path / "runs", "tour")
-    settle(run, override(Settings(), given))
+    settle(run, override(Settings(), settings))
     return run
 
 
@@ -35,9 +35,9 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").touch()
     Path("code").mkdir()
-    given = {"seed": 3, "rl.steps": 20, "sft.sharpness": [1.0, 1.5], "data.rl_turns": 5}
+    settings = {"seed": 3, "rl.steps": 20, "sft.sharpness": [1.0, 1.5], "data.rl_turns": 5}
     named = {"env.tasks": "tasks.jsonl", "data.code": "code", "services.store": "made/later"}
-    run = began(tmp_path, **given, **named, **{"services.changes": {"9": {"rl.group": 4}}})
+    run = began(tmp_path, **settings, **named, **{"services.changes": {"9": {"rl.group": 4}}})
     live = [("services.bound", "3", 0), ("services.bound", 4, 6), ("services.ahead", 3, None), ("rl.group", 4, 8)]
     taken_up(run, [*live, ("reward.effort.weight", 0.1, 8)])
 
@@ -47,12 +47,12 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     job = load_job(out)
     [node] = job.nodes.values()
     assert job.name == "the-second-try" and node.notebook.name == "01_tour.ipynb" and node.notebook.is_file()
-    again = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
+    settings_of_job = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
     everywhere = {name: str(tmp_path / value) for name, value in named.items()}
     timed = {"7": {"services.bound": 4}, "9": {"rl.group": 4, "reward.effort.weight": 0.1}}
     # A refused change is left out; one before the first step is a setting.
-    wanted = given | everywhere | {"services.bound": 3, "services.changes": timed}
-    assert again == override(Settings(), wanted)
+    expected = settings | everywhere | {"services.bound": 3, "services.changes": timed}
+    assert settings_of_job == override(Settings(), expected)
     assert "# services.changes: " in out.read_text()
     assert json.loads(capsys.readouterr().out)["live"] == {"1": {"services.bound": "3"}} | timed
 
@@ -86,7 +86,7 @@ def test_what_a_job_could_not_do_is_refused(
     Path("mine.py").write_text("class Mine: ...\n")
     run = began(tmp_path, **{"env.tasks": "mine:Mine"})
     assert cli.main(["jobs", "from", str(run.path)]) == 2
-    assert "env.tasks='mine:Mine'" in (said := capsys.readouterr().err) and "PYTHONPATH" in said
+    assert "env.tasks='mine:Mine'" in (error := capsys.readouterr().err) and "PYTHONPATH" in error
     Path("kept.yml").write_text("mine")
     assert cli.main(["jobs", "from", str(began(tmp_path / "other").path), "--out", "kept.yml"]) == 2
     assert "kept.yml: is there already" in capsys.readouterr().err and Path("kept.yml").read_text() == "mine"
@@ -96,9 +96,9 @@ def test_what_a_job_could_not_do_is_refused(
 def test_the_job_of_a_run_without_services_ends_with_its_weights(tiny_run: RunDir, tmp_path: Path) -> None:
     assert cli.main(["jobs", "from", str(tiny_run.path), "--out", str(tmp_path / "again.yml")]) == 0
     assert cli.main(["jobs", "run", str(tmp_path / "again.yml"), "--runs", str(tmp_path / "jobs")]) == 0
-    again = tmp_path / "jobs/again/runs/tour/weights"
+    weights = tmp_path / "jobs/again/runs/tour/weights"
     names = [path.name for path in (tiny_run.path / "weights").iterdir()]
     assert {"midtrained", "start", "final"} <= set(names)
     for name in names:
         file = f"{name}/model.safetensors"
-        assert (again / file).read_bytes() == (tiny_run.path / "weights" / file).read_bytes(), name
+        assert (weights / file).read_bytes() == (tiny_run.path / "weights" / file).read_bytes(), name

@@ -14,8 +14,8 @@ from composer_nb.views.rollout import sampled
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[LivePage]:
-    with LivePage(example_run().path) as made:
-        yield made
+    with LivePage(example_run().path) as live_page:
+        yield live_page
 
 
 def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
@@ -28,15 +28,15 @@ def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
     chart = next(chart for chart in board["charts"] if chart["title"] == "reward")
     assert [row["value"] for row in chart["rows"]] == [point["reward"] for point in run.steps("rl")]
 
-    there = sampled(run, telling_step(run))
+    rollouts = sampled(run, telling_step(run))
     rows = httpx.get(page.url + "ask/rollouts").json()["rows"]
-    assert [row["task"] for row in rows] == [stored.attempt.task.id for stored in there]
-    asked = {"source": "step 160", "where": "not solved and advantage < -.2"}
-    rows = httpx.get(page.url + "ask/rollouts", params=asked).json()["rows"]
-    fitting = [s for s in there if not s.attempt.grade.passed and (s.advantage or 0) < -0.2]
+    assert [row["task"] for row in rows] == [stored.attempt.task.id for stored in rollouts]
+    params = {"source": "step 160", "where": "not solved and advantage < -.2"}
+    rows = httpx.get(page.url + "ask/rollouts", params=params).json()["rows"]
+    fitting = [s for s in rollouts if not s.attempt.grade.passed and (s.advantage or 0) < -0.2]
     assert fitting and [row["advantage"] for row in rows] == [stored.advantage for stored in fitting]
-    read = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1}).json()["html"]
-    assert html.escape(fitting[-1].heading) in read
+    rollout_html = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1}).json()["html"]
+    assert html.escape(fitting[-1].heading) in rollout_html
     assert "the list has" in httpx.get(page.url + "ask/rollout?number=99").json()["error"]
     assert "no such value" in httpx.get(page.url + "ask/rollouts?where=x<1").json()["error"]
 

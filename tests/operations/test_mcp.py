@@ -27,7 +27,7 @@ def talk(*options: str, calls: tuple[tuple[str, dict[str, Any]], ...]) -> tuple[
         )
         async with sdk.Client(server) as client:
             tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-            answers = [await client.call_tool(name, given) for name, given in calls]
+            answers = [await client.call_tool(name, arguments) for name, arguments in calls]
             return tools, [(answer.content[0].text, bool(answer.is_error)) for answer in answers]
 
     return asyncio.run(go())
@@ -45,9 +45,9 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
     )
     assert set(tools) == {name.replace(" ", "_") for name in READS}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    (report, failed), gone, html, unknown, url = answers
+    (report, failed), missing_run, html, unknown, url = answers
     assert not failed and json.loads(report)["seed"] == 0
-    assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
+    assert missing_run[1] and "gone: no run here" in missing_run[0] and "Traceback" not in missing_run[0]
     assert html[1] and "no argument 'html'" in html[0]
     assert unknown[1] and "no tool 'set'" in unknown[0]
     assert url[1] and "is no path" in url[0]
@@ -78,11 +78,11 @@ INSIDE = [
 def test_a_reader_opens_what_lies_in_its_folder_and_no_url_and_nothing_outside(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("/etc")
-    for name, given in ELSEWHERE:
+    for name, arguments in ELSEWHERE:
         with pytest.raises(ValueError, match=r"is no path; this server reads the runs below|lies outside of"):
-            require_inside(name, COMMANDS[name].arguments, given, tmp_path)
-    for name, given in INSIDE:
-        require_inside(name, COMMANDS[name].arguments, given, tmp_path)
+            require_inside(name, COMMANDS[name].arguments, arguments, tmp_path)
+    for name, arguments in INSIDE:
+        require_inside(name, COMMANDS[name].arguments, arguments, tmp_path)
 
 
 def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_a_reader_gets_no_argument_that_names_a_file_to_write() -> None:
 
 @pytest.mark.parametrize("name", [*READS, *WRITES])
 def test_a_schema_is_what_the_command_takes(name: str) -> None:
-    known = COMMANDS[name].arguments
-    made = schema(known)
-    given = {key: _some(each) for key, each in made["properties"].items()}
-    words = line(name, known, given)
+    arguments = COMMANDS[name].arguments
+    parameters = schema(arguments)
+    values = {key: _some(definition) for key, definition in parameters["properties"].items()}
+    words = line(name, arguments, values)
     parsed = parser().parse_args(words)
-    assert parsed.command == name and {*made["required"]} <= {*given}
-    assert line(name, known, {}) == [*name.split(), *(["--json"] if "--json" in words else [])]
+    assert parsed.command == name and {*parameters["required"]} <= {*values}
+    assert line(name, arguments, {}) == [*name.split(), *(["--json"] if "--json" in words else [])]
     with pytest.raises(ValueError, match="no argument 'nonsense'"):
-        line(name, known, {"nonsense": 1})
+        line(name, arguments, {"nonsense": 1})
 
 
 def _some(of: dict[str, Any]) -> Any:

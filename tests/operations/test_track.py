@@ -48,43 +48,43 @@ def test_each_step_is_sent_once_wherever_reading_stops_also_when_steps_are_made_
 ) -> None:
     """A run that is resumed writes its metrics anew, without the steps that it lost, and then makes these again."""
     rows = [line({"stage": stage, "step": step, "x": step}) for stage in "ab" for step in range(1, 8)]
-    text, sent = "".join(rows), list[tuple[str, int]]()
-    tracker = {"mlflow": lambda *_: (lambda figures, step: sent.append((*figures, step)), lambda: None)}
+    text, figures_sent = "".join(rows), list[tuple[str, int]]()
+    tracker = {"mlflow": lambda *_: (lambda figures, step: figures_sent.append((*figures, step)), lambda: None)}
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(track, "TRACKERS", tracker)
         run = RunDir(Path(folder))
         write_json(run.path / "settings.json", {})
-        for written in (*(text[:cut] for cut in sorted(cuts)), "".join(rows[:-lost]), text):
-            (run.path / "metrics.jsonl").write_text(written)
+        for metrics in (*(text[:end] for end in sorted(cuts)), "".join(rows[:-lost]), text):
+            (run.path / "metrics.jsonl").write_text(metrics)
             track.follow(run.path, "mlflow", lambda: True)
-    assert sent == [(f"{stage}/x", step) for stage in "ab" for step in range(1, 8)]
+    assert figures_sent == [(f"{stage}/x", step) for stage in "ab" for step in range(1, 8)]
 
 
 def board(run: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run / "tensorboard"))
-    found.Reload()
-    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
-    [experiment] = [each for each in client.search_experiments() if each.name == track.PROJECT]
-    [found] = client.search_runs([experiment.experiment_id])
-    assert found.data.params["rl.group"] == "8" and found.info.status == "FINISHED"
-    assert found.data.tags["mlflow.runName"] == run.name
-    names = found.data.metrics
-    return {name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] for name in names}
+    [experiment] = [candidate for candidate in client.search_experiments() if candidate.name == track.PROJECT]
+    [recorded] = client.search_runs([experiment.experiment_id])
+    assert recorded.data.params["rl.group"] == "8" and recorded.info.status == "FINISHED"
+    assert recorded.data.tags["mlflow.runName"] == run.name
+    names = recorded.data.metrics
+    return {name: [(m.step, m.value) for m in client.get_metric_history(recorded.info.run_id, name)] for name in names}
 
 
 def trackio(run: Path) -> dict[str, list[tuple[int, float]]]:
     from trackio.sqlite_storage import SQLiteStorage
 
     logs = SQLiteStorage.get_logs(track.PROJECT, run.name)
-    return {name: [(each["step"], each[name]) for each in logs if name in each] for name in ("sft/loss", "rl/reward")}
+    return {name: [(row["step"], row[name]) for row in logs if name in row] for name in ("sft/loss", "rl/reward")}
 
 
 def records(raw: bytes) -> Iterator[bytes]:
@@ -106,15 +106,15 @@ def records(raw: bytes) -> Iterator[bytes]:
 def wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
     from wandb.proto import wandb_internal_pb2
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for file in (run / "trackers").glob("wandb/offline-run-*/run-*.wandb"):
         for data in records(file.read_bytes()):
             items = wandb_internal_pb2.Record.FromString(data).history.item
-            row = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
+            row = {field.key or field.nested_key[0]: json.loads(field.value_json) for field in items}
             for name in row:
                 if "/" in name and not name.endswith("/step"):
-                    found.setdefault(name, []).append((row[f"{name.partition('/')[0]}/step"], row[name]))
-    return found
+                    series.setdefault(name, []).append((row[f"{name.partition('/')[0]}/step"], row[name]))
+    return series
 
 
 PROGRAM = """\
@@ -138,18 +138,18 @@ def test_what_was_sent_is_there_once_also_after_an_end_in_between(run: Path, nam
     pytest.importorskip(name, reason=f"{name} is not installed; the extra trackers brings it")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     quiet["TRACKIO_DIR"] = str(tmp_path / "trackio")
-    rest = line(LINES[3])[9:] + line(LINES[4])
-    command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), rest]
-    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
-    [found] = [json.loads(each[6:]) for each in done.stdout.splitlines() if each.startswith("found ")]
-    assert {key: sorted(map(tuple, rows)) for key, rows in found.items()} == WANTED
+    remaining_lines = line(LINES[3])[9:] + line(LINES[4])
+    command = [sys.executable, "-c", PROGRAM, str(run), name, str(Path(__file__).parent), remaining_lines]
+    process = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
+    [series] = [json.loads(text[6:]) for text in process.stdout.splitlines() if text.startswith("found ")]
+    assert {key: sorted(map(tuple, rows)) for key, rows in series.items()} == WANTED
 
 
 def test_a_service_that_fails_is_named_once_and_gets_everything_later(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(track, "EVERY_S", 0.01)
-    got: list[tuple[int, float]] = []
+    received: list[tuple[int, float]] = []
     tries = 0
 
     def log(figures: Any, step: int) -> None:
@@ -157,11 +157,11 @@ def test_a_service_that_fails_is_named_once_and_gets_everything_later(
         tries += 1
         if tries in (2, 3, 4):
             raise ConnectionError("no route")
-        got.extend((step, value) for value in figures.values())
+        received.extend((step, value) for value in figures.values())
 
     monkeypatch.setattr(track, "TRACKERS", {"mlflow": lambda *_: (log, lambda: None)})
-    track.follow(run, "mlflow", lambda: len(got) >= 3)
-    assert got == [(1, 0.5), (1, 0.25), (2, 0.5)]
+    track.follow(run, "mlflow", lambda: len(received) >= 3)
+    assert received == [(1, 0.5), (1, 0.25), (2, 0.5)]
     assert [record.getMessage() for record in caplog.records] == ["mlflow: no route; what is missing is sent later"]
     (run / "trackers" / "mlflow.json").unlink()
     tries = 1

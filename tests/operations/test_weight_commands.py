@@ -16,7 +16,7 @@ FILES = {"config.json": b"{}"}
 
 
 def checkpoint(path: Path, change: float, *, shape: tuple[int, int] = (64, 64)) -> Path:
-    """Two shards of one bfloat16 tensor each."""
+    """Write a checkpoint of two shards with one bfloat16 tensor each."""
     path.mkdir()
     (path / "config.json").write_text("{}")
     files = {}
@@ -30,14 +30,14 @@ def checkpoint(path: Path, change: float, *, shape: tuple[int, int] = (64, 64)) 
 
 
 def test_a_delta_between_sharded_checkpoints_gives_back_the_files(tmp_path: Path, capsys):
-    base, other = checkpoint(tmp_path / "one", 0.0), checkpoint(tmp_path / "other", 0.0, shape=(32, 128))
-    assert cli.main(["weights", "diff", str(base), str(other), "--out", str(tmp_path / "delta")]) == 2
+    base, reshaped = checkpoint(tmp_path / "one", 0.0), checkpoint(tmp_path / "other", 0.0, shape=(32, 128))
+    assert cli.main(["weights", "diff", str(base), str(reshaped), "--out", str(tmp_path / "delta")]) == 2
     assert "not versions of one model: a is" in capsys.readouterr().err
     assert not (tmp_path / "delta").exists() and not list(tmp_path.glob("*.part"))
     base, target = checkpoint(tmp_path / "base", 0.0), checkpoint(tmp_path / "target", 0.001)
     assert cli.main(["weights", "diff", str(base), str(target), "--out", str(tmp_path / "delta"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["full_bytes"] == 4 * 4096 and 0 < found["changed_fraction"] < 1
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["full_bytes"] == 4 * 4096 and 0 < summary["changed_fraction"] < 1
     assert cli.main(["weights", "verify", str(tmp_path / "delta")]) == 0
     assert cli.main(["weights", "apply", str(base), str(tmp_path / "delta"), str(tmp_path / "out")]) == 0
     for file in target.iterdir():

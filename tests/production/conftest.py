@@ -33,13 +33,13 @@ DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return in
 
 @pytest.fixture(scope="session")
 def backend() -> Iterator[Backend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as sandboxes:
+        yield sandboxes
 
 
 @pytest.fixture(scope="session")
 def task(backend: Backend) -> Task:
-    made = Task(
+    task = Task(
         id="dates",
         instruction="parse mixes something up",
         grader="pytest",
@@ -48,33 +48,33 @@ def task(backend: Backend) -> Task:
         solution={"dates.py": DATES.format("month", "day")},
         source_scope=("*.py",),
     )
-    found = validate_task(made, backend)
-    assert found.plan is not None and found.valid, found.problems
-    return with_plan(made, found.plan)
+    validation = validate_task(task, backend)
+    assert validation.plan is not None and validation.valid, validation.problems
+    return with_plan(task, validation.plan)
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A user's folder: a function with a fault, and its test."""
-    made = tmp_path / "repository"
-    made.mkdir()
-    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
-    (made / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
-    return made
+    """Return a user's folder with a faulty function and its test."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    (root / "f.py").write_text("def double(x):\n    return x + x + 1\n")
+    (root / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
+    return root
 
 
 def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(list(special))
-    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-    return made
+    tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    return tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Bytes, and the tokens of Qwen's format."""
+    """Return a tokenizer of bytes and the tokens of Qwen's format."""
     return byte_tokenizer(QwenRenderer.tokens[:2], QwenRenderer.tokens[2:])
 
 
@@ -101,11 +101,11 @@ class Site:
     def url(self) -> str:
         return self.server.url
 
-    def chat(self, **given: Any) -> Any:
-        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+    def chat(self, **options: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **options})
 
     def rollout(self, name: str, path: str = "/v1") -> str:
-        """Address of a rollout that is recorded."""
+        """Return the address of a rollout that is recorded."""
         return self.url.replace("/v1", f"/rollouts/{name}{path}")
 
     def grade(self, name: str, **verdict: Any) -> Any:
@@ -114,13 +114,13 @@ class Site:
 
 
 @contextmanager
-def serving(engine: OpenEngine[Any], run: Path | None = None, **given: Any) -> Iterator[Site]:
-    """Serve an engine; `run`: folder of the record."""
+def serving(engine: OpenEngine[Any], run: Path | None = None, **options: Any) -> Iterator[Site]:
+    """Serve an engine, with a record in the folder `run`."""
     record = RolloutRecord(run, engine.tokenizer, getattr(engine.shared, "judged", None)) if run else None
     answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-    given |= {"grade": answer.grade} if run else {}
+    options |= {"grade": answer.grade} if run else {}
     with (
-        ChatServer(answer, **given) as server,
+        ChatServer(answer, **options) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
     ):
         yield Site(answer, server, client)
@@ -132,29 +132,29 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
 
 
 class Turns:
-    """A policy that writes these turns, and notes what it is asked and what it forgets."""
+    """A policy that writes these turns, and records its requests and the rollouts that it releases."""
 
     capacity = 2
     version = 0
     pause_s = 0.0
 
     def __init__(self, *turns: list[int]) -> None:
-        self.turns, self.asked, self.released = list(turns), list[Request](), list[int]()
+        self.turns, self.requests, self.released = list(turns), list[Request](), list[int]()
         self._waiting: list[Request] = []
 
     def submit(self, request: Request) -> None:
-        self.asked.append(request)
+        self.requests.append(request)
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
         waiting, self._waiting = self._waiting, []
-        return [self._turn(each, self.turns.pop(0)[: each.max_tokens]) for each in waiting]
+        return [self._turn(request, self.turns.pop(0)[: request.max_tokens]) for request in waiting]
 
     def _turn(self, request: Request, token_ids: list[int]) -> Completion:
         logprobs, versions = [-0.5] * len(token_ids), [self.version] * len(token_ids)
-        for drawn in map(SampledToken, token_ids, logprobs, versions):
+        for token in map(SampledToken, token_ids, logprobs, versions):
             if request.on_token:
-                request.on_token(drawn)
+                request.on_token(token)
                 time.sleep(self.pause_s)
         return Completion(rollout=request.rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
 

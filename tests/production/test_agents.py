@@ -60,11 +60,11 @@ def test_an_agent_behind_a_server_from_question_to_verdict(
     repository: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    asked = ["agent", str(repository), "fix double", "--policy", f"openai:{url}", "--out", str(out)]
-    assert main([*asked, "--verdict", "accept"]) == 0
+    args = ["agent", str(repository), "fix double", "--policy", f"openai:{url}", "--out", str(out)]
+    assert main([*args, "--verdict", "accept"]) == 0
     assert (repository / "f.py").read_text() == RIGHT and not (repository / ".composer_nb").exists()
-    said = capsys.readouterr().out
-    assert "1 passed" in said and "One was added for no reason." in said and "+    return x + x" in said
+    output = capsys.readouterr().out
+    assert "1 passed" in output and "One was added for no reason." in output and "+    return x + x" in output
     [row] = pq.read_table(out / "rollout.parquet").to_pylist()
     assert row["status"] == "ungraded" and row["instruction"] == "fix double" and row["written_tokens"] > 0
     assert json.loads(row["files"]) == {"f.py": RIGHT} and json.loads(row["before"]) == {"f.py": WRONG}
@@ -75,8 +75,8 @@ def test_an_agent_behind_a_server_from_question_to_verdict(
 def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_path: Path, verdict: str) -> None:
     out = tmp_path / "out"
     words = ["--policy", f"scripted:{script}", "--out", str(out), "--verdict", verdict]
-    asked = ["agent", str(repository), "fix it", *words]
-    assert main(asked) == (0 if verdict == "later" else 1) and (repository / "f.py").read_text() == WRONG
+    args = ["agent", str(repository), "fix it", *words]
+    assert main(args) == (0 if verdict == "later" else 1) and (repository / "f.py").read_text() == WRONG
     assert json.loads((out / "verdict.json").read_text())["verdict"] == ("rejected" if verdict == "reject" else "open")
     subprocess.run(["git", "apply", str(out / "changes.diff")], cwd=repository, check=True)
     assert (repository / "f.py").read_text() == RIGHT
@@ -84,8 +84,8 @@ def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_pa
 
 def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "the work"
-    asked = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
-    main([*asked, "--verdict", "later"])
+    args = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
+    main([*args, "--verdict", "later"])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "composer-nb verdict" in line]
     words = shlex.split(line.partition("composer-nb ")[2].partition(",")[0])
     assert words == ["verdict", str(out), "accept", "--repository", str(repository)]
@@ -104,11 +104,11 @@ def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: p
 
 
 def test_a_user_answers_on_the_terminal(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[list[Message]] = []
+    conversations: list[list[Message]] = []
     script = play([Said(text="Which one?"), Said(text="And why?"), Said(text="Done.")])
 
     def speak(talk: Sequence[Message]) -> Said:
-        heard.append([*talk])
+        conversations.append([*talk])
         return script(talk)
 
     console, answers = Console(file=io.StringIO()), iter(["the first ", ""])
@@ -123,29 +123,29 @@ def test_a_user_answers_on_the_terminal(repository: Path, tmp_path: Path, monkey
         ("Which one?", "the first"),
         ("And why?", ""),
     ]
-    assert heard[-1][2] == User(text="the first") and "user: the first" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert conversations[-1][2] == User(text="the first") and "user: the first" in console.file.getvalue()  # type: ignore[attr-defined]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert answerer(console)("Which one?", 0.0) == ""
 
 
 def test_arms_of_the_bench(task: Task, tmp_path: Path) -> None:
     tasks = [task.model_copy(update={"id": f"dates-{number}"}) for number in range(2)]
-    heard: list[str] = []
-    given: dict[str, Any] = {"samples": 2, "on_attempt": lambda arm, done: heard.append(arm)}
-    report = evaluate("scripted:expert", tasks, tmp_path / "out", arms="every", **given)
-    assert heard == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
-    whole, bash = report["arms"]["all"], report["arms"]["bash"]
-    assert (whole["pass_at_1"], whole["n_tasks"], whole["k"], whole["infra_errors"]) == (1.0, 2, 2, 0)
+    arms: list[str] = []
+    options: dict[str, Any] = {"samples": 2, "on_attempt": lambda arm, attempt: arms.append(arm)}
+    report = evaluate("scripted:expert", tasks, tmp_path / "out", arms="every", **options)
+    assert arms == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
+    all_tools, bash = report["arms"]["all"], report["arms"]["bash"]
+    assert (all_tools["pass_at_1"], all_tools["n_tasks"], all_tools["k"], all_tools["infra_errors"]) == (1.0, 2, 2, 0)
     assert (bash["pass_at_1"], bash["gain"]) == (0.0, [-1.0, -1.0, -1.0])
     assert bash["invalid_call_rate"] == pytest.approx(2 / 3)
     assert report["arms"]["no-descriptions"]["gain"] == [0.0, 0.0, 0.0]
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
     stored = pq.read_table(tmp_path / "out/all/rollouts.parquet")
     assert stored.num_rows == 4 and stored["lines"].to_pylist() == stored["human_lines"].to_pylist() == [2] * 4
-    assert (whole["quality"]["n"], whole["quality"]["lines_ratio"]["mean"], bash["quality"]) == (4, 1.0, None)
-    heard.clear()
-    evaluate("scripted:expert", tasks, tmp_path / "out", **given)
-    assert len(heard) == 4
+    assert (all_tools["quality"]["n"], all_tools["quality"]["lines_ratio"]["mean"], bash["quality"]) == (4, 1.0, None)
+    arms.clear()
+    evaluate("scripted:expert", tasks, tmp_path / "out", **options)
+    assert len(arms) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
         evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
 
@@ -156,15 +156,15 @@ def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: b
     words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(tmp_path / "out")]
     os.write(ours, b"y" if verdict == "rejected" else b"n")
     command = [sys.executable, "-m", "composer_nb.cli", *words]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ran:
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         os.close(theirs)
-        assert ran.stdout is not None
-        shown = b""
-        while not shown.endswith(b"[y/n] ") and (part := ran.stdout.read1()):  # type: ignore[attr-defined]
-            shown += part
+        assert process.stdout is not None
+        output = b""
+        while not output.endswith(b"[y/n] ") and (part := process.stdout.read1()):  # type: ignore[attr-defined]
+            output += part
         while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
             time.sleep(0.01)
         os.write(ours, keys)
-        shown += ran.stdout.read()
+        output += process.stdout.read()
     os.close(ours)
-    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, shown.decode()
+    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, output.decode()

@@ -31,45 +31,47 @@ SHARE, VERDICTS = 0.5, LEAST
 
 def users(*verdicts: float) -> dict[str, dict[str, float]]:
     """Return one verdict of each user."""
-    return {f"u{n}": {f"r{n}": each} for n, each in enumerate(verdicts)}
+    return {f"u{n}": {f"r{n}": verdict} for n, verdict in enumerate(verdicts)}
 
 
-def run_trial(early: float, usual: float, verdicts: int, seed: int, many: int = 10**9) -> tuple[str, int]:
-    """Return the outcome with `many` users, of whom a fifth are early and each accepts with a probability of his own around these
-    means, and the number of verdicts on the new version."""
+def run_trial(early: float, usual: float, verdicts: int, seed: int, user_count: int = 10**9) -> tuple[str, int]:
+    """Return the outcome with `user_count` users and the number of verdicts on the new version. A fifth of the users are early,
+    and each accepts with a probability of his own around these means."""
     rng, trial = np.random.default_rng(seed), Trial(1, verdicts)
-    own: dict[str, float] = {}
+    acceptance: dict[str, float] = {}
     while not (outcome := trial.outcome):
-        user = f"{seed} {rng.integers(many)}"
+        user = f"{seed} {rng.integers(user_count)}"
         mean, side = (early, trial.early) if is_early(user, 0.2) else (usual, trial.usual)
-        accepts = own.setdefault(user, rng.beta(4 * mean, 4 * (1 - mean)))
-        given = side.setdefault(user, {})
-        given[f"{user} {len(given)}"] = float(rng.random() < accepts)
+        accepts = acceptance.setdefault(user, rng.beta(4 * mean, 4 * (1 - mean)))
+        judged = side.setdefault(user, {})
+        judged[f"{user} {len(judged)}"] = float(rng.random() < accepts)
     return outcome, trial.counts()["early"]
 
 
-@pytest.mark.parametrize("many", [150, 10**9])
-def test_a_version_as_good_as_the_old_one_is_seldom_withdrawn_though_each_verdict_is_looked_at(many: int) -> None:
+@pytest.mark.parametrize("user_count", [150, 10**9])
+def test_a_version_as_good_as_the_old_one_is_seldom_withdrawn_though_each_verdict_is_looked_at(user_count: int) -> None:
     """Whether each user gives one verdict or several."""
-    found = [run_trial(0.55, 0.55, 60, seed, many) for seed in range(15)]
-    assert sum(outcome == "withdrawn" and count < 60 for outcome, count in found) <= 1
-    assert sum(outcome == "promoted" for outcome, _ in found) >= 8  # the others lie more than MOST_LOST below by chance
+    runs = [run_trial(0.55, 0.55, 60, seed, user_count) for seed in range(15)]
+    assert sum(outcome == "withdrawn" and count < 60 for outcome, count in runs) <= 1
+    assert sum(outcome == "promoted" for outcome, _ in runs) >= 8  # the others lie more than MOST_LOST below by chance
 
 
 def test_a_version_that_breaks_things_is_withdrawn_long_before_the_last_verdict() -> None:
-    found = [run_trial(0.05, 0.55, 500, seed) for seed in range(12)]
-    assert {outcome for outcome, _ in found} == {"withdrawn"}
-    assert np.median([count for _, count in found]) < 60
+    runs = [run_trial(0.05, 0.55, 500, seed) for seed in range(12)]
+    assert {outcome for outcome, _ in runs} == {"withdrawn"}
+    assert np.median([count for _, count in runs]) < 60
 
 
 def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is_not_promoted() -> None:
-    few = Trial(1, 10, {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}, users(*[1.0] * 500))
-    assert few.outcome == ""
+    trial = Trial(
+        1, 10, {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}, users(*[1.0] * 500)
+    )
+    assert trial.outcome == ""
     assert Trial(1, 200, users(0.0, *[1.0] * (LEAST - 1)), users(*[1.0] * 1000)).outcome == ""
     usual = users(*[1.0] * 60, *[0.0] * 40)
-    lost = Trial(1, 100, users(*[1.0] * 50, *[0.0] * 50), usual)
-    assert lost.interval()[2] > 0
-    assert lost.outcome == "withdrawn"
+    worse_trial = Trial(1, 100, users(*[1.0] * 50, *[0.0] * 50), usual)
+    assert worse_trial.interval()[2] > 0
+    assert worse_trial.outcome == "withdrawn"
     assert Trial(1, 100, users(*[1.0] * 58, *[0.0] * 42), usual).outcome == "promoted"
 
 
@@ -92,8 +94,8 @@ class Trying(Site):
     def ask(self, user: str, name: str, messages: list[Any] = ASKED) -> str:
         """Return the answer of a recorded conversation."""
         body: dict[str, Any] = {"rollout": name}
-        done = self.chat(messages=messages, user=user, max_tokens=4, seed=0, extra_body=body)
-        return done.choices[0].message.content or ""
+        completion = self.chat(messages=messages, user=user, max_tokens=4, seed=0, extra_body=body)
+        return completion.choices[0].message.content or ""
 
     def judge(self, name: str, reward: float) -> None:
         assert self.grade(name, reward=reward)["status"] == 200
@@ -110,13 +112,13 @@ def site(path: Path, store: str, run: Path) -> Iterator[Trying]:
         several.patched_actors(patched, Threads(), canary),
         open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine,
     ):
-        told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
-        with serving(engine, run, slots=4, **told) as served_site:
+        options: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
+        with serving(engine, run, slots=4, **options) as served_site:
             yield Trying(served_site.answer, served_site.server, served_site.client, engine.shared)
 
 
 def versions(run: Path, name: str) -> set[int]:
-    return {int(v) for each in served(run)[name].rollout.segments for v in each.policy_version[each.acted]}
+    return {int(v) for segment in served(run)[name].rollout.segments for v in segment.policy_version[segment.acted]}
 
 
 @pytest.mark.whole
@@ -127,49 +129,49 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
     early, usual = ([name for name in names if is_early(name, SHARE) == first][:LEAST] for first in (True, False))
     publisher = Publisher(store, owner="test")
     publisher.publish(3, turned(weights, 0.0), FILES)
-    with site(path, store, run) as here:
-        assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": -1}
+    with site(path, store, run) as server:
+        assert server.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": -1}
 
         publisher.publish(4, turned(weights, 0.5), FILES)
-        wait_until(lambda: here.canary.early.version == 4)
-        first = here.ask(early[0], "open")
+        wait_until(lambda: server.canary.early.version == 4)
+        first = server.ask(early[0], "open")
         for user in usual:
-            here.ask(user, f"{user}-4")
-            here.judge(f"{user}-4", 1.0)
+            server.ask(user, f"{user}-4")
+            server.judge(f"{user}-4", 1.0)
         for user in early:
-            here.ask(user, f"{user}-4")
-            here.judge(f"{user}-4", 1.0)  # a second verdict takes the place of the first
-            here.judge(f"{user}-4", 0.0)
-        assert here.canary.known.withdrawn == 4
+            server.ask(user, f"{user}-4")
+            server.judge(f"{user}-4", 1.0)  # a second verdict takes the place of the first
+            server.judge(f"{user}-4", 0.0)
+        assert server.canary.known.withdrawn == 4
         assert (versions(run, f"{early[0]}-4"), versions(run, f"{usual[0]}-4")) == ({4}, {3})
-        wait_until(lambda: here.canary.early.version == 3)
+        wait_until(lambda: server.canary.early.version == 3)
         # The conversation goes on, in the old version from its next token on.
-        here.ask(early[0], "open", [*ASKED, {"role": "assistant", "content": first}, ASKED[0]])
-        here.judge("open", 1.0)
+        server.ask(early[0], "open", [*ASKED, {"role": "assistant", "content": first}, ASKED[0]])
+        server.judge("open", 1.0)
         assert versions(run, "open") == {3, 4}
-        assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": 4}
+        assert server.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": 4}
 
         publisher.publish(6, turned(weights, 0.25), FILES)
-        wait_until(lambda: here.canary.early.version == 6)
-        assert here.canary.version == 3
+        wait_until(lambda: server.canary.early.version == 6)
+        assert server.canary.version == 3
         for number, (new, old) in enumerate(zip(early, usual, strict=True)):
             for user in (new, old):
-                here.ask(user, f"{user}-6")
-                here.judge(f"{user}-6", float(number % 2))
+                server.ask(user, f"{user}-6")
+                server.judge(f"{user}-6", float(number % 2))
             if number == 0:
-                trial = here.health["canary"]
+                trial = server.health["canary"]
                 assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
-                here.judge(f"{old}-4", 0.0)  # of before the trial
-                assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
-        assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
-        assert "composer_nb_canary_trusted 6" in httpx.get(here.url.replace("/v1", "/metrics")).text
-        wait_until(lambda: here.canary.version == 6)
+                server.judge(f"{old}-4", 0.0)  # from before the trial
+                assert server.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
+        assert server.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
+        assert "composer_nb_canary_trusted 6" in httpx.get(server.url.replace("/v1", "/metrics")).text
+        wait_until(lambda: server.canary.version == 6)
 
     publisher.publish(7, turned(weights, 0.1), FILES)
-    with site(path, store, run) as here:
-        wait_until(lambda: here.canary.early.version == 7)
-        assert here.canary.version == 6
-        assert here.health["canary"]["trying"] == 7
+    with site(path, store, run) as server:
+        wait_until(lambda: server.canary.early.version == 7)
+        assert server.canary.version == 6
+        assert server.health["canary"]["trying"] == 7
     for text, why in (
         ("{", "damaged"),
         (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere and"),

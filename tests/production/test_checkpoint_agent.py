@@ -56,12 +56,12 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
         call = Said(calls=(Written(id="call_0", call=ToolCall(name="list_dir", arguments={"target_directory": "."})),))
         renderer = engine.format(engine.tokenizer)
         assert renderer.parse(renderer.turn(call)) == call
-    few = load_tasks(FUNCTIONS)[:2]
+    tasks = load_tasks(FUNCTIONS)[:2]
     with pytest.raises(ValueError, match="agents have the tiny tools, with the arms"):
-        evaluate(str(compact), few, tmp_path / "bench", samples=1)
+        evaluate(str(compact), tasks, tmp_path / "bench", samples=1)
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
-    found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
-    assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
+    report = evaluate(str(compact), tasks, tmp_path / "bench", samples=1, workers=2)
+    assert report["tool_calls_per_task"] == report["calls_per_turn"]  # one turn each
 
 
 def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +76,12 @@ def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.M
         damaged = replace(engine.training, renderer="none")  # type: ignore[arg-type]
         for training, why in ((foreign, "which only its training has"), (damaged, r"training is damaged \(renderer ")):
             with serving(engine, trained=training) as server, pytest.raises(ValueError, match=why):
-                equipment(gone := f"openai:{server.url}")
-    tools, limits = equipment(f"{gone}#named")
+                equipment(policy := f"openai:{server.url}")
+    tools, limits = equipment(f"{policy}#named")
     assert "run_terminal_cmd" in tools.tools and limits == LIMITS
     monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))
     with pytest.raises(ProviderFailure):
-        equipment(gone)
+        equipment(policy)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_a_damaged_environment_is_one_line(
     compact: Path, repository: Path, tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (compact / "environment.json").write_text(text)
-    asked = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
-    assert main(asked) == 2
+    args = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main(args) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert why in line
 
 
 def test_a_conversation_is_as_long_as_the_model_reads(compact: Path, repository: Path, tmp_path: Path) -> None:
-    """131,072 tokens are the usual limit, and more than this model, and many published ones, read."""
+    """The usual limit of 131,072 tokens is more than this model, or many a published one, can read."""
     carry(compact, EnvSettings(), Limits())
-    asked = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
-    assert main([*asked, "--verdict", "later"]) == 1
+    args = ["agent", str(repository), "x " * POSITIONS, "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main([*args, "--verdict", "later"]) == 1
     with open_engine(compact, slots=1, tokens=131_072) as engine:
         assert engine.tokens == POSITIONS

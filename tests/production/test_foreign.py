@@ -43,19 +43,19 @@ class Adds(Base):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
-def doubles(place: Path) -> Iterator[str]:
+def doubles(folder: Path) -> Iterator[str]:
     pytest.importorskip("verifiers", reason="pip install 'verifiers<0.4' brings it")
     for name, when in {
         "sound": "completion[-1].content.strip() == answer",
         "loose": "answer in completion[-1].content",
     }.items():
-        (place / f"{name}_env.py").write_text(DOUBLES.replace("WHEN", when))
+        (folder / f"{name}_env.py").write_text(DOUBLES.replace("WHEN", when))
     yield "sound_env"
 
 
@@ -83,23 +83,25 @@ def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(foreign, "load_openenv", lambda name: (Room(), Act))
     with recording(tmp_path / "run") as server:
         settings = ForeignSettings(grade=True, count=2)
-        found = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
-    assert found["reward"] == 0.0 and found["n_tasks"] == 2
+        summary = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
+    assert summary["reward"] == 0.0 and summary["n_tasks"] == 2
     groups = grouped(conversations(tmp_path / "run"))
-    assert sorted(done.task.id for group in groups for done in group) == [
+    assert sorted(attempt.task.id for group in groups for attempt in group) == [
         f"openenv:room:Room:Act#{n // 2}" for n in range(4)
     ]
-    assert all(done.grade.rewards == {"reward": 0.0} and done.rollout.segments for group in groups for done in group)
+    assert all(
+        attempt.grade.rewards == {"reward": 0.0} and attempt.rollout.segments for group in groups for attempt in group
+    )
 
 
-def test_a_policy_at_an_environment_of_openenv(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_at_an_environment_of_openenv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
-    (place / "counter_env.py").write_text(BEGIN + COUNTER)
-    asked = f"eval --policy scripted:{place}/s.json --tasks openenv:counter_env:Adds:Add --samples 2".split()
+    (folder / "counter_env.py").write_text(BEGIN + COUNTER)
+    args = f"eval --policy scripted:{folder}/s.json --tasks openenv:counter_env:Adds:Add --samples 2".split()
     turns = {('{"number": 2}',): 6.0, ('I add {"number": 1} now', "done"): 1.0, ('{"number": "x"}',): 0.0}
     for texts, reward in turns.items():
-        (place / "s.json").write_text(json.dumps([{"text": text} for text in texts]))
-        assert main([*asked, "--set", "count=3", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
-    assert main([*asked, "--set", "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err
+        (folder / "s.json").write_text(json.dumps([{"text": text} for text in texts]))
+        assert main([*args, "--set", "count=3", "--json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert (summary["reward"], summary["n_tasks"], summary["k"]) == (reward, 3, 2)
+    assert main([*args, "--set", "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err

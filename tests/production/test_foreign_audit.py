@@ -106,26 +106,26 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
 
 
-def written(place: Path, case: str) -> str:
+def write_environment(folder: Path, case: str) -> str:
     code, old, new, _ = PLANTED[case]
     assert old in code
     module = f"planted_{[*PLANTED].index(case)}"
-    (place / f"{module}.py").write_text(BEGIN + (code.replace(old, new) if old else code))
+    (folder / f"{module}.py").write_text(BEGIN + (code.replace(old, new) if old else code))
     return f"{module}:Env:Act"
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_what_is_planted_is_found_and_nothing_else_is_reported(case: str, place: Path) -> None:
-    found, faults = audit_openenv(written(place, case)), PLANTED[case][-1]
-    assert faults <= set(found["faults"]) and bool(faults) == bool(found["faults"])
-    assert all(kind in PAID for kind in found["faults"]) or set(found["faults"]) - faults <= {"the same environment"}
-    assert bool(found["errors"]) == (faults == {"an exception"})
+def test_what_is_planted_is_found_and_nothing_else_is_reported(case: str, folder: Path) -> None:
+    report, faults = audit_openenv(write_environment(folder, case)), PLANTED[case][-1]
+    assert faults <= set(report["faults"]) and bool(faults) == bool(report["faults"])
+    assert all(kind in PAID for kind in report["faults"]) or set(report["faults"]) - faults <= {"the same environment"}
+    assert bool(report["errors"]) == (faults == {"an exception"})
 
 
 class Part(BaseModel):
@@ -144,9 +144,9 @@ class Wide(BaseModel):
 
 def test_values_of_a_schema() -> None:
     schema = Wide.model_json_schema()
-    made = [Wide.model_validate(drawn(schema, schema, Random(seed), "")) for seed in range(200)]
-    assert {len(each.parts) for each in made} == {1, 2} and {each.choice for each in made} == {"b", "c", None}
+    models = [Wide.model_validate(drawn(schema, schema, Random(seed), "")) for seed in range(200)]
+    assert {len(model.parts) for model in models} == {1, 2} and {model.choice for model in models} == {"b", "c", None}
     least = {"number": 4, "parts": [{"name": "aa", "size": 0}], "choice": "b"}
     assert drawn(schema, schema, None, "") == least
-    told = drawn(schema, schema, None, "a text")
-    assert told["note"] == "a text" and told["parts"][0]["name"] == "a te"
+    arguments = drawn(schema, schema, None, "a text")
+    assert arguments["note"] == "a text" and arguments["parts"][0]["name"] == "a te"

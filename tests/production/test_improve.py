@@ -40,7 +40,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations with the checkpoint, judged by users who accept what solves their task."""
     run, model = tmp_path_factory.mktemp("record"), load_pretrained(START)
     attempts = learning.attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:15], 1, SETTINGS)
-    keep_judged(run, attempts, [0.75 if done.grade.passed else -0.25 for done in attempts])
+    keep_judged(run, attempts, [0.75 if attempt.grade.passed else -0.25 for attempt in attempts])
     last = next((run / "rollouts").glob("served_user8.parquet"))
     undecided = replace(served(run)["user8"], grade=Grade(status="ungraded"))
     save_attempts(last, [undecided], {"instruction": ["fix"]})
@@ -48,22 +48,26 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
-    given = ["improve", str(record), "--model", str(START), "--gate", str(gate), "--out", str(out), "--samples", "1"]
-    return [*given, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+    args = ["improve", str(record), "--model", str(START), "--gate", str(gate), "--out", str(out), "--samples", "1"]
+    return [*args, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
 
 
 def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tmp_path: Path) -> None:
-    done = served(record)["user0"]
-    kept = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
-    kept += [("one", "bob", "issue 1"), ("two", "carol", "issue 1"), ("two", "dave", "issue 2")]
-    for run, stored, task in kept:
+    recorded = served(record)["user0"]
+    rows = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
+    rows += [("one", "bob", "issue 1"), ("two", "carol", "issue 1"), ("two", "dave", "issue 2")]
+    for run, stored, task in rows:
         (folder := tmp_path / run / "rollouts").mkdir(parents=True, exist_ok=True)
-        named = replace(done.rollout, task_id=task)
-        named = replace(done, task=done.task.model_copy(update={"id": task}), rollout=named)
+        named = replace(recorded.rollout, task_id=task)
+        named = replace(recorded, task=recorded.task.model_copy(update={"id": task}), rollout=named)
         save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
-    groups = learning.grouped([told for run in ("one", "two") for told in learning.conversations(tmp_path / run)])
-    assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
-    assert len({each.task.id for each in groups[1]}) == 3, "alice's parts are one conversation, and each run has one"
+    groups = learning.grouped(
+        [conversation for run in ("one", "two") for conversation in learning.conversations(tmp_path / run)]
+    )
+    assert [len(group) for group in groups] == [2, 4] and {attempt.task.id for attempt in groups[0]} == {"issue 1"}
+    assert len({attempt.task.id for attempt in groups[1]}) == 3, (
+        "alice's parts are one conversation, and each run has one"
+    )
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
@@ -71,22 +75,22 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     first = learning.publish(store, load_pretrained(START))
     assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
     assert "passed" in capsys.readouterr().out
-    found = json.loads((out / "improve.json").read_text())
-    assert found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
-    assert found["gate"]["stopped"] == ""
-    judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
-    assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
-    newest = Receiver(store).fetch(found["version"]).tensors
-    held, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
-    assert any(not torch.equal(held[name], before[name]) for name in before)
-    assert learning.first_of(out / "weights", found["gate"]["tasks"]) == found["gate"]["before"]
-    assert found["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
+    summary = json.loads((out / "improve.json").read_text())
+    assert summary["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
+    assert summary["gate"]["stopped"] == ""
+    judged = [attempt.grade.rewards["reward"] for attempt in served(record).values() if attempt.grade.known]
+    assert -0.25 <= summary["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
+    newest = Receiver(store).fetch(summary["version"]).tensors
+    after, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert learning.first_of(out / "weights", summary["gate"]["tasks"]) == summary["gate"]["before"]
+    assert summary["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
 
     assert main(["weights", "revert", store, "--to", str(first)]) == 0
-    again = Receiver(store).fetch(first + 2).tensors
+    reverted = Receiver(store).fetch(first + 2).tensors
     old = Receiver(store).fetch(first).tensors
-    assert all(torch.equal(again[name], old[name]) for name in old)
-    assert any(not torch.equal(again[name], newest[name]) for name in old)
+    assert all(torch.equal(reverted[name], old[name]) for name in old)
+    assert any(not torch.equal(reverted[name], newest[name]) for name in old)
 
 
 def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
@@ -99,14 +103,14 @@ def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_pa
 
 def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_path: Path) -> None:
     model = load_pretrained(START)
-    done = next(iter(served(record).values()))
-    assert learning.gap(model, done, SETTINGS.replay) < 1e-3
-    silent = replace(done, rollout=replace(done.rollout, segments=()))
+    attempt = next(iter(served(record).values()))
+    assert learning.gap(model, attempt, SETTINGS.replay) < 1e-3
+    silent = replace(attempt, rollout=replace(attempt.rollout, segments=()))
     assert learning.gap(model, silent, SETTINGS.replay) == float("inf"), "without tokens nothing shows whose they are"
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-    assert learning.gap(model, done, SETTINGS.replay) > 0.05
+    assert learning.gap(model, attempt, SETTINGS.replay) > 0.05
     save_pretrained(model, tmp_path / "other", tokenizer=START / "tokenizer.json")
     with pytest.raises(ValueError, match=r"did not sample these rollouts at temperature 1; 0 of 8"):
         learning.improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
@@ -116,18 +120,18 @@ OTHERWISE = {"temperature": {"temperature": 0.9}, "top_k": {"extra_body": {"top_
 
 
 def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
-    """However near its log-probabilities are."""
-    run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
+    """They are left out however near their log-probabilities are."""
+    run, messages = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
     with open_engine(START, slots=2, tokens=512) as engine, serving(engine, run) as site:
-        for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
-            body = {**given.get("extra_body", {}), "rollout": name}
-            site.chat(**{**given, "messages": asked, "max_tokens": 12, "extra_body": body})
+        for name, options in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
+            body = {**options.get("extra_body", {}), "rollout": name}
+            site.chat(**{**options, "messages": messages, "max_tokens": 12, "extra_body": body})
             site.answer.grade(name, Verdict(reward=1.0))
-    turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
+    turns = {name: {turn.sampling for turn in attempt.rollout.turns} for name, attempt in served(run).items()}
     assert turns.pop("plain") == turns.pop("same") == {""}
     assert turns == {"temperature": {"temperature=0.9"}, "top_k": {"top_k=40"}, "greedy": {"temperature=0"}}
-    found = learning.improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
-    assert found["rollouts"] == {"judged": 5, "drawn_otherwise": 3, "stale": 0, "trained": 2}
+    summary = learning.improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
+    assert summary["rollouts"] == {"judged": 5, "drawn_otherwise": 3, "stale": 0, "trained": 2}
     for name in ("plain", "same"):
         (run / "rollouts" / f"served_{name}.parquet").unlink()
     with pytest.raises(ValueError, match=r"at temperature 1; 0 of 0 have .*; 3 were drawn otherwise \(t"):
@@ -135,17 +139,17 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
 
 
 def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
-    """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
+    """Return ten attempts at each task, of which these shares pass and this share edits something."""
     edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")
-    made = []
+    rollouts = []
     for number, share in enumerate(passed):
         task = Task.model_construct(id=str(number), instruction="", files={}, metadata={})
-        for one in range(10):
-            turns = (edit,) if one < 10 * edits else (Turn(call="", observation="", said="Shall I?"),)
+        for repeat in range(10):
+            turns = (edit,) if repeat < 10 * edits else (Turn(call="", observation="", said="Shall I?"),)
             rollout = Rollout(task_id=task.id, segments=(), turns=turns, files={}, stop="finished")
-            grade = Grade(status="graded", tests={"t": one < 10 * share})
-            made.append(Attempt(task=task, rollout=rollout, grade=grade))
-    return made
+            grade = Grade(status="graded", tests={"t": repeat < 10 * share})
+            rollouts.append(Attempt(task=task, rollout=rollout, grade=grade))
+    return rollouts
 
 
 @pytest.mark.parametrize(
@@ -163,9 +167,9 @@ def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
     ],
 )
 def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stopped: str) -> None:
-    found = learning.judge(before, after)
-    assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
-    assert stopped in found["stopped"] if stopped else found["stopped"] == ""
+    verdict = learning.judge(before, after)
+    assert verdict["gain"] == pytest.approx(gain) and verdict["ci95"][0] <= gain + 1e-9
+    assert stopped in verdict["stopped"] if stopped else verdict["stopped"] == ""
 
 
 def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> None:
@@ -178,7 +182,9 @@ def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> Non
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
-    lost = [replace(done, grade=Grade(status="infra_error")) for done in attempts([0.5])]
-    found = learning.judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
-    assert found["gain"] == pytest.approx(0.1) and found["stopped"] == ""
-    assert learning.judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
+    lost_attempts = [replace(attempt, grade=Grade(status="infra_error")) for attempt in attempts([0.5])]
+    verdict = learning.judge([*lost_attempts, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
+    assert verdict["gain"] == pytest.approx(0.1) and verdict["stopped"] == ""
+    assert (
+        learning.judge(lost_attempts, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
+    )

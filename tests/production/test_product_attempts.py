@@ -38,7 +38,7 @@ from composer_nb.production.serve import ScriptServer
 from composer_nb.tour.expert import Script, ScriptedPolicy, step_by_step
 from composer_nb.tour.expert import expert as line_expert
 from composer_nb.trainer.models.tokenizer import train_tokenizer
-from tests.harness.stubborn import WAYS, said, stubborn
+from tests.harness.stubborn import FAULTS, chat_reply, stubborn
 from tests.production.conftest import DATES, Turns
 
 EDIT = {"name": "write", "file_path": "dates2.py", "contents": "x\n"}
@@ -46,7 +46,7 @@ READ = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
 
 
 @pytest.fixture
-def place() -> Iterator[Environment]:
+def environment() -> Iterator[Environment]:
     with BwrapBackend() as backend:
         yield Environment(backend=backend, tools=ToolSet.cursor(search=Indexes()))
 
@@ -55,18 +55,22 @@ def shell(command: str, **more: object) -> ToolCall:
     return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, **more})
 
 
-def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, task: Task) -> None:
+def test_an_endpoint_does_what_the_script_behind_it_does(environment: Environment, task: Task) -> None:
     with ScriptServer(expert(task)) as server:
         endpoint = Endpoint(url=server.url, model="scripted")
-        done = attempt(task, place, EndpointTurnPolicy(endpoint, "system", place.tools.schemas, LIMITS))
-    here = attempt(task, place, ScriptTurnPolicy(expert(task)))
-    assert done.grade.passed and min(done.rollout.counted) > 0 and done.rollout.tokens == sum(done.rollout.counted)
-    plain = [[dataclasses.replace(each, seconds=0.0) for each in attempt.rollout.turns] for attempt in (done, here)]
-    assert plain[0] == plain[1] and done.grade == here.grade
+        remote = attempt(task, environment, EndpointTurnPolicy(endpoint, "system", environment.tools.schemas, LIMITS))
+    local = attempt(task, environment, ScriptTurnPolicy(expert(task)))
+    assert (
+        remote.grade.passed and min(remote.rollout.counted) > 0 and remote.rollout.tokens == sum(remote.rollout.counted)
+    )
+    plain = [[dataclasses.replace(turn, seconds=0.0) for turn in attempt.rollout.turns] for attempt in (remote, local)]
+    assert plain[0] == plain[1] and remote.grade == local.grade
 
 
-def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
-    renderer = QwenRenderer(tokenizer, place.tools.schemas)
+def test_tokens_are_kept_as_they_were_read_and_written(
+    environment: Environment, task: Task, tokenizer: Tokenizer
+) -> None:
+    renderer = QwenRenderer(tokenizer, environment.tools.schemas)
     turns = [
         renderer.turn(Said(text="I look.", calls=(Written(id="call_0", call=READ), Written(id="call_1", call=READ)))),
         [*renderer.encode("<function=read_file> spelled out"), renderer.end],
@@ -75,14 +79,16 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     policy = Turns(*turns)
     policy.version = 7
     with Shared(policy) as shared:
-        done = attempt(task, place, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
-    [segment] = done.rollout.segments
-    assert policy.released == [5] and done.rollout.stop == "finished" and done.rollout.invalid_calls == 1
-    whole = [
-        token for request, written in zip(policy.asked, turns, strict=True) for token in [*request.token_ids, *written]
+        result = attempt(task, environment, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
+    [segment] = result.rollout.segments
+    assert policy.released == [5] and result.rollout.stop == "finished" and result.rollout.invalid_calls == 1
+    token_ids = [
+        token
+        for request, turn_ids in zip(policy.requests, turns, strict=True)
+        for token in [*request.token_ids, *turn_ids]
     ]
-    assert segment.token_ids.tolist() == whole
-    assert segment.token_ids[segment.acted].tolist() == [token for written in turns for token in written]
+    assert segment.token_ids.tolist() == token_ids
+    assert segment.token_ids[segment.acted].tolist() == [token for turn_ids in turns for token in turn_ids]
     assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
     kinds = [Kind(kind) for kind, before in zip(segment.kind, [-1, *segment.kind[:-1]], strict=True) if kind != before]
     assert kinds == [
@@ -90,96 +96,99 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     ]  # fmt: skip
 
 
-def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
+def test_ctrl_c_ends_it_and_keeps_what_was_done(environment: Environment) -> None:
     def script(talk: Sequence[Message]) -> Said:
         if len(talk) > 2:
             raise KeyboardInterrupt
         return turn([READ])
 
-    with place.backend.create() as box:
-        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
-    assert done.stop == "interrupted" and len(done.turns) == 1
+    with environment.backend.create() as box:
+        conversation = converse("x", ScriptTurnPolicy(script), environment.tools, environment.tools.open(box))
+    assert conversation.stop == "interrupted" and len(conversation.turns) == 1
 
 
-def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment, task: Task) -> None:
-    """In the rollout, in the bench's rate, in the reward and in what the agent reads."""
+def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(environment: Environment, task: Task) -> None:
+    """The rollout, the rate of the bench, the reward and what the agent reads agree on that."""
     missing = [
         ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
         ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
     ]
     wrong = ToolCall(name="read_file", arguments={"file": 1})
-    done = attempt(task, place, ScriptTurnPolicy(play([turn([*missing, wrong]), Said(text="")])))
-    assert [each.error for each in done.rollout.turns[:3]] == ["UnexpectedEnvironment"] * 2 + ["InvalidArguments"]
-    assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:2])
-    assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 1 / 3
+    result = attempt(task, environment, ScriptTurnPolicy(play([turn([*missing, wrong]), Said(text="")])))
+    assert [turn.error for turn in result.rollout.turns[:3]] == ["UnexpectedEnvironment"] * 2 + ["InvalidArguments"]
+    assert all("error (UnexpectedEnvironment): " in turn.observation for turn in result.rollout.turns[:2])
+    assert figures([result])["invalid_call_rate"] == TERMS["invalid_calls"](result.rollout, result.grade) == 1 / 3
 
 
-def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
+def test_changes_too_large_to_keep_are_the_agents_failure(environment: Environment, task: Task) -> None:
     fill = shell("head -c 20000000 /dev/zero > zeros; chmod 000 dates.py")
-    done = attempt(task, place, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
-    assert done.grade.status == "agent_failed" and len(pack_attempt(done)) < 1 << 20
+    result = attempt(task, environment, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
+    assert result.grade.status == "agent_failed" and len(pack_attempt(result)) < 1 << 20
     noisy = shell("head -c 9000000 /dev/urandom > noise")
-    done = attempt(task, place, ScriptTurnPolicy(play([turn([noisy]), Said(text="")])))
-    assert unpack_attempt(pack_attempt(done), task).rollout.files == done.rollout.files and len(done.rollout.files) == 4
+    result = attempt(task, environment, ScriptTurnPolicy(play([turn([noisy]), Said(text="")])))
+    assert (
+        unpack_attempt(pack_attempt(result), task).rollout.files == result.rollout.files
+        and len(result.rollout.files) == 4
+    )
 
 
-def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Backend) -> None:
+def test_the_limit_of_time_ends_calls_that_run(environment: Environment, backend: Backend) -> None:
     with backend.create() as box:
         limits = dataclasses.replace(LIMITS, seconds=1.0)
         script = play([turn([shell("sleep 3000")] * 5)])
-        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box), limits)
-    assert done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"}
+        conversation = converse("x", ScriptTurnPolicy(script), environment.tools, environment.tools.open(box), limits)
+    assert conversation.stop == "time" and {turn.error for turn in conversation.turns} == {"UserAborted"}
 
 
-@pytest.mark.parametrize("way", list(WAYS)[:2])
-def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Task, way: str) -> None:
-    """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
+@pytest.mark.parametrize("fault", list(FAULTS)[:2])
+def test_no_model_server_outlasts_the_limit_of_time(environment: Environment, task: Task, fault: str) -> None:
+    """Work until then is graded; where no answer ever came, nothing is known of the agent."""
     limits = dataclasses.replace(LIMITS, seconds=3.0)
-    for turns, stop, status in (([], "infrastructure", "infra_error"), ([said("", **EDIT)], "time", "graded")):
-        with stubborn(way, *turns) as server:
-            turn_policy = EndpointTurnPolicy(Endpoint(url=server.url, model="m"), "", place.tools.schemas, limits)
-            done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
-        if done.rollout.stop == "infrastructure" and turns:  # it failed for good before, as by too long an answer
-            assert way == "a stream for ever"
+    for turns, stop, status in (([], "infrastructure", "infra_error"), ([chat_reply("", **EDIT)], "time", "graded")):
+        with stubborn(fault, *turns) as server:
+            turn_policy = EndpointTurnPolicy(Endpoint(url=server.url, model="m"), "", environment.tools.schemas, limits)
+            result = attempt(task, dataclasses.replace(environment, limits=limits), turn_policy)
+        if result.rollout.stop == "infrastructure" and turns:  # it failed for good before, as by too long an answer
+            assert fault == "a stream for ever"
             continue
-        assert (done.rollout.stop, done.grade.status) == (stop, status) and done.rollout.calls == len(turns)
-        assert ("dates2.py" in done.rollout.files) == bool(turns)
+        assert (result.rollout.stop, result.grade.status) == (stop, status) and result.rollout.calls == len(turns)
+        assert ("dates2.py" in result.rollout.files) == bool(turns)
 
 
 def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
-    place: Environment, task: Task, tokenizer: Tokenizer
+    environment: Environment, task: Task, tokenizer: Tokenizer
 ) -> None:
     class Endless(Turns):
         def step(self) -> list[Completion]:
             time.sleep(0.01)
             return []
 
-    limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
+    limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, environment.tools.schemas)
     policy = Endless()
     with Shared(policy) as shared:
         turn_policy = TokenTurnPolicy(renderer, 4, limits, shared.ask, shared.release, "s")
-        done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
-        [request] = policy.asked
-        assert done.rollout.stop == "time" and policy.released == [4]
-        assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
+        result = attempt(task, dataclasses.replace(environment, limits=limits), turn_policy)
+        [request] = policy.requests
+        assert result.rollout.stop == "time" and policy.released == [4]
+        assert result.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
 
 
 def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(
-    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+    environment: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def died(*_: object) -> str:
         raise SandboxDied("its memory was used up")
 
     monkeypatch.setattr("composer_nb.harness.attempt.carry_back", died)
     grow = Tool(name="grow", description="", arguments=Arguments, run=died)
-    full = dataclasses.replace(place, tools=ToolSet(tools={"grow": grow}))
+    full = dataclasses.replace(environment, tools=ToolSet(tools={"grow": grow}))
     call = ToolCall(name="grow", arguments={})
-    done = attempt(task, full, ScriptTurnPolicy(play([turn([call]), turn([call]), Said(text="")])))
-    assert [each.error for each in done.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
-    assert (done.rollout.stop, done.grade.status) == ("finished", "agent_failed")
+    result = attempt(task, full, ScriptTurnPolicy(play([turn([call]), turn([call]), Said(text="")])))
+    assert [turn.error for turn in result.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
+    assert (result.rollout.stop, result.grade.status) == ("finished", "agent_failed")
 
 
-def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path) -> None:
+def test_what_was_killed_goes_on(environment: Environment, task: Task, tmp_path: Path) -> None:
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
     cast: list[str] = []
 
@@ -190,14 +199,14 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
         return ScriptTurnPolicy(expert(task))
 
     with pytest.raises(KeyError):
-        list(attempt_all(tasks, 2, place, turn_policy, tmp_path, workers=1))
-    kept = len(list(tmp_path.iterdir()))
-    assert 3 <= kept < 6
+        list(attempt_all(tasks, 2, environment, turn_policy, tmp_path, workers=1))
+    finished = len(list(tmp_path.iterdir()))
+    assert 3 <= finished < 6
     cast[:] = [""] * 4
-    again = Environment(backend=BwrapBackend(), tools=place.tools)
-    with again.backend:
-        done = [each for _, each in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
-    assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
+    reopened = Environment(backend=BwrapBackend(), tools=environment.tools)
+    with reopened.backend:
+        attempts = [result for _, result in attempt_all(tasks, 2, reopened, turn_policy, tmp_path, workers=1)]
+    assert len(attempts) == 6 and len(cast) == 4 + 6 - finished and all(result.grade.passed for result in attempts)
 
 
 # What a run samples is what the product does
@@ -209,30 +218,32 @@ def compact() -> Tokenizer:
 
 
 def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[[Task], Script]) -> Attempt:
-    """An attempt as the stages and services of a run make it, by a policy that plays a script."""
+    """Return an attempt as the stages and services of a run make it, by a policy that plays a script."""
     with Sandboxes(env) as sandboxes:
         agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))
-        [(_, done)] = drive([agent.attempt(task, 3)], policy, sandboxes)
+        [(_, result)] = drive([agent.attempt(task, 3)], policy, sandboxes)
         assert "functions" not in vars(sandboxes), "these need bubblewrap, which a host with Docker alone may lack"
-    return done
+    return result
 
 
 @pytest.mark.parametrize("tools", ["cursor", "tiny"])
 def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
-    place: Environment, task: Task, compact: Tokenizer, tools: Literal["tiny", "cursor"]
+    environment: Environment, task: Task, compact: Tokenizer, tools: Literal["tiny", "cursor"]
 ) -> None:
     env = EnvSettings(tasks="given", tools=tools)
     plays: dict[str, Callable[[Task], Script]] = {
         "cursor": lambda task: step_by_step(expert(task)),
         "tiny": lambda task: line_expert(task, Random(0), 0.0),
     }
-    done = trained_in(env, compact, task, plays[tools])
-    assert done.grade.passed and done.rollout.stop == "finished" and not done.rollout.invalid_calls
-    [segment] = done.rollout.segments
-    assert len(segment.token_ids) == done.rollout.tokens and segment.acted.sum() == done.rollout.sampled
+    trained = trained_in(env, compact, task, plays[tools])
+    assert trained.grade.passed and trained.rollout.stop == "finished" and not trained.rollout.invalid_calls
+    [segment] = trained.rollout.segments
+    assert len(segment.token_ids) == trained.rollout.tokens and segment.acted.sum() == trained.rollout.sampled
     if tools == "cursor":
-        here = attempt(task, place, ScriptTurnPolicy(expert(task)))
-        assert [turn.call for turn in done.rollout.turns] == [turn.call for turn in here.rollout.turns]
-        assert [turn.observation for turn in done.rollout.turns] == [turn.observation for turn in here.rollout.turns]
-        assert done.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
+        product = attempt(task, environment, ScriptTurnPolicy(expert(task)))
+        assert [turn.call for turn in trained.rollout.turns] == [turn.call for turn in product.rollout.turns]
+        assert [turn.observation for turn in trained.rollout.turns] == [
+            turn.observation for turn in product.rollout.turns
+        ]
+        assert trained.rollout.files["dates.py"] == product.rollout.files["dates.py"] == task.solution["dates.py"]

@@ -53,25 +53,29 @@ WRITTEN = [
 
 
 def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
-    """What is shown after each token begins with what was shown before it; JSON is complete where the parser has a call."""
+    """Assert that what is shown only grows with each token, and that JSON is complete where the parser has a call."""
     before: list[tuple[str, str, str]] = []
     for end in range(1, len(ids) + 1):
-        now = renderer.calls_so_far(ids[:end])
-        for old, new in zip(before, now, strict=False):
+        current = renderer.calls_so_far(ids[:end])
+        for old, new in zip(before, current, strict=False):
             assert new[:2] == old[:2] and new[2].startswith(old[2])
-        assert len(now) >= len(before) and all(arguments for _, _, arguments in now)
+        assert len(current) >= len(before) and all(arguments for _, _, arguments in current)
         ended = isinstance(renderer, CompactRenderer) and ids[-1] == renderer.end
         complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
-        read = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
-        for (id, name, arguments), written in zip(now, read, strict=False):
-            if isinstance(written.call, ToolCall):
-                assert (id, name, json.loads(arguments)) == (written.id, written.call.name, written.call.arguments)
+        parsed_calls = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
+        for (id, name, arguments), parsed_call in zip(current, parsed_calls, strict=False):
+            if isinstance(parsed_call.call, ToolCall):
+                assert (id, name, json.loads(arguments)) == (
+                    parsed_call.id,
+                    parsed_call.call.name,
+                    parsed_call.call.arguments,
+                )
             else:
-                assert arguments_of(arguments) is not None and not whole(arguments)
-        before = now
+                assert arguments_of(arguments) is not None and not is_complete(arguments)
+        before = current
 
 
-def whole(arguments: str) -> bool:
+def is_complete(arguments: str) -> bool:
     try:
         return isinstance(json.loads(arguments), dict)
     except ValueError:
@@ -82,8 +86,8 @@ def whole(arguments: str) -> bool:
 def test_what_is_shown_of_calls_only_grows(name: str, text: str) -> None:
     renderer = FORMATS[name]
     check(renderer, renderer.spell(text))
-    cut = renderer.spell(text)[:-4]
-    check(renderer, [*cut, renderer.end])
+    prefix = renderer.spell(text)[:-4]
+    check(renderer, [*prefix, renderer.end])
 
 
 PARTS = st.sampled_from(
@@ -104,7 +108,7 @@ def test_the_arguments_of_a_call_come_before_it_ends() -> None:
     for renderer in FORMATS.values():
         id = "functions.put:0" if isinstance(renderer, KimiRenderer) else "call_0"
         ids = renderer.turn(Said(calls=(Written(id=id, call=call),)))
-        sizes = [sum(len(each[2]) for each in renderer.calls_so_far(ids[:end])) for end in range(len(ids))]
+        sizes = [sum(len(partial[2]) for partial in renderer.calls_so_far(ids[:end])) for end in range(len(ids))]
         grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False) if after > before]
         assert len(grown) >= 50 and max(grown) < 40, "letter by letter, whatever stands between two values"
 
@@ -112,13 +116,13 @@ def test_the_arguments_of_a_call_come_before_it_ends() -> None:
 # -- Over HTTP -----------------------------------------------------------------------------------------------
 
 
-def told(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
-    """Return text, calls and reason of a stream as OpenAI's client has it."""
+def merged(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
+    """Return the text, the calls and the finish reason that the parts of a stream add up to."""
     calls: dict[int, list[str]] = {}
     for call in (call for part in parts for call in part.delta.tool_calls or ()):
         calls.setdefault(call.index, [call.id, call.function.name, ""])[2] += call.function.arguments
     text = "".join(part.delta.content or "" for part in parts)
-    return text, [(id, name, given) for id, name, given in (calls[n] for n in sorted(calls))], parts[-1].finish_reason
+    return text, [(id, name, args) for id, name, args in (calls[n] for n in sorted(calls))], parts[-1].finish_reason
 
 
 @pytest.mark.parametrize("cut", [0, 25])
@@ -128,27 +132,29 @@ def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: 
     turn = renderer.spell(text)[: -cut or None]
     if len(turn) < 5:
         turn = renderer.spell(text)
-    asked: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": len(turn)}
+    options: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": len(turn)}
     tools: Any = [{"name": "put", "input_schema": SCHEMA}]
     with (
         playing(type(renderer), renderer.tokenizer, *[turn] * 4) as (site, policy),
-        anthropic.Anthropic(base_url=site.url[:-3], api_key="none", max_retries=0) as other,
+        anthropic.Anthropic(base_url=site.url[:-3], api_key="none", max_retries=0) as anthropic_client,
     ):
         policy.pause_s = 0.001
-        want = site.chat(**asked, tools=[TOOL]).choices[0]
-        parts = [each.choices[0] for each in site.chat(**asked, tools=[TOOL], stream=True)]
-        message = other.messages.create(**asked, tools=tools)
-        with other.messages.stream(**asked, tools=tools) as stream:
+        full_choice = site.chat(**options, tools=[TOOL]).choices[0]
+        parts = [chunk.choices[0] for chunk in site.chat(**options, tools=[TOOL], stream=True)]
+        message = anthropic_client.messages.create(**options, tools=tools)
+        with anthropic_client.messages.stream(**options, tools=tools) as stream:
             streamed = stream.get_final_message()
-    calls = [(each.id, each.function.name, each.function.arguments) for each in want.message.tool_calls or ()]
-    assert told(parts) == (want.message.content, calls, want.finish_reason)
+    calls = [(call.id, call.function.name, call.function.arguments) for call in full_choice.message.tool_calls or ()]
+    assert merged(parts) == (full_choice.message.content, calls, full_choice.finish_reason)
     blocks = [block.model_dump(exclude_none=True) for block in message.content]
     assert [block.model_dump(exclude_none=True) for block in streamed.content] == blocks
     assert streamed.stop_reason == message.stop_reason
-    assert [(each["id"], each["name"]) for each in blocks if each["type"] == "tool_use"] == [each[:2] for each in calls]
-    assert "".join(each.get("text", "") for each in blocks) == want.message.content
+    assert [(block["id"], block["name"]) for block in blocks if block["type"] == "tool_use"] == [
+        call[:2] for call in calls
+    ]
+    assert "".join(block.get("text", "") for block in blocks) == full_choice.message.content
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-    assert message.stop_reason == reasons[want.finish_reason]
+    assert message.stop_reason == reasons[full_choice.finish_reason]
 
 
 @pytest.mark.parametrize("stop", ["f1", "\n<tool_call>", "put>", "</parameter>\n"])
@@ -157,12 +163,12 @@ def test_a_stop_text_ends_a_stream_as_it_ends_the_whole_answer(stop: str) -> Non
     turn = renderer.spell(f"I put.{PUT}f0{PUT_END}\n{PUT}f1{PUT_END}")
     with playing(QwenRenderer, renderer.tokenizer, turn, turn) as (site, policy):
         policy.pause_s = 0.001
-        want = site.chat(tools=[TOOL], stop=stop).choices[0]
-        parts = [each.choices[0] for each in site.chat(tools=[TOOL], stop=stop, stream=True)]
-    calls = [(each.id, each.function.name, each.function.arguments) for each in want.message.tool_calls or ()]
-    assert told(parts) == (want.message.content, calls, want.finish_reason)
-    put = '{"path": "f.py", "text": "'
-    ends: dict[str, list[str]] = {"f1": [put + 'f0"}', put], "\n<tool_call>": [put + 'f0"}'], "put>": []}
+        full_choice = site.chat(tools=[TOOL], stop=stop).choices[0]
+        parts = [chunk.choices[0] for chunk in site.chat(tools=[TOOL], stop=stop, stream=True)]
+    calls = [(call.id, call.function.name, call.function.arguments) for call in full_choice.message.tool_calls or ()]
+    assert merged(parts) == (full_choice.message.content, calls, full_choice.finish_reason)
+    partial = '{"path": "f.py", "text": "'
+    ends: dict[str, list[str]] = {"f1": [partial + 'f0"}', partial], "\n<tool_call>": [partial + 'f0"}'], "put>": []}
     assert [arguments for _, _, arguments in calls] == ends.get(stop, ['{"path": "f.py'])
 
 
@@ -170,19 +176,19 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     """In the cache, with the tokens as they were sampled, and the result after them as in training (`TokenTurnPolicy`); and read
     anew by a server that has never seen it."""
     renderer = FORMATS["QwenRenderer"]
-    cut, done = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
-    with Shared(Turns(cut, done, done)) as shared:
+    partial_turn, final_turn = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
+    with Shared(Turns(partial_turn, final_turn, final_turn)) as shared:
         policy = shared.policy
         assert isinstance(policy, Turns)
-        asked = RequestBody(messages=ASKED, tools=[TOOL], max_tokens=len(cut))
-        known = Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)
-        first = known(asked).choices[0]
+        body = RequestBody(messages=ASKED, tools=[TOOL], max_tokens=len(partial_turn))
+        conversations = Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)
+        first = conversations(body).choices[0]
         assert first.cut and json.loads(first.message["tool_calls"][0]["function"]["arguments"] + '"}')
         more = [*ASKED, first.message, {"role": "tool", "tool_call_id": "call_0", "content": "not JSON"}]
-        for talk in (known, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
+        for talk in (conversations, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
             talk(RequestBody(messages=more, tools=[TOOL]))
-    prompt, rest, anew = ([*each.token_ids] for each in policy.asked)
+    prompt, continuation, anew = ([*request.token_ids] for request in policy.requests)
     assert prompt == renderer.render([User(text="fix f")])
-    assert rest == renderer.read([CallResult(id="call_0", text="not JSON")])
-    read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
-    assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt
+    assert continuation == renderer.read([CallResult(id="call_0", text="not JSON")])
+    text = renderer.tokenizer.decode(anew, skip_special_tokens=False)
+    assert "f.py\n</parameter>\n</function>" in text and "not JSON" in text and anew[: len(prompt)] == prompt

@@ -20,54 +20,56 @@ from composer_nb.production.diff import patch
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    made = tmp_path / "repository"
+    folder = tmp_path / "repository"
     for path, text in {
         "a.py": "x = 1\n", "sub/b.py": "y = 1\n", ".gitignore": ".env\nbuilt/\n", ".env": "KEY=1", "built/o": "o",
         ".git/config": "[core]", "sub/__pycache__/b.pyc": "b", "run.sh": "#!/bin/sh\n",
     }.items():  # fmt: skip
-        (made / path).parent.mkdir(parents=True, exist_ok=True)
-        (made / path).write_text(text)
-    (made / "run.sh").chmod(0o755)
-    (made / "out").symlink_to("/etc/passwd")
-    (made / "folder").symlink_to("/etc")
-    return made
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    (folder / "run.sh").chmod(0o755)
+    (folder / "out").symlink_to("/etc/passwd")
+    (folder / "folder").symlink_to("/etc")
+    return folder
 
 
 def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
-    seen = read_checkout(root)
-    assert set(seen.files) == {"a.py", "sub/b.py", ".gitignore", "run.sh"} and seen.executable == {"run.sh"}
-    assert seen.left_out[".env"] == "ignored" and seen.left_out["out"] == "a link or device"
-    assert seen.left_out[".git"] == "history"
-    with seen.start(backend) as box:
-        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(seen.files)
+    snapshot = read_checkout(root)
+    assert set(snapshot.files) == {"a.py", "sub/b.py", ".gitignore", "run.sh"} and snapshot.executable == {"run.sh"}
+    assert snapshot.left_out[".env"] == "ignored" and snapshot.left_out["out"] == "a link or device"
+    assert snapshot.left_out[".git"] == "history"
+    with snapshot.start(backend) as box:
+        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(
+            snapshot.files
+        )
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
 
 
-def seen_blobs(seen: Checkout) -> dict[str, Blob]:
-    return {path: blob for path in seen.files if (blob := seen.blob(path))}
+def seen_blobs(snapshot: Checkout) -> dict[str, Blob]:
+    return {path: blob for path in snapshot.files if (blob := snapshot.blob(path))}
 
 
-def accept(seen: Checkout, changes: Changes) -> None:
-    accept_changes(seen.root, seen_blobs(seen), changes)
+def accept(snapshot: Checkout, changes: Changes) -> None:
+    accept_changes(snapshot.root, seen_blobs(snapshot), changes)
 
 
-def held(root: Path) -> dict[str, tuple[str, bytes, bool]]:
-    """Everything in a folder: kind, contents, whether it can be executed."""
-    found: dict[str, tuple[str, bytes, bool]] = {}
+def contents(root: Path) -> dict[str, tuple[str, bytes, bool]]:
+    """Return everything in a folder: kind, contents, whether it can be executed."""
+    entries: dict[str, tuple[str, bytes, bool]] = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if path.is_symlink():
-            found[name] = "link", os.fsencode(os.readlink(path)), False
+            entries[name] = "link", os.fsencode(os.readlink(path)), False
         elif path.is_file():
-            found[name] = "file", path.read_bytes(), os.access(path, os.X_OK)
+            entries[name] = "file", path.read_bytes(), os.access(path, os.X_OK)
         else:
-            found[name] = "folder", b"", False
-    return found
+            entries[name] = "folder", b"", False
+    return entries
 
 
 def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
-    seen = read_checkout(root)
-    after = seen_blobs(seen) | {
+    snapshot = read_checkout(root)
+    after = seen_blobs(snapshot) | {
         "a.py": Blob(data=b"x = 2\n"),
         "new/c.py": Blob(data=b"z\n"),
         "run.sh": Blob(data=b"#!/bin/bash\n", mode=EXECUTABLE),
@@ -75,12 +77,12 @@ def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
         "p.pyc": Blob(data=b""),
     }
     del after["sub/b.py"]
-    changes, others = changed(seen, after)
+    changes, others = changed(snapshot, after)
     assert list(changes) == ["a.py", "new/c.py", "run.sh", "sub/b.py"] and changes["sub/b.py"] is None and not others
     (root / "a.py").chmod(0o600)
     owner = os.geteuid() or 12345  # only root gives files away
     os.chown(root / "a.py", owner, -1)
-    accept(seen, changes)
+    accept(snapshot, changes)
     assert (root / "a.py").stat().st_uid == owner
     assert (root / "a.py").read_text() == "x = 2\n" and (root / "new/c.py").read_text() == "z\n"
     assert not (root / "sub/b.py").exists() and (root / "a.py").stat().st_mode & 0o777 == 0o600
@@ -99,13 +101,15 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", CONFLICTS)
-def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
-    seen = read_checkout(root)
-    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | ({what: b"k"} if "." in what else {})
-    CONFLICTS[what](root)
+@pytest.mark.parametrize("conflict", CONFLICTS)
+def test_a_conflict_changes_nothing(root: Path, conflict: str) -> None:
+    snapshot = read_checkout(root)
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | (
+        {conflict: b"k"} if "." in conflict else {}
+    )
+    CONFLICTS[conflict](root)
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
-        accept(seen, {path: Blob(data=data) for path, data in texts.items()})
+        accept(snapshot, {path: Blob(data=data) for path, data in texts.items()})
     assert (root / "a.py").read_text() == "x = 1\n" and (root / ".env").read_text() == "KEY=1"
 
 
@@ -120,34 +124,36 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("what", COMMANDS)
-def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, what: str) -> None:
+@pytest.mark.parametrize("case", COMMANDS)
+def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, case: str) -> None:
     shutil.rmtree(root / "sub/__pycache__")
-    seen = read_checkout(root)
-    with seen.start(backend) as box:
-        done = box.exec(["bash", "-ec", COMMANDS[what]])
-        assert done.exit_code == 0, done.stderr
-        changes, others = changed(seen, *carry_back(box))
+    snapshot = read_checkout(root)
+    with snapshot.start(backend) as box:
+        result = box.exec(["bash", "-ec", COMMANDS[case]])
+        assert result.exit_code == 0, result.stderr
+        changes, others = changed(snapshot, *carry_back(box))
     assert changes and not others
-    before = held(root)
+    before = contents(root)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy, symlinks=True)
-    kept, shown = (patch(seen_blobs(seen), changes, whole) for whole in (True, False))
-    heads = [[line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (kept, shown)]
+    whole_diff, short_diff = (patch(seen_blobs(snapshot), changes, full) for full in (True, False))
+    heads = [
+        [line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (whole_diff, short_diff)
+    ]
     assert heads[0] == heads[1] and len(set(heads[0])) == len(changes)
     git_env = {"PATH": os.environ["PATH"]}
-    subprocess.run(["git", "apply", "-"], cwd=copy, input=kept, check=True, env=git_env)
-    accept(seen, changes)
-    assert held(root) == held(copy) != before
-    subprocess.run(["git", "apply", "-R", "-"], cwd=copy, input=kept, check=True, env=git_env)
-    assert held(copy) == before
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=whole_diff, check=True, env=git_env)
+    accept(snapshot, changes)
+    assert contents(root) == contents(copy) != before
+    subprocess.run(["git", "apply", "-R", "-"], cwd=copy, input=whole_diff, check=True, env=git_env)
+    assert contents(copy) == before
 
 
 @pytest.mark.parametrize("call", range(1, 30))
 def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation on the file system fails once."""
     shutil.rmtree(root / "sub/__pycache__")
-    seen, before = read_checkout(root), held(root)
+    snapshot, before = read_checkout(root), contents(root)
     changes = {
         "a.py": None, "a.py/x": Blob(data=b"x"), "deep/er/c.py": Blob(data=b"z\n"), "run.sh": Blob(data=b"r\n"),
         "sub": Blob(data=b"s"), "sub/b.py": None,
@@ -157,44 +163,44 @@ def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: 
     def failing(name: str) -> None:
         real = getattr(os, name)
 
-        def once(*given: object, **more: object) -> object:
+        def failing_call(*args: object, **more: object) -> object:
             nonlocal calls
             calls += 1
             if calls == call:
                 raise OSError(28, "no space left on device")
-            return real(*given, **more)
+            return real(*args, **more)
 
-        monkeypatch.setattr(os, name, once)
+        monkeypatch.setattr(os, name, failing_call)
 
     for name in ("rename", "mkdir", "rmdir", "fchmod"):
         failing(name)
     try:
-        accept(seen, changes)
+        accept(snapshot, changes)
     except OSError:
         monkeypatch.undo()
-        assert held(root) == before
+        assert contents(root) == before
     else:
         monkeypatch.undo()
         assert (root / "a.py/x").read_text() == "x" and (root / "sub").read_text() == "s"
 
 
-@pytest.mark.parametrize("left", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
-def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, left: str) -> None:
+@pytest.mark.parametrize("hidden_path", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
+def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, hidden_path: str) -> None:
     shutil.rmtree(root / "sub/__pycache__")
-    seen = read_checkout(root)
-    (root / left).parent.mkdir(exist_ok=True)
-    (root / left).write_text("mine")
-    before = held(root)
-    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(left).name}"):
-        accept(seen, {"sub": Blob(data=b"s"), "sub/b.py": None})
-    assert held(root) == before
+    snapshot = read_checkout(root)
+    (root / hidden_path).parent.mkdir(exist_ok=True)
+    (root / hidden_path).write_text("mine")
+    before = contents(root)
+    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(hidden_path).name}"):
+        accept(snapshot, {"sub": Blob(data=b"s"), "sub/b.py": None})
+    assert contents(root) == before
 
 
 def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str, Blob | None], frozenset[str]]:
-    seen = read_checkout(root)
-    with seen.start(backend) as box:
+    snapshot = read_checkout(root)
+    with snapshot.start(backend) as box:
         box.exec(["bash", "-c", command])
-        return changed(seen, *carry_back(box))
+        return changed(snapshot, *carry_back(box))
 
 
 def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
@@ -232,21 +238,21 @@ def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend:
     run = f"touch {tmp_path}/ran; cat"
     (root / ".git" / "config").write_text(f'[core]\nfsmonitor = "{run}"\n[filter "f"]\nclean = "{run}"\n')
     (root / ".gitattributes").write_text("*.py filter=f\n")
-    seen = read_checkout(root)
-    with seen.start(backend) as box:
+    snapshot = read_checkout(root)
+    with snapshot.start(backend) as box:
 
         def git(line: str) -> str:
-            done = box.exec(["sh", "-c", f"git {line}"])
-            assert done.exit_code == 0, done.stderr
-            return done.stdout.decode()
+            result = box.exec(["sh", "-c", f"git {line}"])
+            assert result.exit_code == 0, result.stderr
+            return result.stdout.decode()
 
         assert git("rev-list --count HEAD") == "1\n" and git("status --porcelain") == ""
-        assert set(git("ls-files").splitlines()) == set(seen.files)
+        assert set(git("ls-files").splitlines()) == set(snapshot.files)
         box.write("a.py", b"x = 2\n")
         box.write("new/.git/config", b"[core]\n")
         assert "-x = 1\n+x = 2\n" in git("diff")
         git("commit -qam 'the fix' && git checkout -qb other && rm .git/HEAD && mkfifo .git/HEAD")
-        changes, others = changed(seen, *carry_back(box))
+        changes, others = changed(snapshot, *carry_back(box))
     assert changes == {"a.py": Blob(data=b"x = 2\n")} and not others
     assert not (tmp_path / "ran").exists()
 
@@ -264,7 +270,7 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def repository_of(tmp_path: Path, **files: str) -> Path:
-    """`a__b="text"` is a file a/b."""
+    """Make a repository in which `a__b="text"` is a file a/b."""
     root = tmp_path / "outer" / "repository"
     for name, text in files.items():
         file = root / name.replace("__", "/")
@@ -287,10 +293,10 @@ def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest
             raise OSError(28, "No space left on device")
         rename(source, target)
 
-    checkout = read_checkout(root)
+    snapshot = read_checkout(root)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="No space left on device.*not all could be put back, it lies in"):
-        accept(checkout, {"a": None, "a/x": plain("9\n"), "b": plain("3\n")})
+        accept(snapshot, {"a": None, "a/x": plain("9\n"), "b": plain("3\n")})
     assert "precious\n" in [file.read_text() for file in root.rglob("*") if file.is_file()]
 
 
@@ -299,7 +305,7 @@ def test_ignore_files_above_a_named_folder_hold(tmp_path: Path):
     (root / ".git").mkdir()
     (root / ".gitignore").write_text("secrets\n/pkg/sub/c\npkg/\n")
     (root.parent / ".gitignore").write_text("a\n")  # of another repository, or of none
-    checkout = read_checkout(root / "pkg")
-    assert set(checkout.files) == {"a", "sub/b"}, "the folder itself was named, so that it is ignored says nothing"
-    changes, _ = changed(checkout, {"a": plain("x"), "sub/b": plain("y"), "secrets": plain("other")})
+    snapshot = read_checkout(root / "pkg")
+    assert set(snapshot.files) == {"a", "sub/b"}, "the folder itself was named, so that it is ignored says nothing"
+    changes, _ = changed(snapshot, {"a": plain("x"), "sub/b": plain("y"), "secrets": plain("other")})
     assert not changes

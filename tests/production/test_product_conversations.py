@@ -17,8 +17,8 @@ from tests.production.conftest import TOOL, Turns
 def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
     calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
-    turn, done = renderer.turn(Said(text="", calls=calls)), renderer.turn(Said(text="Done."))
-    policy = Turns(turn, done, done)
+    turn, final = renderer.turn(Said(text="", calls=calls)), renderer.turn(Said(text="Done."))
+    policy = Turns(turn, final, final)
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
@@ -33,5 +33,5 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
             with pytest.raises(ValueError, match=why):
                 talk(RequestBody(messages=[*start, first, *wrong], tools=[TOOL]))
         talk(RequestBody(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
-        text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
+        text = tokenizer.decode(list(policy.requests[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")

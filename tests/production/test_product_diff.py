@@ -31,7 +31,7 @@ BLOBS = st.builds(
 
 
 def possible(tree: Tree) -> bool:
-    return not any(other.startswith(path + "/") for path in tree for other in tree)
+    return not any(inner.startswith(path + "/") for path in tree for inner in tree)
 
 
 TREES = st.dictionaries(st.sampled_from(NAMES), BLOBS, max_size=6).filter(possible)
@@ -45,19 +45,19 @@ def lay(root: Path, tree: Tree) -> None:
         target.chmod(0o755 if blob.mode == EXECUTABLE else 0o644)
 
 
-def held(root: Path) -> Tree:
-    found: Tree = {}
+def contents(root: Path) -> Tree:
+    tree: Tree = {}
     for path in root.rglob("*"):
         name = path.relative_to(root).as_posix()
         if path.is_file():
-            found[name] = Blob(data=path.read_bytes(), mode=EXECUTABLE if os.access(path, os.X_OK) else PLAIN)
-    return found
+            tree[name] = Blob(data=path.read_bytes(), mode=EXECUTABLE if os.access(path, os.X_OK) else PLAIN)
+    return tree
 
 
 def apply(root: Path, text: bytes, *more: str) -> None:
     command, env = ["git", "apply", *more, "-"], {"PATH": os.environ["PATH"]}
-    done = subprocess.run(command, cwd=root, input=text, capture_output=True, env=env, check=False)
-    assert done.returncode == 0, (done.stderr.decode(), text.decode("utf-8", "replace"))
+    process = subprocess.run(command, cwd=root, input=text, capture_output=True, env=env, check=False)
+    assert process.returncode == 0, (process.stderr.decode(), text.decode("utf-8", "replace"))
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,9 +71,9 @@ def test_patch_applies_and_reverses(tmp_path_factory: pytest.TempPathFactory, be
     assert bool(text) == bool(changes)
     if text:
         apply(root, text)
-        assert held(root) == after
+        assert contents(root) == after
         apply(root, text, "-R")
-    assert held(root) == before
+    assert contents(root) == before
 
 
 def test_for_eyes_binary_files_are_told_by_size() -> None:
@@ -83,7 +83,7 @@ def test_for_eyes_binary_files_are_told_by_size() -> None:
 
 
 def test_nothing_of_the_machine_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global setting, an attribute and a variable that would change or execute something."""
+    """A global setting, an attribute and a variable would change or execute something."""
     (tmp_path / ".gitconfig").write_text(f"[diff]\n\texternal = touch {tmp_path}/ran\n\tnoprefix = true\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", f"touch {tmp_path}/ran")

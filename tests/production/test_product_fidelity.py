@@ -27,13 +27,13 @@ CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
 
 @pytest.fixture(scope="module")
 def sandboxes() -> Iterator[Sandboxes]:
-    with Sandboxes() as made:
-        yield made
+    with Sandboxes() as open_sandboxes:
+        yield open_sandboxes
 
 
 @pytest.fixture
 def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
-    """As an environment worker makes it."""
+    """Return an agent as an environment worker makes it."""
     return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
 
 
@@ -44,54 +44,54 @@ def test_every_tool_is_probed_and_answers_the_same(
     (tmp_path / "pages").write_text('{"url": "u", "title": "parsing", "text": "how text is parsed"}')
     web = str(tmp_path / "pages") if tools == "cursor" else ""
     tokens = train_tokenizer(["def f(x):"], 400)
-    calls, found = differences(
+    calls, mismatches = differences(
         task,
         make_agent(
             replace(CURSOR, tools=tools, renderer="compact", user="scripted", web=web), tokens, LIMITS, sandboxes
         ),
     )
-    assert calls > 8 and found == []
-    for made, names in ((probes, {*NAMES, "web_search"}), (tiny_probes, {tool.name for tool in TINY})):
-        assert {call.name for call in made(task.files)} - {"unknown_tool"} == names
+    assert calls > 8 and mismatches == []
+    for probe, names in ((probes, {*NAMES, "web_search"}), (tiny_probes, {tool.name for tool in TINY})):
+        assert {call.name for call in probe(task.files)} - {"unknown_tool"} == names
 
 
 PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "description": {"description of read_file"}}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("where", PLANTS)
+@pytest.mark.parametrize("side", PLACES)
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_word_more_in_either_place_is_found(
-    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, where: str, place: str
+    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, plant: str, side: str
 ) -> None:
-    """It is planted in what the RL worker, or the product, is made of."""
+    """The word is planted in a part of the RL worker or of the product."""
 
     def more(tools: ToolSet) -> ToolSet:
-        if where == "description":
-            read = replace(files.read_file, description=f"{files.read_file.description} ok")
-            return replace(tools, tools={**tools.tools, "read_file": read})
-        if where == "reply":
+        if plant == "description":
+            changed_tool = replace(files.read_file, description=f"{files.read_file.description} ok")
+            return replace(tools, tools={**tools.tools, "read_file": changed_tool})
+        if plant == "reply":
             return Wordy(**{name: getattr(tools, name) for name in ("tools", "search", "terse", "described")})
         return tools
 
-    if place == "training":
+    if side == "training":
         toolset: Any = EnvSettings.toolset
         monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
-        if where == "system text":
+        if plant == "system text":
             monkeypatch.setattr(environment, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
     else:
         original = work.tools_for
         monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
-        if where == "system text":
+        if plant == "system text":
             monkeypatch.setattr(work, "system_text", lambda root, answered, **_: f"A coding agent at {root}")
-    _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
-    assert {each.what for each in found} == PLANTS[where]
-    for each in found:
-        shown = each.excerpt(40)
-        assert shown["training"] != shown["product"] and max(len(shown[side]) for side in PLACES) <= 40
+    _, mismatches = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
+    assert {mismatch.what for mismatch in mismatches} == PLANTS[plant]
+    for mismatch in mismatches:
+        excerpt = mismatch.excerpt(40)
+        assert excerpt["training"] != excerpt["product"] and max(len(excerpt[side]) for side in PLACES) <= 40
 
 
 class Wordy(ToolSet):
-    """Tools whose terminal says a word more."""
+    """Tools whose terminal prints one word more."""
 
     def observation(self, reply: Reply) -> str:
         return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")
@@ -112,5 +112,5 @@ def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:
         ]
 
     false = [two_samples(talks("", 0.1), talks("", 0.1), seed, shuffles=39).chance for seed in range(40)]
-    found = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]
-    assert np.mean(np.array(false) <= 0.05) <= 0.15 and np.mean(np.array(found) <= 0.05) >= 0.4
+    chances = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]
+    assert np.mean(np.array(false) <= 0.05) <= 0.15 and np.mean(np.array(chances) <= 0.05) >= 0.4

@@ -33,18 +33,18 @@ def planner(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def heard() -> list[str]:
+def first_messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def policy(heard: list[str]) -> Iterator[str]:
-    """An agent that notes its first message."""
+def policy(first_messages: list[str]) -> Iterator[str]:
+    """Serve an agent that records its first message."""
     script = play([turn([EDIT]), Said(text="Done.")])
 
     def speak(talk: Sequence[Message]) -> Said:
         assert isinstance(talk[0], User)
-        heard.append(talk[0].text)
+        first_messages.append(talk[0].text)
         return script(talk)
 
     with ScriptServer(speak) as server:
@@ -52,31 +52,38 @@ def policy(heard: list[str]) -> Iterator[str]:
 
 
 def test_an_agent_works_by_a_plan_that_is_kept_with_its_price(
-    repository: Path, planner: str, policy: str, heard: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repository: Path,
+    planner: str,
+    policy: str,
+    first_messages: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (repository / "logo.png").write_bytes(b"\0\1")
     words = ["agent", str(repository), "fix double", "--policy", policy]
     out = ["--out", str(tmp_path / "out")]
     with ScriptServer(play([Said(text="1. Change f.py.")])) as server:
-        given = ["--planner", f"openai:{server.url}", "--planner-price", "1,10"]
-        assert main([*words, *given, *out, "--plan-only"]) == 0 and not heard
-    shown = capsys.readouterr().out
-    assert "1. Change f.py." in shown and f"--plan {tmp_path}/out/plan.md" in shown and "2 of 3 files" in shown
+        options = ["--planner", f"openai:{server.url}", "--planner-price", "1,10"]
+        assert main([*words, *options, *out, "--plan-only"]) == 0 and not first_messages
+    output = capsys.readouterr().out
+    assert "1. Change f.py." in output and f"--plan {tmp_path}/out/plan.md" in output and "2 of 3 files" in output
     plan = tmp_path / "out/plan.md"
     plan.write_text("2. Test it.\n")
     assert main([*words, *out, "--plan", str(plan), "--verdict", "accept"]) == 0
-    assert set(heard) == {"fix double\n\nplan:\n2. Test it."}
-    kept = json.loads((tmp_path / "out/plan.json").read_text())
-    assert kept["text"] == "2. Test it." and kept["files"] == ["f.py", "test_f.py"] and kept["left_out"] == 1
-    assert kept["dollars"] == pytest.approx((kept["read"] + 10 * kept["written"]) / 1e6) and kept["written"]
+    assert set(first_messages) == {"fix double\n\nplan:\n2. Test it."}
+    saved = json.loads((tmp_path / "out/plan.json").read_text())
+    assert saved["text"] == "2. Test it." and saved["files"] == ["f.py", "test_f.py"] and saved["left_out"] == 1
+    assert saved["dollars"] == pytest.approx((saved["read"] + 10 * saved["written"]) / 1e6) and saved["written"]
     assert main([*words, *out, "--plan", str(plan)]) == 2 and "exists already" in capsys.readouterr().err
 
 
-def test_without_a_terminal_work_begins_at_once(repository: Path, planner: str, policy: str, heard: list[str]) -> None:
+def test_without_a_terminal_work_begins_at_once(
+    repository: Path, planner: str, policy: str, first_messages: list[str]
+) -> None:
     out = repository / ".composer_nb" / "work"
     words = ["--planner", planner, "--out", str(out), "--verdict", "reject"]
     assert main(["agent", str(repository), "fix double", "--policy", policy, *words]) == 1
-    assert set(heard) == {"fix double\n\nplan:\n1. Change f.py."}
+    assert set(first_messages) == {"fix double\n\nplan:\n1. Change f.py."}
     assert (out / "plan.md").read_text() == "1. Change f.py.\n" and (out / ".gitignore").is_file()
 
 
@@ -87,7 +94,7 @@ def test_a_plan_that_fails_is_an_error(
     silent.write_text(json.dumps([{"text": " "}]))
     blank.write_text("\n")
     words = ["agent", str(repository), "fix it", "--policy", planner, "--out", str(tmp_path / "out")]
-    for given, text in (
+    for options, text in (
         (["--planner", f"scripted:{silent}"], "its plan is empty"),
         (["--planner", "scripted:planner"], "plays the solution of a task"),
         (["--plan", str(blank)], "is empty"),
@@ -96,7 +103,7 @@ def test_a_plan_that_fails_is_an_error(
         (["--plan-only"], "use either --planner or --plan FILE"),
         (["--planner", planner, "--planner-price", "x"], "--planner-price x: give dollars per million tokens"),
     ):
-        assert main([*words, *given]) == 2 and not (tmp_path / "out").exists()
+        assert main([*words, *options]) == 2 and not (tmp_path / "out").exists()
         assert text in capsys.readouterr().err.strip().splitlines()[-1]
 
 
@@ -113,8 +120,11 @@ def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_requ
     assert len(text) <= SHOWN and 50 < len(paths) < len(files) and all(path in text for path in files)
     assert paths[0] == "pkg/zip_codes.py" and files[paths[0]] in text
     assert "def postcode_table" in text and files["pkg/long.py"] not in text
-    few = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
-    assert excerpt("x", few) == ("\n\n".join(f"{path}:\n{few[path]}" for path in sorted(few)), tuple(sorted(few)))
+    excerpt_files = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
+    assert excerpt("x", excerpt_files) == (
+        "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files)),
+        tuple(sorted(excerpt_files)),
+    )
 
 
 EDITOR = """\
@@ -140,19 +150,19 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
     script = tmp_path / "script.json"
     script.write_text(json.dumps([{"text": "Done."}]))
     words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
-    given: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    streams: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = {**os.environ, "VISUAL": f"{sys.executable} {editor}"}
     command = [sys.executable, "-m", "composer_nb.cli", *words, "--planner", planner]
-    with subprocess.Popen(command, env=environment, start_new_session=True, **given) as ran:
+    with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:
         os.close(theirs)
-        shown = b""
+        output = b""
 
         def until(text: bytes) -> None:
-            nonlocal shown
-            while text not in shown and (part := ran.stdout.read1()):  # type: ignore[union-attr]
-                shown += part
-            assert text in shown, shown.decode()
-            shown = shown.partition(text)[2]
+            nonlocal output
+            while text not in output and (part := process.stdout.read1()):  # type: ignore[union-attr]
+                output += part
+            assert text in output, output.decode()
+            output = output.partition(text)[2]
 
         def press(key: bytes) -> None:
             while tcgetattr(ours)[3] & ICANON:
@@ -162,12 +172,12 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
         until(b"e edits it] ")
         press(b"e")
         until(b"editing")
-        os.killpg(ran.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the editor too
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to the editor too
         until(b"3. Stop.")
         until(b"e edits it] ")
         press(last)
-        ran.communicate()
+        process.communicate()
     os.close(ours)
-    assert ran.returncode == (0 if last == b"y" else 1)
+    assert process.returncode == (0 if last == b"y" else 1)
     assert (out / "plan.md").read_text() == "1. Change f.py.\n2. Test it.\n3. Stop.\n"
     assert (out / "verdict.json").exists() == (last == b"y")

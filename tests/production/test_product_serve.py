@@ -20,8 +20,8 @@ from composer_nb.production.wire import Answered, Choice, Generate, RequestBody,
 from tests.production.conftest import ASKED, PATIENCE_S, TOOL, playing, wait_until
 
 
-def chat(client: openai.OpenAI, **given: Any) -> Any:
-    return client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "model", "messages": ASKED, **options})
 
 
 def script(messages: Sequence[Message]) -> Said:
@@ -38,22 +38,22 @@ def scripted() -> Iterator[ScriptServer]:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "shown"),
+    ("text", "stop", "expected"),
     [("one two three", ["three", "two"], "one"), ("one two", ["four"], "one two"), ("grün und blau", "ün", "gr")],
 )
-def test_stop_text_is_not_shown(text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer) -> None:
+def test_stop_text_is_not_shown(text: str, stop: str | list[str], expected: str, tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text=text))
     with playing(QwenRenderer, tokenizer, turn, turn[:-1], turn) as (site, policy):
-        done = site.chat(stop=stop)
-        assert (done.choices[0].message.content, done.choices[0].finish_reason) == (shown, "stop")
+        completion = site.chat(stop=stop)
+        assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == (expected, "stop")
         # What stopped it stays between the policy and the server: the next request is read from its beginning.
-        again = [*ASKED, {"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
-        cut = shown != text
-        assert bool(policy.released) is cut and (done.usage.completion_tokens < len(turn)) is cut
+        messages = [*ASKED, {"role": "assistant", "content": expected}, {"role": "user", "content": "go on"}]
+        is_stopped = expected != text
+        assert bool(policy.released) is is_stopped and (completion.usage.completion_tokens < len(turn)) is is_stopped
         late = site.chat(stop=stop, max_tokens=len(turn) - 1)
-        assert late.choices[0].finish_reason == ("stop" if cut else "length")
-        site.chat(messages=again)
-        assert ("fix f" in tokenizer.decode(list(policy.asked[2].token_ids))) is cut
+        assert late.choices[0].finish_reason == ("stop" if is_stopped else "length")
+        site.chat(messages=messages)
+        assert ("fix f" in tokenizer.decode(list(policy.requests[2].token_ids))) is is_stopped
 
 
 def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
@@ -61,12 +61,12 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer, [TOOL]).turn(Said(calls=calls))
     with playing(QwenRenderer, tokenizer, *[turn] * 3) as (site, _):
 
-        def called(**given: Any) -> Any:
-            return site.chat(tools=[TOOL], **given).choices[0]
+        def choice_of(**options: Any) -> Any:
+            return site.chat(tools=[TOOL], **options).choices[0]
 
-        assert [each.function.arguments for each in called().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
-        assert len(called(parallel_tool_calls=False).message.tool_calls) == 1
-        silent = called(tool_choice="none")
+        assert [call.function.arguments for call in choice_of().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
+        assert len(choice_of(parallel_tool_calls=False).message.tool_calls) == 1
+        silent = choice_of(tool_choice="none")
         assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
 
 
@@ -84,17 +84,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_is_not_honoured_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    rows = [(given, param, "invalid_value") for given, param in REFUSED]
+    rows = [(options, param, "invalid_value") for options, param in REFUSED]
     rows.append(({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"))
     rows.append(({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"))
     with playing(QwenRenderer, tokenizer) as (site, policy):
-        for given, param, code in rows:
+        for options, param, code in rows:
             with pytest.raises(openai.BadRequestError) as refused:
-                site.chat(**given)
+                site.chat(**options)
             error = refused.value
             assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
             assert str(error.body["message"]).startswith(param)
-        assert not policy.asked
+        assert not policy.requests
 
 
 def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
@@ -126,9 +126,9 @@ def test_another_model_is_not_found(scripted: ScriptServer) -> None:
         with pytest.raises(openai.NotFoundError) as refused:
             chat(client, model="gpt-5")
         assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
-        for given in ({"stop": "x"}, {"logprobs": True}, {"tool_choice": "none"}):
+        for options in ({"stop": "x"}, {"logprobs": True}, {"tool_choice": "none"}):
             with pytest.raises(openai.BadRequestError, match="a script does not support it"):
-                chat(client, model="scripted", **given)
+                chat(client, model="scripted", **options)
         with pytest.raises(openai.NotFoundError, match="nothing at POST /v1/embeddings"):
             client.embeddings.create(model="scripted", input="x")
 
@@ -148,21 +148,21 @@ def test_a_fault_of_the_servers_is_no_answer(caplog: pytest.LogCaptureFixture) -
 
 
 class Held:
-    """An answerer that answers when it may, and notes whom it answers."""
+    """Answers once it is allowed to, and records which requests it began and which clients went away."""
 
     def __init__(self) -> None:
         self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
 
-    def __call__(self, asked: RequestBody | Generate, there: Callable[[], bool], told: Told) -> Answered:
-        assert isinstance(asked, RequestBody)
-        [message] = asked.messages
+    def __call__(self, body: RequestBody | Generate, connected: Callable[[], bool], report: Told) -> Answered:
+        assert isinstance(body, RequestBody)
+        [message] = body.messages
         self.begun.append(message["content"])
         while not self.may.wait(0.02):
-            if not there():
+            if not connected():
                 self.gone.append(message["content"])
                 raise serve.TimeIsUp
-        said = {"role": "assistant", "content": message["content"]}
-        return Answered(choices=[Choice(message=said, written=1)], read=1)
+        reply = {"role": "assistant", "content": message["content"]}
+        return Answered(choices=[Choice(message=reply, written=1)], read=1)
 
 
 def post(server: ChatServer, text: str) -> socket.socket:
@@ -197,7 +197,7 @@ def test_requests_wait_in_order_and_too_many_are_told_when_to_ask_again() -> Non
         clients.append(post(server, "d"))
         wait_until(lambda: len(server._work) == 3)
         answer.may.set()
-        assert [status(each) for each in clients] == [200] * 3 and answer.begun == ["a", "c", "d"]
+        assert [status(connection) for connection in clients] == [200] * 3 and answer.begun == ["a", "c", "d"]
 
 
 def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
@@ -208,22 +208,22 @@ def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
         clients.append(post(server, "b"))
         wait_until(lambda: len(server._work) == 2)
     assert answer.gone == ["a"] == answer.begun
-    assert [status(each) for each in clients] == [503, 503]
+    assert [status(connection) for connection in clients] == [503, 503]
 
 
 # -- hostile and slow clients --------------------------------------------------------------------------------
 
 
 def answers(client: socket.socket) -> list[int]:
-    """Statuses of all answers until the server ends the connection."""
-    said = b""
+    """Return the statuses of all answers until the server ends the connection."""
+    received = b""
     try:
         while part := client.recv(65536):
-            said += part
+            received += part
     except ConnectionResetError:  # it did not read all of it
         pass
     client.close()
-    return [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
+    return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]
 
 
 BODY = json.dumps({"messages": ASKED}).encode()
@@ -237,7 +237,7 @@ LOCAL = b"Host: localhost\r\n"
 TEXT = b'"messages": [{"role": "user", "content": "x"}]'
 
 
-def given(body: bytes) -> bytes:
+def post_request(body: bytes) -> bytes:
     return POST + b"Content-Length: %d\r\n" % len(body) + CLOSE + body
 
 
@@ -255,13 +255,13 @@ UNLIKE_OURS: dict[str, tuple[bytes, int]] = {
     "a length of 5,000 digits": (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n" + CLOSE, 400),
     "a body that is packed": (POST + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n" + CLOSE + b"\x1f\x8b", 400),
     **{
-        f"{number} as {name}": (given(b'{%s, "%s": %s}' % (TEXT, name.encode(), number)), 400)
+        f"{number} as {name}": (post_request(b'{%s, "%s": %s}' % (TEXT, name.encode(), number)), 400)
         for name in ("temperature", "top_p", "frequency_penalty")
         for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")
     },
-    "a seed of 5,000 digits": (given(b'{%s, "seed": %s}' % (TEXT, b"9" * 5000)), 400),
-    "a deep body": (given(b'{"messages": ' + b"[" * 100_000), 400),
-    "half a pair": (given(b'{"messages": [{"role": "\\ud800"}]}'), 400),
+    "a seed of 5,000 digits": (post_request(b'{%s, "seed": %s}' % (TEXT, b"9" * 5000)), 400),
+    "a deep body": (post_request(b'{"messages": ' + b"[" * 100_000), 400),
+    "half a pair": (post_request(b'{"messages": [{"role": "\\ud800"}]}'), 400),
 }  # fmt: skip
 
 
@@ -299,16 +299,16 @@ def test_the_server_listens_on_the_loopback_unless_it_is_told_another_address() 
         assert answers(client) == [200]
     with ScriptServer(script, host="0.0.0.0") as server:
         client = socket.create_connection(("127.0.0.3", server._socket.getsockname()[1]), timeout=PATIENCE_S)
-        known = HIDDEN.replace(b"localhost", b"127.0.0.3").replace(b"/v1/models", b"/health")
-        client.sendall(known + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
+        health_check = HIDDEN.replace(b"localhost", b"127.0.0.3").replace(b"/v1/models", b"/health")
+        client.sendall(health_check + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
         assert answers(client) == [200, 403]
     with pytest.raises(ValueError, match="--host nowhere.invalid"):
         ScriptServer(script, host="nowhere.invalid")
 
 
 def test_beyond_the_loopback_or_with_a_key_a_request_must_bring_it() -> None:
-    for given in ({"key": "secret"}, {"host": "0.0.0.0"}):
-        with ScriptServer(script, **given) as server:
+    for options in ({"key": "secret"}, {"host": "0.0.0.0"}):
+        with ScriptServer(script, **options) as server:
             url = f"http://127.0.0.1:{server._socket.getsockname()[1]}/v1"
             for key in (server.key, "wrong"):
                 with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:

@@ -55,13 +55,13 @@ class Pair(Site):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, model: Model, tokenizer: Tokenizer) -> Path:
-    """A checkpoint with a head that drafts badly."""
-    made = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(made / "t.json"))
-    save_pretrained(model, made / "m", dtype=torch.bfloat16, tokenizer=made / "t.json")
+    """Return a checkpoint with a head that drafts badly."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "t.json"))
+    save_pretrained(model, folder / "m", dtype=torch.bfloat16, tokenizer=folder / "t.json")
     torch.manual_seed(0)
-    save_draft(DraftHead(model.config.hidden_size), made / "m")
-    return made / "m"
+    save_draft(DraftHead(model.config.hidden_size), folder / "m")
+    return folder / "m"
 
 
 @contextmanager
@@ -83,13 +83,13 @@ def pair(path: Path) -> Iterator[Pair]:
         patched_actors(patched, actors),
         open_replicas(path, 2, **SIZE, follow=str(store), numerics="int8") as engine,
     ):
-        told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
-        with serving(engine, slots=4, **told) as site:
+        options: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
+        with serving(engine, slots=4, **options) as site:
             yield Pair(site.answer, site.server, site.client, path, publisher, actors, engine.shared)
 
 
-def told(choice: Any) -> list[tuple[str, float]]:
-    return [(each.token, each.logprob) for each in choice.logprobs.content]
+def token_logprobs(choice: Any) -> list[tuple[str, float]]:
+    return [(token.token, token.logprob) for token in choice.logprobs.content]
 
 
 def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pair: Pair) -> None:
@@ -97,21 +97,21 @@ def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pa
     forced = {"tools": [tool("look", strict=True, all="boolean", deep="boolean")], "tool_choice": "required"}
 
     def talk(client: Any, seed: int) -> list[Any]:
-        def ask(**given: Any) -> Any:
-            given = {"model": "model", "seed": seed, "logprobs": True, **given}
-            return client.chat.completions.create(**given).choices
+        def ask(**options: Any) -> Any:
+            options = {"model": "model", "seed": seed, "logprobs": True, **options}
+            return client.chat.completions.create(**options).choices
 
         first = ask(messages=ASKED, max_tokens=20 + seed, n=1 + seed % 2)
         more = [*ASKED, {"role": "assistant", "content": first[0].message.content}, ASKED[0]]
         [second] = ask(messages=more, max_tokens=30)
-        [called] = ask(messages=ASKED, max_tokens=400, **forced)
-        assert json.loads(called.message.tool_calls[0].function.arguments).keys() == {"all", "deep"}
-        return [told(each) for each in (*first, second, called)]
+        [with_calls] = ask(messages=ASKED, max_tokens=400, **forced)
+        assert json.loads(with_calls.message.tool_calls[0].function.arguments).keys() == {"all", "deep"}
+        return [token_logprobs(choice) for choice in (*first, second, with_calls)]
 
     with ThreadPoolExecutor(2) as clients:  # each holds three at most: none is forgotten
-        found = [*clients.map(lambda seed: talk(pair.client, seed), range(8))]
+        answers = [*clients.map(lambda seed: talk(pair.client, seed), range(8))]
     with open_engine(pair.path, **SIZE, numerics="int8") as engine, serving(engine) as site:
-        assert found == [talk(site.client, seed) for seed in range(8)]
+        assert answers == [talk(site.client, seed) for seed in range(8)]
     assert all(state["held"] for state in pair.states), "both worked"
 
 
@@ -119,50 +119,50 @@ def test_a_conversation_stays_where_its_cache_is_while_that_is_idle(pair: Pair) 
     moved = [state["moved_total"] for state in pair.states]
     messages: list[Any] = [*ASKED]
     for _ in range(5):
-        said = pair.chat(messages=messages, seed=77, max_tokens=8).choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, ASKED[0]]
+        text = pair.chat(messages=messages, seed=77, max_tokens=8).choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, ASKED[0]]
     assert [state["moved_total"] for state in pair.states] == moved
 
 
 def test_replicas_records_survive_a_move(pair: Pair) -> None:
     """A conversation whose replica has no slot free goes on elsewhere, with the tokens and records that it would have had."""
     request = Request(rollout=-(1 << 40), token_ids=[40, 41, 42], max_tokens=20)
-    later = replace(request, token_ids=[43, 44])
+    followup = replace(request, token_ids=[43, 44])
     with open_engine(pair.path, **SIZE, numerics="int8") as engine:
-        expected = [engine.shared.ask(each) for each in (request, later)]
+        expected = [engine.shared.ask(turn_request) for turn_request in (request, followup)]
         records = engine.shared.release(request.rollout)
     completions = [pair.service.start(request)[0].result(60)]
     home = pair.service._conversations[request.rollout].home
     assert home is not None
     home.ready = False  # as if it were full
-    completions += [pair.service.start(later)[0].result(60)]
+    completions += [pair.service.start(followup)[0].result(60)]
     home.ready = True
     moved = pair.service.release(request.rollout)
-    for here, there in zip(completions, expected, strict=True):
-        assert (here.token_ids, here.logprobs) == (there.token_ids, there.logprobs)
+    for actual, reference in zip(completions, expected, strict=True):
+        assert (actual.token_ids, actual.logprobs) == (reference.token_ids, reference.logprobs)
     for name in ("route_valid", "routes", "checks"):
         np.testing.assert_array_equal(getattr(moved, name), getattr(records, name))
 
 
 def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tokens(pair: Pair) -> None:
     with ThreadPoolExecutor(4) as clients:
-        whole = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
-        wanted = [told(each) for each in whole]
+        choices = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
+        expected = [token_logprobs(choice) for choice in choices]
 
     def streamed(seed: int) -> list[tuple[str, float]]:
-        given = {"seed": seed, "max_tokens": 400, "logprobs": True, "stream": True}
-        parts = [part.choices[0] for part in pair.chat(**given)]
-        return [pair for part in parts if part.logprobs for pair in told(part)]
+        options = {"seed": seed, "max_tokens": 400, "logprobs": True, "stream": True}
+        parts = [part.choices[0] for part in pair.chat(**options)]
+        return [pair for part in parts if part.logprobs for pair in token_logprobs(part)]
 
     with ThreadPoolExecutor(4) as clients:
-        asked = [clients.submit(streamed, seed) for seed in range(24)]
+        futures = [clients.submit(streamed, seed) for seed in range(24)]
         wait_until(lambda: pair.states[0]["running"] > 0)
         pair.actors.made["replica-0"].kill()
-        assert [each.result(120) for each in asked] == wanted
+        assert [future.result(120) for future in futures] == expected
     wait_until(lambda: pair.states[0]["restarts_total"] == 1)
     health = pair.client.get("/../health", cast_to=dict[str, Any])
     version = pair.service.version
-    assert health["policy_version"] == version and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
+    assert health["policy_version"] == version and [state["restarts_total"] for state in health["replicas"]] == [1, 0]
     until = time.monotonic() + 300  # it loads torch again, maybe beside much else
     while not all(state["ready"] for state in pair.states):
         assert time.monotonic() < until
@@ -174,7 +174,9 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines
     with ThreadPoolExecutor(4) as clients:
         answered = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=20, logprobs=True), range(4))]
-    assert [told(each.choices[0]) for each in answered] == [each[:20] for each in wanted[:4]]
+    assert [token_logprobs(completion.choices[0]) for completion in answered] == [
+        tokens[:20] for tokens in expected[:4]
+    ]
 
 
 def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:
@@ -201,20 +203,20 @@ def test_replicas_on_ray(path: Path) -> None:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as clients:
 
             def ask(seed: int) -> list[str]:
-                given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000, "temperature": 2.0}
-                choices = client.chat.completions.create(**given, n=4, seed=seed, stop="no such text").choices
+                options: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000, "temperature": 2.0}
+                choices = client.chat.completions.create(**options, n=4, seed=seed, stop="no such text").choices
                 return [choice.message.content for choice in choices]
 
-            whole = [*clients.map(ask, range(8))]
-            again = clients.map(ask, range(8))
+            answers_before = [*clients.map(ask, range(8))]
+            repeats = clients.map(ask, range(8))
             wait_until(lambda: states()[0]["running"] > 0)
             os.kill(states()[0]["pid"], signal.SIGKILL)
-            assert [*again] == whole
+            assert [*repeats] == answers_before
             last = [clients.submit(ask, seed) for seed in range(8)]
             wait_until(lambda: any(state["running"] for state in states()))
             os.killpg(front.pid, signal.SIGTERM)
             answers = [answer.result() for answer in last if answer.exception(60) is None]  # others came too late
-            assert answers and all(answer in whole for answer in answers)
+            assert answers and all(answer in answers_before for answer in answers)
         assert front.wait(120) == 130
         assert not psutil.wait_procs(processes, 10)[1]
     finally:

@@ -59,23 +59,23 @@ def test_a_commit_that_says_nothing_becomes_a_task_with_the_users_request(
     assert main(["tasks", "mine", str(root), "--out", out, "--json"]) == 0  # without logs, `wip` asks for nothing
     assert json.loads(capsys.readouterr().out)["verdicts"] == {"kept": 1, "no request": 1, "first": 1}
     assert main(["tasks", "mine", str(root), "--out", out, "--requests", str(runs), "--json"]) == 0  # resumes
-    made = json.loads(capsys.readouterr().out)
-    assert made["verdicts"] == {"kept": 2, "first": 1} and made["from_logs"] == 2
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["verdicts"] == {"kept": 2, "first": 1} and summary["from_logs"] == 2
     second, first = load_tasks(Path(out))
     assert first.instruction == FIRST and second.instruction == SECOND  # which names `spread` itself
     assert first.files["sums.py"] == SUMS and first.solution == {"sums.py": MEAN}
     assert grade(first, gold_files(first), backend).passed
-    one = ["--requests", str(runs / "second"), str(runs / "rejected")]
-    assert main(["tasks", "mine", str(root), "--out", out, *one]) == 0
-    assert "1 tasks of 3 changes" in (said := " ".join(capsys.readouterr().out.split()))
-    assert "1 with the request of a log" in said
+    logs = ["--requests", str(runs / "second"), str(runs / "rejected")]
+    assert main(["tasks", "mine", str(root), "--out", out, *logs]) == 0
+    assert "1 tasks of 3 changes" in (output := " ".join(capsys.readouterr().out.split()))
+    assert "1 with the request of a log" in output
 
 
 def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
     with pytest.raises(FileNotFoundError, match="no agent's work is kept here"):
         accepted_requests([checkout[0]])
     log = accepted_requests([checkout[1]])
-    assert [each.request for each in log] == [FIRST, SECOND], "a rejected change is no request"
+    assert [entry.request for entry in log] == [FIRST, SECOND], "a rejected change is no request"
 
     def behind(before: str, after: str, path: str = "sums.py") -> str:
         return request_behind(log, {path: before}, {path: after})

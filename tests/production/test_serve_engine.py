@@ -53,10 +53,10 @@ class Served(Site):
 def model(tokenizer: Tokenizer) -> Model:
     torch.manual_seed(0)
     sizes = SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": LONG}
-    made = Model(ModelConfig(**sizes))
+    model = Model(ModelConfig(**sizes))
     with torch.no_grad():
-        made.final_norm.mul_(0.15)
-    return made
+        model.final_norm.mul_(0.15)
+    return model
 
 
 class Slow(Engine):
@@ -66,12 +66,12 @@ class Slow(Engine):
 
 
 class Endless(Slow):
-    """Writes letters, and nothing that ends a turn."""
+    """Writes letters only, so that no turn ends."""
 
     def _forward(self, slots: Any) -> Any:
         logits = super()._forward(slots)
-        held = logits[:, 70:80].clone()
-        return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), held)
+        letters = logits[:, 70:80].clone()
+        return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), letters)
 
 
 @contextmanager
@@ -82,21 +82,23 @@ def serving(
     kind: type[Engine] = Engine,
     store: Path | None = None,
     version: int = 0,
-    **given: Any,
+    **options: Any,
 ) -> Iterator[Served]:
     engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
     updates = Updates(store, "served", model.config) if store else None
     with Inference(engine, updates) as shared, following(shared) if store else nullcontext():
         trained = Carried(renderer="qwen", tools="tiny")
-        opened = OpenEngine(shared=shared, tokenizer=tokenizer, format=QwenRenderer, tokens=LONG, training=trained)
-        with conftest.serving(opened, version=lambda: engine.version, **given) as site:
+        served_engine = OpenEngine(
+            shared=shared, tokenizer=tokenizer, format=QwenRenderer, tokens=LONG, training=trained
+        )
+        with conftest.serving(served_engine, version=lambda: engine.version, **options) as site:
             yield Served(site.answer, site.server, site.client, engine)
 
 
 @pytest.fixture(scope="module")
 def served(model: Model, tokenizer: Tokenizer) -> Iterator[Served]:
-    with serving(model, tokenizer) as made:
-        yield made
+    with serving(model, tokenizer) as site:
+        yield site
 
 
 # Many at once
@@ -106,34 +108,36 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     assert served.engine.capacity < 8, "there are more threads that answer than conversations that fit"
     widths, step = list[int](), served.engine.step
 
-    def counted() -> Any:
+    def counted_step() -> Any:
         widths.append(sum(not slot.waiting for slot in served.engine._live.values()))
         return step()
 
-    served.engine.step = counted  # type: ignore[method-assign]
+    served.engine.step = counted_step  # type: ignore[method-assign]
     with ThreadPoolExecutor(20) as clients:
-        found = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
+        completions = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
     served.engine.step = step  # type: ignore[method-assign]
-    assert all(done.usage.completion_tokens for done in found) and max(widths) == served.engine.capacity
-    assert found[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
+    assert (
+        all(completion.usage.completion_tokens for completion in completions) and max(widths) == served.engine.capacity
+    )
+    assert completions[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
 
 
 # Streams
 
 
 def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(served: Served) -> None:
-    whole = served.chat(seed=5, max_tokens=200, logprobs=True)
+    completion = served.chat(seed=5, max_tokens=200, logprobs=True)
     served.chat()  # in the slot
     options = {"include_usage": True}
     parts = [*served.chat(seed=5, max_tokens=200, logprobs=True, stream=True, stream_options=options)]
-    [choice] = whole.choices
-    said = [part.choices[0] for part in parts if part.choices]
-    assert "".join(part.delta.content or "" for part in said) == choice.message.content
-    told = [each for part in said if part.logprobs for each in part.logprobs.content]
-    assert [each.logprob for each in told] == [each.logprob for each in choice.logprobs.content]
-    assert [part.delta.role for part in said if part.delta.role] == ["assistant"]
-    assert [part.finish_reason for part in said if part.finish_reason] == [choice.finish_reason]
-    assert parts[-1].usage == whole.usage and not any(part.usage for part in parts[:-1])
+    [choice] = completion.choices
+    choices = [part.choices[0] for part in parts if part.choices]
+    assert "".join(part.delta.content or "" for part in choices) == choice.message.content
+    tokens = [token for part in choices if part.logprobs for token in part.logprobs.content]
+    assert [token.logprob for token in tokens] == [token.logprob for token in choice.logprobs.content]
+    assert [part.delta.role for part in choices if part.delta.role] == ["assistant"]
+    assert [part.finish_reason for part in choices if part.finish_reason] == [choice.finish_reason]
+    assert parts[-1].usage == completion.usage and not any(part.usage for part in parts[:-1])
     assert len({part.id for part in parts}) == 1
 
 
@@ -145,8 +149,8 @@ def test_several_choices_are_drawn_side_by_side_and_a_seed_names_them_all(served
     several = served.chat(seed=3, n=4, max_tokens=30)
     texts = [choice.message.content for choice in several.choices]
     assert len({*texts}) == 4 and [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    read, written = several.usage.prompt_tokens, several.usage.completion_tokens
-    assert served.engine.forwarded - forwarded < read + written, "the prompt is read once"
+    prompt_tokens, completion_tokens = several.usage.prompt_tokens, several.usage.completion_tokens
+    assert served.engine.forwarded - forwarded < prompt_tokens + completion_tokens, "the prompt is read once"
     assert served.chat(seed=3, max_tokens=30).choices[0].message.content == texts[0]
     parts = [part.choices[0] for part in served.chat(seed=3, n=4, max_tokens=30, stream=True)]
     for number, text in enumerate(texts):
@@ -157,16 +161,16 @@ def test_several_choices_are_drawn_side_by_side_and_a_seed_names_them_all(served
 
 
 def test_the_most_probable_tokens_are_those_of_the_distribution_that_is_drawn_from(served: Served) -> None:
-    asked: dict[str, Any] = {"seed": 2, "max_tokens": 12, "logprobs": True, "top_logprobs": 5}
-    told = served.chat(**asked).choices[0].logprobs.content
-    for each in told:
-        values = [other.logprob for other in each.top_logprobs]
+    options: dict[str, Any] = {"seed": 2, "max_tokens": 12, "logprobs": True, "top_logprobs": 5}
+    tokens = served.chat(**options).choices[0].logprobs.content
+    for token in tokens:
+        values = [entry.logprob for entry in token.top_logprobs]
         assert len(values) == 5 and values == sorted(values, reverse=True)
-        assert all(other.logprob == each.logprob for other in each.top_logprobs if other.bytes == each.bytes != None)  # noqa: E711
-    greedy = served.chat(**asked, temperature=0).choices[0].logprobs.content
-    assert all(each.top_logprobs[0].logprob == pytest.approx(each.logprob) for each in greedy)
-    narrow = served.chat(**asked, top_p=1e-6).choices[0].logprobs.content
-    assert all([other.logprob for other in each.top_logprobs] == [0.0] == [each.logprob] for each in narrow)
+        assert all(entry.logprob == token.logprob for entry in token.top_logprobs if entry.bytes == token.bytes != None)  # noqa: E711
+    greedy = served.chat(**options, temperature=0).choices[0].logprobs.content
+    assert all(token.top_logprobs[0].logprob == pytest.approx(token.logprob) for token in greedy)
+    narrow = served.chat(**options, top_p=1e-6).choices[0].logprobs.content
+    assert all([entry.logprob for entry in token.top_logprobs] == [0.0] == [token.logprob] for token in narrow)
 
 
 # Versions
@@ -189,7 +193,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         bare = small.chat(max_tokens=3)
         assert bare.system_fingerprint is None and bare.choices[0].policy_version == -1, "the store is empty"
         publisher.publish(3, published(model), FILES)
-        wait_until(lambda: [each.version for each in VersionStore(tmp_path / "store").reports()] == [3])
+        wait_until(lambda: [report.version for report in VersionStore(tmp_path / "store").reports()] == [3])
         assert small.chat(max_tokens=3).system_fingerprint == "v3"
         publisher.publish(4, turned(model, 0.25), FILES)  # a delta: the receiver has reported version 3
         wait_until(lambda: small.engine.version == 4)
@@ -230,28 +234,28 @@ def test_tokens_in_and_out(served: Served, model: Model, tokenizer: Tokenizer) -
     prompt = QwenRenderer(tokenizer).render([User(text="fix f")])
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "logprobs": 2}
     body = {"prompt_token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
-    done = served.post("/generate", body)
+    answer = served.post("/generate", body)
     engine = Engine(model, stop=QwenRenderer(tokenizer).stop, slots=1, max_length=LONG)
     [turn] = engine.generate([Request(rollout=3, token_ids=prompt, max_tokens=20)])
-    first, second = done["choices"]
+    first, second = answer["choices"]
     assert first["token_ids"] == turn.token_ids != second["token_ids"]
     assert first["policy_versions"] == [0] * len(turn.token_ids)
-    told = first["logprobs"]["content"]
-    assert [each["logprob"] for each in told] == pytest.approx(turn.logprobs, abs=1e-5)
-    assert [each["token"] for each in told] == [f"token_id:{token}" for token in turn.token_ids]
-    assert all(len(each["top_logprobs"]) == 2 for each in told) and done["system_fingerprint"] == "v0"
+    tokens = first["logprobs"]["content"]
+    assert [token["logprob"] for token in tokens] == pytest.approx(turn.logprobs, abs=1e-5)
+    assert [token["token"] for token in tokens] == [f"token_id:{token}" for token in turn.token_ids]
+    assert all(len(token["top_logprobs"]) == 2 for token in tokens) and answer["system_fingerprint"] == "v0"
     routes = np.load(BytesIO(b64decode(first["routed_experts"])))
     np.testing.assert_array_equal(routes, engine.release(3).routes[:-1])
     assert routes.shape == (len(prompt) + len(turn.token_ids) - 1, 2, 2)
     assert first["finish_reason"] == ("length" if len(turn.token_ids) == 20 else "stop")
-    assert done["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
     text = served.chat(seed=3, max_tokens=20).choices[0].message.content
     assert text in tokenizer.decode(turn.token_ids, skip_special_tokens=False)
 
 
 def test_what_cannot_be_continued_is_refused(served: Served) -> None:
-    five, one = [5], [{"prompt_token_ids": []}, {"prompt_token_ids": [262]}, {"prompt_token_ids": [5] * LONG}]
-    refused = [(body, "prompt_token_ids") for body in one] + [
+    five, prompts = [5], [{"prompt_token_ids": []}, {"prompt_token_ids": [262]}, {"prompt_token_ids": [5] * LONG}]
+    refused = [(body, "prompt_token_ids") for body in prompts] + [
         ({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"),
         ({"prompt_token_ids": five, "priority": 1}, "priority"),
     ]
@@ -267,17 +271,17 @@ def test_what_cannot_be_continued_is_refused(served: Served) -> None:
 def test_a_stream_begins_at_once_and_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
-            asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
+            futures = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
             wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))
-            [each.result() for each in asked]
+            [future.result() for future in futures]
         with pytest.raises(openai.BadRequestError):
             small.chat(n=0)
-        told = metrics(small)
+        text = metrics(small)
         chat = 'composer_nb_requests_total{path="/v1/chat/completions",status='
         for line in (f'{chat}"200"}} 3', f'{chat}"400"}} 1', "composer_nb_tokens_written_total 1200"):
-            assert f"\n{line}\n" in told
-        assert "\ncomposer_nb_policy_version 7\n" in told and "\ncomposer_nb_requests_running 0\n" in told
-        assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in told
+            assert f"\n{line}\n" in text
+        assert "\ncomposer_nb_policy_version 7\n" in text and "\ncomposer_nb_requests_running 0\n" in text
+        assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in text
         assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
         with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
             for _ in range(5):
@@ -308,41 +312,41 @@ LOOK, PUT = tool("look", at="integer"), tool("put", all="boolean")
     ("choice", "names"), [("required", {"look", "put"}), ({"type": "function", "function": {"name": "put"}}, {"put"})]
 )
 def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names: set[str]) -> None:
-    done = served.chat(tools=[LOOK, PUT], tool_choice=choice, n=4, seed=1, logprobs=True, top_logprobs=20)
-    for each in done.choices:
-        assert each.finish_reason == "tool_calls" and not each.message.content
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in each.message.tool_calls]
+    completion = served.chat(tools=[LOOK, PUT], tool_choice=choice, n=4, seed=1, logprobs=True, top_logprobs=20)
+    for sample in completion.choices:
+        assert sample.finish_reason == "tool_calls" and not sample.message.content
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in sample.message.tool_calls]
         assert {name for name, _ in calls} <= names and (choice == "required" or len(calls) == 1)
-        assert all(given.keys() == ({"at"} if name == "look" else {"all"}) for name, given in calls)
-        for written in each.logprobs.content:  # the distribution that was drawn from
-            assert written.logprob <= 0 and sum(np.exp(top.logprob) for top in written.top_logprobs) <= 1 + 1e-5
-        assert any(len(written.top_logprobs) == 1 for written in each.logprobs.content), "some tokens have no choice"
+        assert all(arguments.keys() == ({"at"} if name == "look" else {"all"}) for name, arguments in calls)
+        for token in sample.logprobs.content:  # the distribution that was drawn from
+            assert token.logprob <= 0 and sum(np.exp(top.logprob) for top in token.top_logprobs) <= 1 + 1e-5
+        assert any(len(written.top_logprobs) == 1 for written in sample.logprobs.content), "some tokens have no choice"
     single = served.chat(tools=[LOOK, PUT], tool_choice="required", parallel_tool_calls=False, seed=1)
     assert len(single.choices[0].message.tool_calls) == 1
     streamed = served.chat(tools=[LOOK, PUT], tool_choice=choice, seed=1, stream=True)
     parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
     first = "".join(part.function.arguments for part in parts if part.index == 0)
-    assert first == done.choices[0].message.tool_calls[0].function.arguments
+    assert first == completion.choices[0].message.tool_calls[0].function.arguments
 
 
 def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
-    functions = [each["function"] for each in (LOOK, PUT)]
+    functions = [definition["function"] for definition in (LOOK, PUT)]
     tools = [{"name": function["name"], "input_schema": function["parameters"]} for function in functions]
-    asked: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": 900, "tools": tools}
+    options: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": 900, "tools": tools}
     with anthropic.Anthropic(base_url=served.server.url[:-3], api_key="none", max_retries=0) as client:
-        done = client.messages.create(**asked, tool_choice={"type": "tool", "name": "look"})
-        assert done.stop_reason == "tool_use"
-        assert {block.name for block in done.content if block.type == "tool_use"} == {"look"}
+        message = client.messages.create(**options, tool_choice={"type": "tool", "name": "look"})
+        assert message.stop_reason == "tool_use"
+        assert {block.name for block in message.content if block.type == "tool_use"} == {"look"}
         with pytest.raises(anthropic.BadRequestError, match="tool_choice: .*a name belongs to the type tool"):
-            client.messages.create(**asked, tool_choice={"type": "tool"})
+            client.messages.create(**options, tool_choice={"type": "tool"})
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        found = list[Any]()
-        threads = [threading.Thread(target=lambda: found.append(small.chat(max_tokens=60))) for _ in range(3)]
-        for each in threads:
-            each.start()
+        completions = list[Any]()
+        threads = [threading.Thread(target=lambda: completions.append(small.chat(max_tokens=60))) for _ in range(3)]
+        for worker in threads:
+            worker.start()
         wait_until(lambda: len(small.server._work) == 3)
         ends = threading.Thread(target=small.server.drain)
         ends.start()
@@ -350,19 +354,21 @@ def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Mod
         for ask in (small.chat, lambda: small.client.get("/../health", cast_to=object)):
             with pytest.raises(openai.InternalServerError):
                 ask()
-        for each in (ends, *threads):
-            each.join()
-    assert [done.usage.completion_tokens for done in found] == [60] * 3
+        for worker in (ends, *threads):
+            worker.join()
+    assert [completion.usage.completion_tokens for completion in completions] == [60] * 3
 
 
 def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Tokenizer) -> None:
-    def complete(**given: Any) -> Any:
+    def complete(**options: Any) -> Any:
         usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
-        return served.client.completions.create(**usual | given)
+        return served.client.completions.create(**usual | options)
 
-    whole = complete(seed=3, logprobs=2, n=2)
-    first = whole.choices[0]
-    assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
+    completion = complete(seed=3, logprobs=2, n=2)
+    first = completion.choices[0]
+    assert (
+        completion.object == "text_completion" and completion.usage.prompt_tokens == 9 and len(completion.choices) == 2
+    )
     assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
     assert len(first.logprobs.top_logprobs[0]) == 2
     assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text

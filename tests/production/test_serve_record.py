@@ -47,8 +47,8 @@ def recording(run: Path, slots: int = 4) -> Iterator[Site]:
         yield site
 
 
-def chat(client: openai.OpenAI, messages: Sequence[Any], **given: Any) -> Any:
-    return client.chat.completions.create(**{"model": "model", "messages": messages, **given})
+def chat(client: openai.OpenAI, messages: Sequence[Any], **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "model", "messages": messages, **options})
 
 
 @pytest.fixture(scope="module")
@@ -67,32 +67,36 @@ class ByOpenAI:
         self.talk.append({"role": "user", "content": text})
 
     def turn(self, tools: list[Any]) -> list[tuple[str, ToolCall]]:
-        said = chat(self.client, self.talk, tools=tools, seed=3).choices[0].message
-        self.talk.append(said.model_dump(exclude_none=True))
-        made = said.tool_calls or []
-        return [(c.id, ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments))) for c in made]
+        message = chat(self.client, self.talk, tools=tools, seed=3).choices[0].message
+        self.talk.append(message.model_dump(exclude_none=True))
+        tool_calls = message.tool_calls or []
+        return [(c.id, ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments))) for c in tool_calls]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
         self.talk += [{"role": "tool", "tool_call_id": name, "content": text} for name, text in replies]
 
 
 class ByAnthropic(ByOpenAI):
-    """The same by Anthropic's API, as streams."""
+    """The same agent, with Anthropic's API and streams."""
 
     def __init__(self, url: str) -> None:
-        self.made = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+        self.anthropic = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
         self.talk = []
 
     def turn(self, tools: list[Any]) -> list[tuple[str, ToolCall]]:
-        told: Any = [
+        definitions: Any = [
             {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]}
             for f in (tool["function"] for tool in tools)
         ]
-        with self.made.messages.stream(model="model", max_tokens=64, messages=self.talk, tools=told) as stream:
-            said = stream.get_final_message()
-        self.talk.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
-        assert said.usage.input_tokens and (said.content[-1].type != "tool_use" or said.stop_reason == "tool_use")
-        return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in said.content if b.type == "tool_use"]
+        with self.anthropic.messages.stream(
+            model="model", max_tokens=64, messages=self.talk, tools=definitions
+        ) as stream:
+            message = stream.get_final_message()
+        self.talk.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
+        assert message.usage.input_tokens and (
+            message.content[-1].type != "tool_use" or message.stop_reason == "tool_use"
+        )
+        return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in message.content if b.type == "tool_use"]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
         blocks = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in replies]
@@ -100,36 +104,36 @@ class ByAnthropic(ByOpenAI):
 
 
 def work(agent: ByOpenAI, task: Task, turns: int = 12) -> dict[str, str]:
-    """Have an agent work on a repository. Return its files at the end."""
+    """Have an agent work on a repository, and return its files at the end."""
     tools = ToolSet.tiny()
     with SandboxExecutor() as functions:
-        place = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=functions)
+        workspace = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=functions)
         agent.ask(task.instruction)
         for _ in range(turns):
             calls = agent.turn(tools.schemas)
             if not calls:
                 agent.ask("write a call")
                 continue
-            replies = tools.run(place, [call for _, call in calls])
+            replies = tools.run(workspace, [call for _, call in calls])
             agent.hear([(name, reply.text) for (name, _), reply in zip(calls, replies, strict=False)])
             if any(reply.ends for reply in replies):
                 break
-        return dict(place.files)
+        return dict(workspace.files)
 
 
 def scored_again(segment: Segment) -> list[float]:
     """Return the log-probability of each token that the agent wrote, by an engine that reads everything before it anew."""
     model = load_pretrained(POLICY)
     engine = Engine(model, stop=frozenset(), slots=1, max_length=TOKENS)
-    ids, found = segment.token_ids.tolist(), []
-    for place in np.flatnonzero(segment.acted).tolist():
-        told: list[Any] = []
-        whole = model.config.vocab_size
-        request = Request(rollout=0, token_ids=ids[:place], max_tokens=1, top=whole)
-        engine.generate([replace(request, on_token=told.append)])
+    ids, logprobs = segment.token_ids.tolist(), []
+    for position in np.flatnonzero(segment.acted).tolist():
+        tokens: list[Any] = []
+        vocabulary_size = model.config.vocab_size
+        request = Request(rollout=0, token_ids=ids[:position], max_tokens=1, top=vocabulary_size)
+        engine.generate([replace(request, on_token=tokens.append)])
         engine.release(0)
-        found.append(dict(told[0].top)[ids[place]])
-    return found
+        logprobs.append(dict(tokens[0].top)[ids[position]])
+    return logprobs
 
 
 @pytest.mark.parametrize("kind", [ByOpenAI, ByAnthropic])
@@ -137,23 +141,23 @@ def test_an_unmodified_agent_is_recorded_token_for_token(kind: type[ByOpenAI], t
     with recording(tmp_path / "run") as server:
         files = work(kind(server.rollout("one")), task)
         changed = {path: text for path, text in files.items() if task.files.get(path) != text}
-        told = server.grade("one", tests={"a": True}, reward=0.5, task=task.id, files=changed)
-        assert told == {"rollout": "one", "segments": 1, "status": 200}
+        reply = server.grade("one", tests={"a": True}, reward=0.5, task=task.id, files=changed)
+        assert reply == {"rollout": "one", "segments": 1, "status": 200}
         assert server.grade("two")["status"] == 404
-    done = served(tmp_path / "run")["one"]
-    [segment] = done.rollout.segments
-    assert done.task.id == task.id and done.grade.passed and done.rollout.files == changed
-    assert len(done.rollout.turns) > 2 and any(turn.observation for turn in done.rollout.turns)
+    attempt = served(tmp_path / "run")["one"]
+    [segment] = attempt.rollout.segments
+    assert attempt.task.id == task.id and attempt.grade.passed and attempt.rollout.files == changed
+    assert len(attempt.rollout.turns) > 2 and any(turn.observation for turn in attempt.rollout.turns)
     assert segment.acted.sum() > 20 and (segment.policy_version[segment.acted] == 0).all()
     assert segment.trace.route_valid[:-1].all() and segment.trace.routes.any()
     np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
     rewards = RewardSettings(weights={"given": 2.0, "solved": 1.0})
-    other = Attempt(task=done.task, rollout=done.rollout, grade=done.grade)
-    [[scored, _]] = score_groups([[done, other]], rewards, LossSettings())
+    copy = Attempt(task=attempt.task, rollout=attempt.rollout, grade=attempt.grade)
+    [[scored, _]] = score_groups([[attempt, copy]], rewards, LossSettings())
     assert scored.reward.terms == {"given": 1.0, "solved": 1.0}
     assert not streams_of([[scored]], LossSettings()), "rollouts that are equally good teach nothing"
-    [shown] = view.served(RunDir(tmp_path / "run"))
-    assert "prompt ·" in view.read(shown).text
+    [row] = view.served(RunDir(tmp_path / "run"))
+    assert "prompt ·" in view.read(row).text
 
 
 def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Path) -> None:
@@ -162,20 +166,20 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
         client = server.client
         talk: list[Any] = [user]
         for _ in range(3):
-            said = chat(client, talk, tools=tools, seed=1).choices[0]
-            calls = said.message.tool_calls or []
-            talk.append(said.message.model_dump(exclude_none=True))
+            choice = chat(client, talk, tools=tools, seed=1).choices[0]
+            calls = choice.message.tool_calls or []
+            talk.append(choice.message.model_dump(exclude_none=True))
             talk += [{"role": "tool", "tool_call_id": c.id, "content": "fail 1/2"} for c in calls] or [user]
         another = [{"role": "user", "content": "another"}]
         chat(client, another, tools=tools)  # takes the only slot: the first is read again
         chat(client, talk, tools=tools, seed=1)
         first = next(n for n, message in enumerate(talk) if n > 1 and message["role"] == "assistant")
         chat(client, [*talk[:first], talk[first], *([{**talk[first + 1], "content": "short"}])], tools=tools, seed=1)
-        name = said.model_extra["rollout"]
+        name = choice.model_extra["rollout"]
         assert server.grade(name, reward=1.0)["segments"] == 2
-    done = served(tmp_path / "run")[name]
-    long, short = done.rollout.segments
-    assert (long.parent, short.parent) == (-1, 0) and done.grade.rewards == {"reward": 1.0}
+    attempt = served(tmp_path / "run")[name]
+    long, short = attempt.rollout.segments
+    assert (long.parent, short.parent) == (-1, 0) and attempt.grade.rewards == {"reward": 1.0}
     assert len(view.served(RunDir(tmp_path / "run"))) == 2
     same = int(np.flatnonzero(short.acted)[0])
     shared = next(n for n, (a, b) in enumerate(zip(long.token_ids, short.token_ids, strict=False)) if a != b)
@@ -186,54 +190,61 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
 
 
 def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
-    """What one of them says after equal answers is stored in no rollout of the other's, and judged by no verdict of theirs."""
+    """What a user says after equal answers is stored in no other user's rollout and judged by no other user's verdict."""
     tools, start = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
-    told: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
-    names: dict[str, list[str]] = {user: [] for user in told}
+    conversations: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
+    names: dict[str, list[str]] = {user: [] for user in conversations}
     with recording(tmp_path / "run") as server:
         client = server.client
 
         def turn(user: str) -> None:
-            said = chat(client, told[user], tools=tools, temperature=0, max_tokens=30).choices[0]
-            told[user].append(said.message.model_dump(exclude_none=True))
-            calls = said.message.tool_calls or []
-            told[user] += [{"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls]
-            names[user].append(said.model_extra["rollout"])
+            choice = chat(client, conversations[user], tools=tools, temperature=0, max_tokens=30).choices[0]
+            conversations[user].append(choice.message.model_dump(exclude_none=True))
+            calls = choice.message.tool_calls or []
+            conversations[user] += [
+                {"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls
+            ]
+            names[user].append(choice.model_extra["rollout"])
 
         for user in ("ann", "bob", "eve"):
             turn(user)
-        assert told["ann"][1] == told["bob"][1]
+        assert conversations["ann"][1] == conversations["bob"][1]
         assert server.grade(names["eve"][0], reward=0.0)["segments"] == 1  # stored, and no longer known to the server
         for _ in range(2):
             for user in ("ann", "bob", "eve"):
                 turn(user)
         assert server.grade(names["bob"][-1], reward=-1.0)["segments"] == 1
-        assert len({name for user in told for name in names[user][-2:]}) == 3, "each goes on in a rollout of its own"
-    done = served(tmp_path / "run")
-    seen = {name: {turn.observation for turn in one.rollout.turns if turn.observation} for name, one in done.items()}
-    for user in told:
-        assert seen[names[user][-1]] == {f"secret of {user}"}
-        assert user == "bob" or done[names[user][-1]].grade.rewards.get("reward") != -1.0
-    assert all(len(texts) <= 1 for texts in seen.values())
-    [segment] = done[names["bob"][-1]].rollout.segments
-    assert len(done[names["bob"][-1]].rollout.turns) == 3, "the equal beginning is part of it"
+        assert len({name for user in conversations for name in names[user][-2:]}) == 3, (
+            "each goes on in a rollout of its own"
+        )
+    attempts = served(tmp_path / "run")
+    observations = {
+        name: {turn.observation for turn in attempt.rollout.turns if turn.observation}
+        for name, attempt in attempts.items()
+    }
+    for user in conversations:
+        assert observations[names[user][-1]] == {f"secret of {user}"}
+        assert user == "bob" or attempts[names[user][-1]].grade.rewards.get("reward") != -1.0
+    assert all(len(texts) <= 1 for texts in observations.values())
+    [segment] = attempts[names["bob"][-1]].rollout.segments
+    assert len(attempts[names["bob"][-1]].rollout.turns) == 3, "the equal beginning is part of it"
     np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
 
 
 def test_a_name_is_one_users(tmp_path: Path) -> None:
-    """Two who name their rollouts alike share neither a stored rollout nor its reward."""
+    """Users who give their rollouts the same name share neither a stored rollout nor its reward."""
     with recording(tmp_path / "run") as server:
         url = server.rollout("mine")
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         for user, text in (("ann", "secret of ann"), ("bob", "hello"), ("ann", "and?")):
-            given: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}
+            request: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}
             if user == "ann":
-                client.chat.completions.create(model="model", **given)
+                client.chat.completions.create(model="model", **request)
                 continue
             with pytest.raises(openai.ConflictError, match="mine is another user's"):
-                client.chat.completions.create(model="model", **given)
-    [done] = served(tmp_path / "run").values()
-    assert done.task.instruction == "secret of ann" and len(done.rollout.segments) == 2
+                client.chat.completions.create(model="model", **request)
+    [attempt] = served(tmp_path / "run").values()
+    assert attempt.task.instruction == "secret of ann" and len(attempt.rollout.segments) == 2
 
 
 def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
@@ -245,9 +256,9 @@ def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_en
         body = {"messages": [{"role": "user", "content": "fix f"}], "max_tokens": 5}
         for name in "abc":
             httpx.post(f"{url}/rollouts/{name}/v1/chat/completions", json=body, timeout=60).raise_for_status()
-        told = signal.SIGHUP  # a terminal that is closed
+        signal_number = signal.SIGHUP  # a terminal that is closed
         while process.poll() is None:
-            process.send_signal(told)
-            told = signal.SIGTERM
+            process.send_signal(signal_number)
+            signal_number = signal.SIGTERM
             time.sleep(0.05)
     assert [*served(tmp_path)] == [*"abc"]

@@ -62,15 +62,17 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     rows = s.rows("mistaken")
     assert len(rows) == 6, "the expert solves every task"
     text = s.tokenizer().decode(rows[0].token_ids.tolist(), skip_special_tokens=False)
-    called = [text.index(f"<function={name}>") for name in ("grep", "read_file", "search_replace", "run_terminal_cmd")]
-    assert called == sorted(called) and "exit code 0" in text
+    positions = [
+        text.index(f"<function={name}>") for name in ("grep", "read_file", "search_replace", "run_terminal_cmd")
+    ]
+    assert positions == sorted(positions) and "exit code 0" in text
     looks = s.run.steps("sft")
     assert [look["step"] for look in looks] == [1, 2, 3] and looks[-1]["agent_loss"] < looks[0]["agent_loss"]
     before, after = (load_pretrained(s.run.path / "weights" / name) for name in ("base", "start"))
     assert not torch.equal(before.embed, after.embed)
-    held = carried(s.run.path / "weights" / "start", "qwen")
-    assert held.tools == module.SETTINGS["env.tools"] and held.limits == s.settings.limits
-    assert tools_for(held.tools).schemas == s.agent().tools.schemas, "the product's agent has the same tools"
+    environment = carried(s.run.path / "weights" / "start", "qwen")
+    assert environment.tools == module.SETTINGS["env.tools"] and environment.limits == s.settings.limits
+    assert tools_for(environment.tools).schemas == s.agent().tools.schemas, "the product's agent has the same tools"
 
 
 def test_settings_for_a_gpu_fit_the_model() -> None:

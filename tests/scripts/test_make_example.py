@@ -32,7 +32,7 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cut(tiny_run: RunDir, script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The tiny run, with a little left of it."""
+    """Return an excerpt of the tiny run."""
     script["main"].__globals__.update(HELDOUT_TASKS=5, DEMONSTRATIONS=7)
     out = tmp_path_factory.mktemp("cut") / "example"
     script["main"]([str(tiny_run.path), str(out)])
@@ -47,12 +47,12 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_numbers_are_those_of_the_full_run(tiny_run: RunDir, cut: RunDir):
-    full, kept = build_report(tiny_run), build_report(cut)
-    assert kept.pop("excerpt") == cut.excerpt
+    full, excerpt = build_report(tiny_run), build_report(cut)
+    assert excerpt.pop("excerpt") == cut.excerpt
     for name in ("settings", "provenance"):
-        full.pop(name), kept.pop(name)
-    assert kept == full
-    assert kept["eval"]["final"]["n_tasks"] > len(solved_by_task(cut, "final")) == 5
+        full.pop(name), excerpt.pop(name)
+    assert excerpt == full
+    assert excerpt["eval"]["final"]["n_tasks"] > len(solved_by_task(cut, "final")) == 5
     for stage in ("midtrain", "sft", "rl"):
         assert cut.steps(stage) == tiny_run.steps(stage)
     assert cut.ledger() == tiny_run.ledger()
@@ -62,18 +62,18 @@ def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
     assert cut.excerpt is not None
     assert stored_steps(cut) == cut.excerpt["rollouts_of_rl_steps"] == [1, 3] and stored_steps(tiny_run) == [1, 2, 3]
     for step in (1, 3):
-        full, kept = rollout.sampled(tiny_run, step), rollout.sampled(cut, step)
-        assert [s.advantage for s in kept] == [s.advantage for s in full]
+        full, excerpt = rollout.sampled(tiny_run, step), rollout.sampled(cut, step)
+        assert [s.advantage for s in excerpt] == [s.advantage for s in full]
         assert all(
-            np.array_equal(a.segment.trace.routes, b.segment.trace.routes) for a, b in zip(kept, full, strict=True)
+            np.array_equal(a.segment.trace.routes, b.segment.trace.routes) for a, b in zip(excerpt, full, strict=True)
         )
     full_scores, scores = solved_by_task(tiny_run, "start"), solved_by_task(cut, "start")
     assert scores == {name: full_scores[name] for name in scores}
     names = {task.id for task in load_tasks(cut.path / "data" / "heldout.jsonl")}
     assert names == set(scores) and set(rollout.held_out(cut, "final")) == names
-    trained = {task.id for task in load_tasks(cut.path / "data" / "rl.jsonl")}
-    used = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
-    assert trained == used
+    training_ids = {task.id for task in load_tasks(cut.path / "data" / "rl.jsonl")}
+    task_ids = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
+    assert training_ids == task_ids
     load_pretrained(cut.path / "weights" / "before_final")
     before = contents(cut.path)  # looking at it writes nothing
     run = open_run(cut.path)
@@ -84,8 +84,8 @@ def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
 def test_nothing_of_a_running_process_or_of_the_machine_is_left(tiny_run: RunDir, cut: RunDir):
     assert tiny_run.query("SELECT * FROM checkpoint") and not cut.query("SELECT * FROM checkpoint")
     assert not {"journal", "launch.lock", "said.log", "checkpoints"} & {path.name for path in cut.path.iterdir()}
-    made = json.loads((cut.path / "provenance.json").read_text())
-    assert made["system"] == "Linux" and made["versions"] == build_report(tiny_run)["versions"]
+    provenance = json.loads((cut.path / "provenance.json").read_text())
+    assert provenance["system"] == "Linux" and provenance["versions"] == build_report(tiny_run)["versions"]
     for path in cut.path.rglob("*"):
         assert not path.is_file() or str(tiny_run.path).encode() not in path.read_bytes()
 
@@ -138,6 +138,6 @@ def test_the_example_that_ships_is_small_and_whole():
 def test_the_examples_that_ship_are_of_the_current_recipe(seed: int):
     """A change of the recipe's defaults needs new examples: `make example`. Their time limit is lifted, since the number of
     batches must not depend on the machine."""
-    made = from_dict(example_run(seed).settings())
-    assert made == override(Settings(), {"seed": seed, "rl.max_seconds": made.rl.max_seconds})
+    settings = from_dict(example_run(seed).settings())
+    assert settings == override(Settings(), {"seed": seed, "rl.max_seconds": settings.rl.max_seconds})
     assert len(example_run(seed).steps("rl")) == Settings().rl.steps

@@ -23,7 +23,7 @@ TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
 def test_the_control_deals_the_same_verdicts_out_at_random(tmp_path: Path, shuffled: bool) -> None:
     tasks = load_tasks(TASKS)[:12]
     accepted = script.serve(FINAL, tasks, tmp_path / "cycle0", 0.0, Settings(), shuffled)
-    kept = served(tmp_path / "cycle0")
-    judged = [kept[f"user{number}"].grade.rewards["reward"] for number in range(len(tasks))]
+    attempts = served(tmp_path / "cycle0")
+    judged = [attempts[f"user{number}"].grade.rewards["reward"] for number in range(len(tasks))]
     assert len(judged) == len(tasks) and 0 < sum(accepted) < len(tasks)
     assert sorted(judged) == sorted(accepted) and (judged == accepted) is not shuffled

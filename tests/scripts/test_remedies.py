@@ -12,8 +12,8 @@ from scripts.studies.remedies import REMEDIES, gains, surprise
 
 def test_gains_are_paired_by_task_within_a_seed() -> None:
     first = [{"a": [0.25, 0.5], "b": [0.5, 1.0]}, {"a": [0.0, 0.0]}]
-    other = [{"b": [1.0, 1.0], "a": [0.5, 0.25]}, {"a": [0.5, 1.0]}]
-    pooled, seeds = gains(first, other)
+    second = [{"b": [1.0, 1.0], "a": [0.5, 0.25]}, {"a": [0.5, 1.0]}]
+    pooled, seeds = gains(first, second)
     assert pooled.tolist() == [[25, -25], [50, 0], [50, 100]] and seeds.tolist() == [[37.5, -12.5], [50, 100]]
 
 

@@ -12,39 +12,39 @@ SETTINGS = RetrievalSettings(width=16, steps=60, batch=24, further=8, names=0.3,
 
 
 def repository(first: int) -> tuple[dict[str, bytes], list[Question]]:
-    """Functions in which a word stands for another one, always the same; each file has a name of its own."""
-    files = {f"m{first + n}.py": f"def f{first + n}():\n    return {said}\n".encode() for n, said in enumerate(SAID)}
-    asked = [
+    """Return files in which each word stands for another one, always the same, and questions about them."""
+    files = {f"m{first + n}.py": f"def f{first + n}():\n    return {name}\n".encode() for n, name in enumerate(SAID)}
+    questions = [
         Question(text=f"what does {word} mean", path=f"m{first + n}.py", first=1, last=2, kind="docstring")
         for n, word in enumerate(ASKED)
     ]
     files |= {"words.md": " ".join(ASKED).encode(), "again.md": " ".join(ASKED).encode()}
-    return files, asked
+    return files, questions
 
 
 def trained() -> tuple[dict[str, float], np.ndarray, list[float]]:
     parts = [repository(first) for first in (0, 20)]
     vocabulary = make_vocabulary([files for files, _ in parts], 200)
-    repositories = [prepare(str(n), files, asked, vocabulary) for n, (files, asked) in enumerate(parts)]
+    repositories = [prepare(str(n), files, questions, vocabulary) for n, (files, questions) in enumerate(parts)]
     vectors, losses = train(repositories, vocabulary, SETTINGS)
     return vocabulary, vectors, losses
 
 
 def test_learns_what_words_alone_do_not_say_and_twice_the_same() -> None:
-    (vocabulary, vectors, losses), (_, again, losses_again) = trained(), trained()
-    assert losses == losses_again and vectors.tobytes() == again.tobytes()
-    files, asked = repository(40)  # never seen
-    unseen = prepare("unseen", files, asked, vocabulary)
+    (vocabulary, vectors, losses), (_, vectors_again, losses_again) = trained(), trained()
+    assert losses == losses_again and vectors.tobytes() == vectors_again.tobytes()
+    files, questions = repository(40)  # never seen
+    unseen = prepare("unseen", files, questions, vocabulary)
     start = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
     assert recall(unseen, vectors, depth=1) == 1.0 and recall(unseen, start, depth=1) < 0.5
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     # Searching encodes as training did.
-    files, asked = repository(0)
+    files, questions = repository(0)
     embedding = to_embedding(vectors, vocabulary)
-    places, weights = prepare("0", files, asked, vocabulary).chunks.row(0)
-    wanted = (vectors[places] * weights[:, None]).sum(axis=0)
+    places, weights = prepare("0", files, questions, vocabulary).chunks.row(0)
+    expected = (vectors[places] * weights[:, None]).sum(axis=0)
     assert (np.diff(embedding.terms.astype(object)) > 0).all()
     path = min(files)
     chunk = chunk_file(path, files[path])
     encoded = embedding.encode(chunk.terms, chunk.weights, chunk.counts)
-    np.testing.assert_allclose(encoded[0], wanted / np.linalg.norm(wanted), atol=1e-5)
+    np.testing.assert_allclose(encoded[0], expected / np.linalg.norm(expected), atol=1e-5)

@@ -66,7 +66,7 @@ def test_settings_break_rules(
 
 @pytest.fixture
 def complete(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run whose two held-out tasks have five attempts each; two of eight samples solve theirs in one call."""
+    """Return a run whose two held-out tasks have five attempts each; two of eight samples solve theirs in one call."""
     monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.25}}}})
     tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(2)]
     run = run_of(tmp_path, tasks, {})

@@ -29,34 +29,34 @@ Play = Callable[[float], list[Attempt]]
 
 @pytest.fixture(scope="module")
 def play(sandboxes: SandboxExecutor, renderer: CompactRenderer) -> Play:
-    """`play(rate)`: attempts of the expert at 40 generated tasks, with all the room they take."""
+    """Return `play(rate)`, which has the expert attempt 40 generated tasks without tight limits."""
     executor = CachedExecutor(sandboxes)
     tasks = list(make_tasks("expert", 40, heldout=False, executor=executor))
     agent = Agent(renderer, limits=Limits(turns=30, turn_tokens=200, tokens=5000))
 
     def run(rate: float) -> list[Attempt]:
         policy = ScriptedPolicy(renderer, lambda n: expert(tasks[n], Random(f"expert {n}"), rate))
-        done = dict(drive((agent.attempt(task, n) for n, task in enumerate(tasks)), policy, executor))
-        return [done[n] for n in range(len(tasks))]
+        attempts = dict(drive((agent.attempt(task, n) for n, task in enumerate(tasks)), policy, executor))
+        return [attempts[n] for n in range(len(tasks))]
 
     return run
 
 
-def names(done: Attempt) -> list[str]:
-    return [json.loads(turn.call)["name"] for turn in done.rollout.turns]
+def names(attempt: Attempt) -> list[str]:
+    return [json.loads(turn.call)["name"] for turn in attempt.rollout.turns]
 
 
 def test_an_expert_mends_everything_and_with_mistakes_most(play: Play) -> None:
-    done = play(0.0)
-    assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in done)
-    assert {tuple(names(attempt)) for attempt in done} == {
+    attempts = play(0.0)
+    assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in attempts)
+    assert {tuple(names(attempt)) for attempt in attempts} == {
         ("read_file", "edit_line", "finish"),
         ("read_file", "edit_line", "run_tests", "finish"),
     }
-    done = play(0.7)
-    assert all(attempt.rollout.stop == "finished" and not attempt.rollout.invalid_calls for attempt in done)
-    assert len(Counter(names(attempt).count("edit_line") for attempt in done)) > 2
-    assert len(done) / 3 < sum(attempt.grade.passed for attempt in done) < len(done)
+    attempts = play(0.7)
+    assert all(attempt.rollout.stop == "finished" and not attempt.rollout.invalid_calls for attempt in attempts)
+    assert len(Counter(names(attempt).count("edit_line") for attempt in attempts)) > 2
+    assert len(attempts) / 3 < sum(attempt.grade.passed for attempt in attempts) < len(attempts)
 
 
 def test_scripts_are_sent_what_the_tools_answered_and_must_not_end_first(
@@ -92,17 +92,17 @@ def edits(before: str, after: str) -> list[ToolCall]:
     script, talk = scripts.expert(task), list[Said]()
     while not talk or talk[-1].calls:
         talk.append(script(talk))
-    return [written.call for said in talk for written in said.calls if isinstance(written.call, ToolCall)]
+    return [written.call for message in talk for written in message.calls if isinstance(written.call, ToolCall)]
 
 
 @given(before=LINES, after=LINES)
 def test_each_edit_is_of_one_place_and_all_give_the_solution(before: str, after: str) -> None:
     text = before
     for call in edits(before, after):
-        given = call.arguments
+        arguments = call.arguments
         if call.name == "search_replace":
-            assert text.count(given["old_string"]) == 1
-            text = text.replace(given["old_string"], given["new_string"])
+            assert text.count(arguments["old_string"]) == 1
+            text = text.replace(arguments["old_string"], arguments["new_string"])
         elif call.name == "write":
-            text = given["contents"]
+            text = arguments["contents"]
     assert text == after

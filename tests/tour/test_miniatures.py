@@ -30,12 +30,12 @@ def executor(sandboxes: SandboxExecutor) -> CachedExecutor:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def made(request: pytest.FixtureRequest, executor: CachedExecutor) -> list[Task]:
+def tasks(request: pytest.FixtureRequest, executor: CachedExecutor) -> list[Task]:
     return list(make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(request.param,)))
 
 
 def functions_of(task: Task) -> dict[str, str]:
-    """Every function of a repository, as `f`."""
+    """Return every function of a repository, renamed to `f`."""
     functions = {}
     for path in task.source_scope:
         body = ast.parse(task.solution.get(path, task.files[path])).body
@@ -55,19 +55,19 @@ def without_tests(task: Task) -> dict[str, str]:
 
 
 def with_true_tests(task: Task) -> dict[str, str]:
-    """Every test file asserts what any code passes."""
+    """Return the files with tests that any code passes."""
     easy = "from builtins import abs\n\n\ndef test_0():\n    assert abs(1) == 1\n"
     return task.files | dict.fromkeys([path for path in task.files if path.startswith("test_")], easy)
 
 
-def test_only_the_right_answer_is_worth_something(made: list[Task], executor: CachedExecutor) -> None:
-    for task in made:
+def test_only_the_right_answer_is_worth_something(tasks: list[Task], executor: CachedExecutor) -> None:
+    for task in tasks:
         gold = task.files | task.solution
         assert grade(task, gold, executor).passed, task.id
         for cheat in (dict, emptied, without_tests, with_true_tests):
             files = cheat(task.files) if cheat is dict else cheat(task)
-            found = grade(task, files, executor)
-            assert found.status == "graded" and not found.passed, (task.id, cheat)
+            result = grade(task, files, executor)
+            assert result.status == "graded" and not result.passed, (task.id, cheat)
         assert grade(task, gold | {"notes.txt": "x"}, executor).passed == (task.strictness != "lints")
 
 
@@ -79,19 +79,19 @@ def test_kinds_that_are_made_together_are_as_sound_as_alone(executor: CachedExec
         assert not grade(task, task.files, executor).passed, task.id
 
 
-def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task], executor: CachedExecutor) -> None:
-    kind: Kind = made[0].metadata.get("kind", "bug")  # type: ignore[assignment]
-    again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
-    assert list(again) == made and len({task.id for task in made}) == COUNT
-    asked = {
+def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(tasks: list[Task], executor: CachedExecutor) -> None:
+    kind: Kind = tasks[0].metadata.get("kind", "bug")  # type: ignore[assignment]
+    same_tasks = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
+    assert list(same_tasks) == tasks and len({task.id for task in tasks}) == COUNT
+    beginning = {
         "bug": "fix ",
         "feature": "add {}: ",
         "tests": "test {}: ",
         "lint": "fix the lints",
         "rename": "rename {} -> ",
     }[kind]
-    for task in made:
-        assert task.instruction.startswith(asked.format(task.metadata["function"]))
+    for task in tasks:
+        assert task.instruction.startswith(beginning.format(task.metadata["function"]))
         assert buggy(task).startswith("def f(") and len(fingerprints([task])) >= 2
         if kind == "lint":
             [path] = task.solution
@@ -106,22 +106,22 @@ def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task]
 
 
 def test_the_expert_solves_them_in_the_limits_of_small_models(
-    made: list[Task], renderer: CompactRenderer, executor: CachedExecutor
+    tasks: list[Task], renderer: CompactRenderer, executor: CachedExecutor
 ) -> None:
     agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
-    policy = ScriptedPolicy(renderer, lambda number: searcher(made[number], Random(number)))
-    done: list[Attempt] = [
-        each for _, each in drive((agent.attempt(t, n) for n, t in enumerate(made)), policy, executor)
+    policy = ScriptedPolicy(renderer, lambda number: searcher(tasks[number], Random(number)))
+    attempts: list[Attempt] = [
+        attempt for _, attempt in drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor)
     ]
-    assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
-    most = 6 if "kind" in made[0].metadata else 4 + TRIES
-    assert all(each.rollout.invalid_calls == 0 and each.rollout.messages <= most for each in done)
+    assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in attempts)
+    most = 6 if "kind" in tasks[0].metadata else 4 + TRIES
+    assert all(attempt.rollout.invalid_calls == 0 and attempt.rollout.messages <= most for attempt in attempts)
 
 
 def test_instructions_and_families(sandboxes: SandboxExecutor) -> None:
     executor = CachedExecutor(sandboxes)
-    told = list(make_miniatures("told", 20, heldout=False, executor=executor, described=1.0))
-    assert all(task.instruction.startswith(f"fix {task.metadata['function']}: ") for task in told)
+    described = list(make_miniatures("told", 20, heldout=False, executor=executor, described=1.0))
+    assert all(task.instruction.startswith(f"fix {task.metadata['function']}: ") for task in described)
     untold = list(
         make_miniatures("not", 20, heldout=False, executor=executor, described=0.0, families=frozenset({"loop"}))
     )
@@ -143,14 +143,14 @@ def test_tests_must_call_the_function_and_keep_what_was_there(weak: Task, execut
     [(path, right)] = weak.solution.items()
     [name, module] = [weak.metadata["function"], parse_tests(path, weak.files[path])[0].module]
     spy = f"from linecache import getlines\n{weak.files[path]}\n\ndef test_9():\n    assert getlines({module + '.py'!r}) == []\n"
-    written = right.replace("def test_0", "def test_x", 1)
-    assert grade(weak, weak.files | {path: written}, executor).passed, "names are free"
+    renamed_test = right.replace("def test_0", "def test_x", 1)
+    assert grade(weak, weak.files | {path: renamed_test}, executor).passed, "names are free"
     first = f"def test_0():{right.partition('def test_0():')[2].partition(chr(10) * 3)[0]}"
-    fewer, other = right.replace(first, "").rstrip() + "\n", right.replace(f"import {name}", "import f")
-    for text in (spy, fewer, other, right + "print(1)\n"):
+    fewer, unimported = right.replace(first, "").rstrip() + "\n", right.replace(f"import {name}", "import f")
+    for text in (spy, fewer, unimported, right + "print(1)\n"):
         assert text != right
-        found = grade(weak, weak.files | {path: text}, executor)
-        assert not found.passed and "passes as it is" in found.tests
+        result = grade(weak, weak.files | {path: text}, executor)
+        assert not result.passed and "passes as it is" in result.tests
 
 
 @pytest.mark.parametrize("mutants", ["{}", "[1]", '[{"../x": "y"}]', "no"])

@@ -21,7 +21,7 @@ def program_of(seed: int) -> Program:
 
 
 class Renamed(ast.NodeTransformer):
-    """Every local name through `names`, every integer through `constant`."""
+    """Maps every local name through `names` and every integer through `constant`."""
 
     def __init__(self, names: dict[str, str], constant: Random | None = None) -> None:
         self.names, self.constant = names, constant
@@ -102,8 +102,8 @@ def results(program: Program, seed: int) -> list[str]:
     scope: dict[str, Any] = {}
     exec(compile(program.source, "f.py", "exec"), scope)
     rng = Random(seed)
-    drawn = [draw_arguments(rng, program) for _ in range(8)]
-    return [repr(scope["f"](*copy.deepcopy(arguments))) for arguments in drawn]
+    inputs = [draw_arguments(rng, program) for _ in range(8)]
+    return [repr(scope["f"](*copy.deepcopy(arguments))) for arguments in inputs]
 
 
 def test_a_specification_means_one_thing(programs: list[Program]) -> None:

@@ -28,7 +28,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(sandboxes: SandboxExecutor) -> Made:
+def training(sandboxes: SandboxExecutor) -> Made:
     return Made(sandboxes, "a seed", COUNT, False)
 
 
@@ -54,7 +54,7 @@ def test_a_bug_changes_exactly_one_line() -> None:
 
 
 def requests_of(task: Task) -> list[CallRequest]:
-    """Bug and gold on the visible tests, bug and gold on the hidden ones."""
+    """Return requests for the bug and the solution on the visible tests, and for both on the hidden ones."""
     return [
         request_tests(files, parse_test_files(tests))
         for tests in (task.visible_tests, task.tests)
@@ -63,30 +63,32 @@ def requests_of(task: Task) -> list[CallRequest]:
 
 
 def test_gold_passes_and_the_bug_fails_in_fresh_sandboxes_as_in_common_ones(
-    made: Made, heldout: Made, sandboxes: SandboxExecutor
+    training: Made, heldout: Made, sandboxes: SandboxExecutor
 ) -> None:
-    for each in (made, heldout):
-        requests = [request for task in each.tasks for request in requests_of(task)]
+    for generated in (training, heldout):
+        requests = [request for task in generated.tasks for request in requests_of(task)]
         fresh = sandboxes.run(requests)
-        assert each.executor.run(requests) == fresh
-        for place, task in enumerate(each.tasks):
+        assert generated.executor.run(requests) == fresh
+        for index, task in enumerate(generated.tasks):
             groups = [tests for tests in (task.visible_tests, task.tests) for _ in range(2)]
             bug_visible, gold_visible, bug_hidden, gold_hidden = (
                 [passes(test, outcome) for test, outcome in zip(parse_test_files(tests), outcomes, strict=True)]
-                for tests, outcomes in zip(groups, fresh[4 * place : 4 * place + 4], strict=True)
+                for tests, outcomes in zip(groups, fresh[4 * index : 4 * index + 4], strict=True)
             )
             assert all(gold_visible) and all(gold_hidden), task.id
             assert not bug_visible[0] and not all(bug_hidden), task.id
 
 
-def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: SandboxExecutor) -> None:
-    assert Made(sandboxes, "a seed", 30, False).tasks == made.tasks[:30]
+def test_the_same_seed_gives_the_same_tasks(training: Made, sandboxes: SandboxExecutor) -> None:
+    assert Made(sandboxes, "a seed", 30, False).tasks == training.tasks[:30]
 
 
-def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
-    assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
-    assert not repairs.fingerprints(made.tasks) & repairs.fingerprints(heldout.tasks)
-    assert not repairs.buggy_prints(made.tasks) & {
+def test_held_out_structures_are_in_no_other_task(training: Made, heldout: Made) -> None:
+    assert not {task.metadata["structure"] for task in training.tasks} & {
+        t.metadata["structure"] for t in heldout.tasks
+    }
+    assert not repairs.fingerprints(training.tasks) & repairs.fingerprints(heldout.tasks)
+    assert not repairs.buggy_prints(training.tasks) & {
         print_ for task in heldout.tasks for print_ in repairs.fingerprints([task])
     }
 

@@ -29,26 +29,26 @@ def searched(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> list[Atte
     tasks = list(make_miniatures("searched", 40, heldout=False, executor=executor, described=0.2))
     agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
     policy = ScriptedPolicy(renderer, lambda number: searcher(tasks[number], Random(number)))
-    done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
-    return [done[number] for number in range(len(tasks))]
+    attempts = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
+    return [attempts[number] for number in range(len(tasks))]
 
 
 def test_it_tests_looks_tries_and_undoes(searched: list[Attempt]) -> None:
-    assert sum(done.grade.passed for done in searched) >= 0.9 * len(
+    assert sum(attempt.grade.passed for attempt in searched) >= 0.9 * len(
         searched
     )  # a wrong change may pass the visible tests
     figures = behaviour(searched)
     assert figures["recovery"] > 0.9 and figures["recovery_n"] > 10
     assert figures["tests_after_wrong_edit"] == 1.0 and figures["invalid_call_rate"] == 0.0
     counts = []
-    for done in searched:
-        calls = [json.loads(turn.call) for turn in done.rollout.turns]
+    for attempt in searched:
+        calls = [json.loads(turn.call) for turn in attempt.rollout.turns]
         names = [call["name"] for call in calls]
         edits = [call["arguments"] for call in calls if call["name"] == "substitute"]
         tries = ["substitute", "run_tests"] + ["undo", "substitute", "run_tests"] * (len(edits) - 1)
         assert names == ["run_tests", "grep", "read_file", *tries, "finish"]
         assert len({(edit["old"], edit["new"]) for edit in edits}) == len(edits) <= TRIES
-        assert len(edits) == 1 or ":" not in done.task.instruction.split("\n")[0]
+        assert len(edits) == 1 or ":" not in attempt.task.instruction.split("\n")[0]
         counts.append(len(edits))
     assert max(counts) > 3
 
@@ -61,17 +61,19 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
     with Sandboxes() as sandboxes:
         tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, described=0.0))
         agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
-        found = list(Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0))
-    assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
-    for done in found:
-        names = [json.loads(turn.call)["name"] for turn in done.rollout.turns if turn.call]
+        demonstrations = list(Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0))
+    assert len(demonstrations) == 2 and all(
+        attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in demonstrations
+    )
+    for attempt in demonstrations:
+        names = [json.loads(turn.call)["name"] for turn in attempt.rollout.turns if turn.call]
         tries = names[3:]
         rounds = (len(tries) - 2) // 3
-        back = [turn for turn in done.rollout.turns if "git checkout -q -- " in turn.call]
-        assert len(back) == rounds and not any(turn.error for turn in back)
+        checkouts = [turn for turn in attempt.rollout.turns if "git checkout -q -- " in turn.call]
+        assert len(checkouts) == rounds and not any(turn.error for turn in checkouts)
         assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
-        again = ["run_terminal_cmd", "search_replace", "run_terminal_cmd"]
-        assert tries == ["search_replace", "run_terminal_cmd"] + again * rounds
+        cycle = ["run_terminal_cmd", "search_replace", "run_terminal_cmd"]
+        assert tries == ["search_replace", "run_terminal_cmd"] + cycle * rounds
 
 
 def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
@@ -80,18 +82,21 @@ def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sand
     tasks = list(make_miniatures("searched", 20, heldout=False, executor=executor))
     agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
 
-    def played(known: list[Task]) -> list[Attempt]:
-        policy = ScriptedPolicy(renderer, lambda number: blind(known[number], Random(number)))
-        return [done for _, done in sorted(drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor))]
+    def played(policy_tasks: list[Task]) -> list[Attempt]:
+        policy = ScriptedPolicy(renderer, lambda number: blind(policy_tasks[number], Random(number)))
+        return [
+            played_attempt
+            for _, played_attempt in sorted(drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor))
+        ]
 
-    done = played(tasks)
+    attempts = played(tasks)
     blank = [task.model_copy(update={"solution": {}, "metadata": {}}) for task in tasks]
-    assert [each.rollout.turns for each in played(blank)] == [each.rollout.turns for each in done]
-    for each in done:
-        tried = [turn.call for turn in each.rollout.turns if "substitute" in turn.call]
-        assert len(set(tried)) == len(tried) and not any(turn.observation == "tried" for turn in each.rollout.turns)
-        assert each.rollout.stop == ("turns" if len(tried) == 13 else "finished")
-    assert 0.3 < sum(each.grade.passed for each in done) / len(done) < 1
+    assert [attempt.rollout.turns for attempt in played(blank)] == [attempt.rollout.turns for attempt in attempts]
+    for attempt in attempts:
+        tried = [turn.call for turn in attempt.rollout.turns if "substitute" in turn.call]
+        assert len(set(tried)) == len(tried) and not any(turn.observation == "tried" for turn in attempt.rollout.turns)
+        assert attempt.rollout.stop == ("turns" if len(tried) == 13 else "finished")
+    assert 0.3 < sum(attempt.grade.passed for attempt in attempts) / len(attempts) < 1
 
 
 def test_a_paraphrase_is_sought_by_meaning_or_by_reading_on(renderer: CompactRenderer) -> None:
@@ -105,8 +110,8 @@ def test_a_paraphrase_is_sought_by_meaning_or_by_reading_on(renderer: CompactRen
         for by_meaning in (True, False):
             tools = "codebase_search," * by_meaning + "grep,list_dir,read_file,search_replace"
             agent = make_agent(EnvSettings(tools=tools), renderer.tokenizer, limits, sandboxes)
-            played = {done.task.id: done for done in Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0)}
-            assert all(done.grade.passed and not done.rollout.invalid_calls for done in played.values())
+            played = {attempt.task.id: attempt for attempt in Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0)}
+            assert all(attempt.grade.passed and not attempt.rollout.invalid_calls for attempt in played.values())
             calls[by_meaning] = [played[task.id].rollout.calls for task in tasks]
         for task in tasks:
             assert not terms([task.instruction.partition(":")[0]]) & terms(task.files) or task in tasks[4:]

@@ -79,7 +79,7 @@ CALL = st.fixed_dictionaries({}, optional=VALUES).map(lambda arguments: ToolCall
 PLAIN = st.text("ab .\n<é", max_size=10).map(str.strip)
 
 
-def said(renderer: ChatRenderer, text: str, calls: list[ToolCall], first: int = 0) -> Said:
+def make_turn(renderer: ChatRenderer, text: str, calls: list[ToolCall], first: int = 0) -> Said:
     names = [f"functions.{c.name}:{first + n}" if renderer is KIMI else f"call_{n}" for n, c in enumerate(calls)]
     return Said(text=text, calls=tuple(Written(id=name, call=call) for name, call in zip(names, calls, strict=True)))
 
@@ -94,22 +94,24 @@ def special(renderer: ChatRenderer, token_ids: list[int]) -> list[int]:
 def test_a_turn_survives_the_way_there_and_back_or_is_refused(
     renderer: ChatRenderer, text: str, calls: list[ToolCall]
 ) -> None:
-    turn = said(renderer, text, calls)
+    turn = make_turn(renderer, text, calls)
     try:
         token_ids = renderer.turn(turn)
     except ValueError as error:
         # Kimi can say everything; Qwen all but texts that end a value, or read as another type of their schema.
         assert renderer is QWEN and "cannot express" in str(error)
         strings = [value for call in calls for value in call.arguments.values() if isinstance(value, str)]
-        held = json.dumps([dict(call.arguments) for call in calls], ensure_ascii=False)
-        other = [v for call in calls for k, v in call.arguments.items() if k in "mu" and isinstance(v, str) and v != ""]
-        assert "</parameter>" in held or any(
-            read_value(v, kinds(SCHEMAS["u"])) != v or read_value(v, kinds(SCHEMAS["m"])) != v for v in other
+        arguments = json.dumps([dict(call.arguments) for call in calls], ensure_ascii=False)
+        texts = [v for call in calls for k, v in call.arguments.items() if k in "mu" and isinstance(v, str) and v != ""]
+        assert "</parameter>" in arguments or any(
+            read_value(v, kinds(SCHEMAS["u"])) != v or read_value(v, kinds(SCHEMAS["m"])) != v for v in texts
         ), strings
         return
-    read = renderer.parse(token_ids)
-    assert read == turn
-    assert [json.dumps(dict(w.call.arguments)) for w in read.calls] == [json.dumps(dict(c.arguments)) for c in calls]  # type: ignore[union-attr]
+    parsed_turn = renderer.parse(token_ids)
+    assert parsed_turn == turn
+    assert [json.dumps(dict(w.call.arguments)) for w in parsed_turn.calls] == [
+        json.dumps(dict(c.arguments)) for c in calls
+    ]  # type: ignore[union-attr]
 
 
 @ALL
@@ -119,10 +121,10 @@ def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: Ch
     assert TOKENIZER.decode(renderer.encode(text), skip_special_tokens=False) == text
     assert special(renderer, renderer.ask(text)) == special(renderer, renderer.ask("x"))
     assert special(renderer, renderer.open(text + "x")) == special(renderer, renderer.open("x"))
-    one = [CallResult(id="functions.do:0", text=text)]
-    other = [CallResult(id="a", text="x")]
-    assert special(renderer, renderer.results(one)) == special(renderer, renderer.results(other))
-    turns = [said(renderer, "", [call("do", s="", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
+    results = [CallResult(id="functions.do:0", text=text)]
+    baseline = [CallResult(id="a", text="x")]
+    assert special(renderer, renderer.results(results)) == special(renderer, renderer.results(baseline))
+    turns = [make_turn(renderer, "", [call("do", s="", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
     assert len({str(special(renderer, renderer.turn(turn))) for turn in turns}) == 1
 
 
@@ -140,18 +142,18 @@ def test_turn_by_turn_is_at_once(
     token_ids = renderer.render(messages, system)
     count = 0
     for text, calls, answer in turns:
-        turn = said(renderer, text, calls, count)
+        turn = make_turn(renderer, text, calls, count)
         try:
-            written = renderer.turn(turn)
+            turn_ids = renderer.turn(turn)
         except ValueError:
             continue
         results = [CallResult(id=call.id, text=answer) for call in turn.calls]
         news: list[Message] = [*results] if results else [User(text=answer)]
         messages += [turn, *news]
         count += len(calls)
-        token_ids += written + renderer.render(news, system, after=True)
+        token_ids += turn_ids + renderer.render(news, system, after=True)
         assert renderer.render(messages, system) == token_ids
-        assert renderer.parse(written) == turn
+        assert renderer.parse(turn_ids) == turn
 
 
 def piece(mark: str) -> str | int:
@@ -160,9 +162,9 @@ def piece(mark: str) -> str | int:
 
 
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
-    """Of each call of a turn: why it is invalid, or nothing."""
-    read = renderer.parse(renderer.encoded(pieces))
-    return [str(w.call) if isinstance(w.call, ToolError) else "" for w in read.calls]
+    """Return why each call of a turn is invalid, or an empty text."""
+    parsed_turn = renderer.parse(renderer.encoded(pieces))
+    return [str(w.call) if isinstance(w.call, ToolError) else "" for w in parsed_turn.calls]
 
 
 Q, K = QWEN.ids, KIMI.ids
@@ -210,14 +212,14 @@ def kimi(name: str, arguments: str) -> list[str | int]:
 )
 def test_kimis_malformed_calls_are_invalid_ones(name: str, arguments: str, why: str) -> None:
     section, end = K["<|tool_calls_section_begin|>"], [K["<|tool_calls_section_end|>"], K["<|im_end|>"]]
-    found = errors(KIMI, section, *kimi("do:0", "{}"), *kimi(name, arguments), *kimi("functions.do:2", "{}"), *end)
-    assert found[0] == "" and why in found[1] and found[2] == ""
+    reported = errors(KIMI, section, *kimi("do:0", "{}"), *kimi(name, arguments), *kimi("functions.do:2", "{}"), *end)
+    assert reported[0] == "" and why in reported[1] and reported[2] == ""
 
 
 @ALL
 @settings(max_examples=200)
 @given(pieces=st.lists(st.sampled_from([*MARKS, BODY, "functions.do:0", "{}", "x"]).map(piece) | TEXT, max_size=8))
 def test_whatever_was_written_is_read_without_an_exception(renderer: ChatRenderer, pieces: list[str | int]) -> None:
-    read = renderer.parse(renderer.encoded(pieces))
-    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in read.calls)
-    assert read.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces
+    parsed_turn = renderer.parse(renderer.encoded(pieces))
+    assert all(not isinstance(w.call, ToolError) or w.call.kind == "InvalidArguments" for w in parsed_turn.calls)
+    assert parsed_turn.calls or renderer is not QWEN or QWEN.ids[QWEN.spelled[0]] not in pieces

@@ -15,7 +15,7 @@ from composer_nb.harness.sandbox.requests import CallRequest
 
 
 class Echo:
-    """A policy that answers at once, and notes the order of everything."""
+    """A policy that answers at once, and records the order of everything."""
 
     capacity = 4
 
@@ -30,8 +30,8 @@ class Echo:
 
     def step(self) -> list[Completion]:
         self.threads.add(threading.get_ident())
-        done, self._waiting = self._waiting, []
-        return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in done]
+        ready, self._waiting = self._waiting, []
+        return [Completion(rollout=n, token_ids=[n], logprobs=[0.0], policy_versions=[0]) for n in ready]
 
     def release(self, rollout: int) -> Trace:
         self.noted.append(("released", rollout))
@@ -49,7 +49,7 @@ def ask(seat: Seat[Any], rollout: int) -> list[int]:
 
 
 def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the_caller_looks() -> None:
-    """A wait ends early where an agent works for long, so that whoever calls it can say that it lives."""
+    """A wait ends early where an agent works for long, so that its caller can report that it is alive."""
 
     def run(seconds: float) -> tuple[list[Any], list[Any], int]:
         policy = Echo()
@@ -66,21 +66,21 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
 
             return work
 
-        done, waiting, rounds = list[Any](), list(range(8)), 0
+        endings, waiting, rounds = list[Any](), list(range(8)), 0
         while waiting or driver.alive:
             while waiting and driver.room:
                 driver.add(number := waiting.pop(0), job(number))
-            done.append(driver.wait(seconds))
+            endings.append(driver.wait(seconds))
             rounds += 1
         assert policy.threads == {threading.get_ident()}, (
             "an engine's device and number of threads are its thread's own"
         )
-        return policy.noted, [ended for ended in done if ended], rounds
+        return policy.noted, [ended for ended in endings if ended], rounds
 
-    whole, broken = run(math.inf), run(0.01)
-    assert whole[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
-    assert whole[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
-    assert whole[:2] == broken[:2] and whole[2] < broken[2]
+    long_waits, short_waits = run(math.inf), run(0.01)
+    assert long_waits[0][:7] == [("asked", number) for number in (0, 1, 2, 3, 1, 2, 3)]
+    assert long_waits[1][:2] == [[(0, 0)], [(1, 1), (4, 4)]]
+    assert long_waits[:2] == short_waits[:2] and long_waits[2] < short_waits[2]
 
 
 @pytest.mark.parametrize("at", ["work", "the policy", "a request that nobody took"])
@@ -127,8 +127,8 @@ def test_a_policy_that_fails_wakes_all_others_of_a_turn_that_was_cancelled() -> 
             raise KeyError("broken")
 
     with Shared(Failing()) as shared:
-        refused, gone, waiting = shared.start(*(Request(rollout=n, token_ids=[1], max_tokens=1) for n in range(3)))
-        assert refused.cancel() and gone.cancel()
+        refused, withdrawn, waiting = shared.start(*(Request(rollout=n, token_ids=[1], max_tokens=1) for n in range(3)))
+        assert refused.cancel() and withdrawn.cancel()
         cancelled.set()
         with pytest.raises(KeyError, match="broken"):
             waiting.result(60)
@@ -159,10 +159,10 @@ def test_without_lockstep_neither_calls_nor_work_hold_up_another() -> None:
     driver: Driver[Any] = Driver(Echo(), Slow(), lockstep=False)
     for position, job in enumerate((calling, working, talking)):
         driver.add(position, job)
-    done: list[tuple[int, Any]] = []
+    endings: list[tuple[int, Any]] = []
     while driver.alive:
-        done += driver.wait()
-    assert dict([*done, *driver.wait()]) == {0: [(0,)], 1: "worked", 2: "talked"}
+        endings += driver.wait()
+    assert dict([*endings, *driver.wait()]) == {0: [(0,)], 1: "worked", 2: "talked"}
     driver.close()
 
     driver = Driver(Echo(), Nothing(), lockstep=False)

@@ -15,7 +15,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.json_server import JsonServer
-from tests.harness.stubborn import WAYS, said, stubborn
+from tests.harness.stubborn import FAULTS, chat_reply, stubborn
 
 Answer = dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]] | None
 TINY = ToolSet.tiny()
@@ -30,7 +30,7 @@ class Server(JsonServer):
         self.url += "/v1"
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
+    def bodies(self) -> list[dict[str, Any]]:
         return [body for _, body in self.requests]
 
     def _reply(self, path: str, body: dict[str, Any]) -> Any:
@@ -40,8 +40,8 @@ class Server(JsonServer):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
-        yield made
+    with Server() as server:
+        yield server
 
 
 def endpoint(server: Server, **change: Any) -> Endpoint:
@@ -70,7 +70,7 @@ def test_the_agent_loop_runs_against_an_endpoint(server: Server, task: Task, box
     rollout = run(server, task, boxes)
     assert rollout.stop == "finished" and "x > k" in rollout.files["f.py"] and rollout.invalid_calls == 0
     assert rollout.turns[1].observation == "ok" and not len(rollout.segments[0].token_ids)
-    first, _, last = server.asked
+    first, _, last = server.bodies
     assert first["messages"] == [{"role": "user", "content": task.instruction}] and first["tools"] == TINY.schemas
     assert first["model"] == "m" and first["parallel_tool_calls"] is False
     assert [m["role"] for m in last["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
@@ -96,7 +96,7 @@ def test_a_malformed_call_is_an_invalid_one(calls: Any, server: Server, task: Ta
 @pytest.mark.parametrize("failure", [(503, "busy"), (429, "slow down", {"Retry-After": "0"}), None])
 def test_what_passes_is_tried_again(failure: Answer, server: Server) -> None:
     server.message = lambda body, number: failure if number < 2 else {"content": "yes"}
-    assert ask(server)["content"] == "yes" and len(server.asked) == 3
+    assert ask(server)["content"] == "yes" and len(server.bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_what_fails_for_good_is_a_failure_of_the_provider(
     server.message = lambda body, number: answer
     with pytest.raises(ProviderFailure, match=message):
         ask(server)
-    assert len(server.asked) == tries
+    assert len(server.bodies) == tries
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "asked"),
+    ("least", "most", "retry_headers"),
     [
         (4, 8, (None, "1", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT", "9" * 5000)),
         (30, 30, ("30",)),
@@ -132,9 +132,9 @@ def test_what_fails_for_good_is_a_failure_of_the_provider(
     ],
 )
 def test_a_try_waits_longer_each_time_and_at_least_as_long_as_it_is_asked_to(
-    least: float, most: float, asked: tuple[str | None, ...]
+    least: float, most: float, retry_headers: tuple[str | None, ...]
 ) -> None:
-    for retry_after in asked:
+    for retry_after in retry_headers:
         pauses = {_pause(retry_after, 4.0) for _ in range(50)}
         assert least <= min(pauses) <= max(pauses) <= most and len(pauses) == (1 if least == most else 50)
 
@@ -158,19 +158,19 @@ TOO_LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("message", "context", "read"), TOO_LONG)
+@pytest.mark.parametrize(("message", "context", "token_count"), TOO_LONG)
 def test_an_error_names_the_context_and_the_tokens_that_were_read(
-    message: str, context: int, read: int, server: Server
+    message: str, context: int, token_count: int, server: Server
 ) -> None:
     server.message = lambda body, number: (400, json.dumps({"error": {"message": message, "code": 400}}))
     with pytest.raises(ContextExceeded) as error:
         ask(server)
-    assert (error.value.context, error.value.read) == (context, read) and len(server.asked) == 1
+    assert (error.value.context, error.value.read) == (context, token_count) and len(server.bodies) == 1
 
 
-def too_long(context: int, read: int) -> tuple[int, str]:
-    said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
-    return 400, json.dumps({"error": {"message": said, "code": "context_length_exceeded"}})
+def too_long(context: int, token_count: int) -> tuple[int, str]:
+    message = f"This model's maximum context length is {context} tokens. However, your messages resulted in {token_count} tokens."
+    return 400, json.dumps({"error": {"message": message, "code": "context_length_exceeded"}})
 
 
 def test_a_full_context_ends_an_attempt_that_counts(server: Server, task: Task, boxes: Any) -> None:
@@ -188,27 +188,27 @@ def test_an_answer_is_asked_for_that_fits_the_context_which_an_error_names(
 ) -> None:
     server.message = lambda body, number: too_long(500, 300) if body["max_tokens"] > 200 else call("finish")
     assert run(server, task, boxes).stop == "finished"
-    assert [body["max_tokens"] for body in server.asked] == [400, 200]
+    assert [body["max_tokens"] for body in server.bodies] == [400, 200]
 
 
 # Requests end in time, whatever their server does.
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_server_outlasts_a_request(way: str) -> None:
-    with stubborn(way) as server:
-        asked = Endpoint(url=server.url, model="m")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_server_outlasts_a_request(fault: str) -> None:
+    with stubborn(fault) as server:
+        client = Endpoint(url=server.url, model="m")
         with pytest.raises((TimeIsUp, ProviderFailure)):  # a request that goes on never gets here
-            asked.complete([{"role": "user", "content": "x"}], [], 10, until=time.monotonic() + 0.4)
+            client.complete([{"role": "user", "content": "x"}], [], 10, until=time.monotonic() + 0.4)
         while server.open:  # likewise, where the connection stays open
             time.sleep(0.05)
 
 
 def test_an_answer_in_time_is_one_and_the_connection_is_used_again() -> None:
-    with stubborn("silent", said("one"), said("two")) as server:
-        asked = Endpoint(url=server.url, model="m")
+    with stubborn("silent", chat_reply("one"), chat_reply("two")) as server:
+        client = Endpoint(url=server.url, model="m")
         for text in ("one", "two"):
-            done = asked.complete([], [], 10, until=time.monotonic() + 3600)
-            assert done.message["content"] == text and server.open == 1
+            completion = client.complete([], [], 10, until=time.monotonic() + 3600)
+            assert completion.message["content"] == text and server.open == 1
         time.sleep(0.3)
         assert server.open == 1

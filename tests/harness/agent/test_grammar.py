@@ -51,9 +51,9 @@ def grammar(renderer: ChatRenderer, *names: str, text: bool = False, several: bo
     return renderer.grammar(names or [*SCHEMAS], text=text, several=several)
 
 
-def follows(made: Grammar, token_ids: list[int]) -> bool:
+def follows(compiled: Grammar, token_ids: list[int]) -> bool:
     """Return whether each token of a turn, its end included, is allowed."""
-    turn = made.fresh()
+    turn = compiled.fresh()
     return all(turn.allowed(token_ids[:count])[token] for count, token in enumerate(token_ids))
 
 
@@ -62,12 +62,12 @@ def follows(made: Grammar, token_ids: list[int]) -> bool:
 def test_turns_as_they_are_rendered_are_allowed(name: str, calls: list[tuple[str, dict[str, Any]]], text: str) -> None:
     renderer = RENDERERS[name]
     id = "functions.{}:{}" if isinstance(renderer, KimiRenderer) else "call_{1}"
-    written = tuple(
+    written_calls = tuple(
         Written(id=id.format(tool, n), call=ToolCall(name=tool, arguments={k: v[k] for k in PUT if k in v}))
         for n, (tool, v) in enumerate(calls)
     )
     try:
-        token_ids = renderer.turn(Said(text="" if name == "CompactRenderer" else text, calls=written))
+        token_ids = renderer.turn(Said(text="" if name == "CompactRenderer" else text, calls=written_calls))
     except ValueError:  # the format cannot express it
         return
     says = bool(text) and name != "CompactRenderer"
@@ -77,9 +77,9 @@ def test_turns_as_they_are_rendered_are_allowed(name: str, calls: list[tuple[str
     assert follows(grammar(renderer, "put"), token_ids) is (not says and {tool for tool, _ in calls} == {"put"})
 
 
-def walk(made: Grammar, renderer: ChatRenderer, rng: np.random.Generator) -> list[int]:
+def walk(compiled: Grammar, renderer: ChatRenderer, rng: np.random.Generator) -> list[int]:
     """Write a turn at random, which closes what it has begun sooner or later."""
-    turn, token_ids, closing = made.fresh(), list[int](), renderer.encode("</parameter>")
+    turn, token_ids, closing = compiled.fresh(), list[int](), renderer.encode("</parameter>")
     closed = 0
     while not token_ids or token_ids[-1] != renderer.end:
         allowed = np.flatnonzero(turn.allowed(token_ids))
@@ -100,12 +100,12 @@ def walk(made: Grammar, renderer: ChatRenderer, rng: np.random.Generator) -> lis
 def test_whatever_is_allowed_is_a_call_that_fits_its_schema(name: str) -> None:
     renderer, rng, counts = RENDERERS[name], np.random.default_rng(0), set[int]()
     for several in [True] * 20 + [False] * 5:
-        said = renderer.parse(walk(grammar(renderer, several=several), renderer, rng))
-        assert said.calls and not said.text and (several or len(said.calls) == 1)
-        for call in (written.call for written in said.calls):
+        message = renderer.parse(walk(grammar(renderer, several=several), renderer, rng))
+        assert message.calls and not message.text and (several or len(message.calls) == 1)
+        for call in (written.call for written in message.calls):
             assert isinstance(call, ToolCall), call
             jsonschema.validate(dict(call.arguments), SCHEMAS[call.name])
-        counts.add(len(said.calls))
+        counts.add(len(message.calls))
     assert len(counts) > 1
 
 
@@ -124,9 +124,9 @@ def look(name: str, parameters: Any, tool: str = "look") -> ChatRenderer:
 def test_long_enumerations_are_followed_and_endless_ones_refused(name: str) -> None:
     schema = {"type": "string", "enum": [f"value_{n}" for n in range(3000)]}
     renderer = look(name, at(schema))
-    made = grammar(renderer, "look", several=False)
-    [written] = renderer.parse(walk(made, renderer, np.random.default_rng(0))).calls
-    assert isinstance(written.call, ToolCall) and written.call.arguments["at"] in schema["enum"] and not made.fault
+    compiled = grammar(renderer, "look", several=False)
+    [written] = renderer.parse(walk(compiled, renderer, np.random.default_rng(0))).calls
+    assert isinstance(written.call, ToolCall) and written.call.arguments["at"] in schema["enum"] and not compiled.fault
     schema["enum"] = [f"value_{n}" for n in range(60_000)]
     renderer = look(name, at(schema))
     with pytest.raises(ValueError, match="tools: a grammar of .* letters"):

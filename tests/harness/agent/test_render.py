@@ -52,7 +52,7 @@ def turn_of(*calls: ToolCall, text: str = "") -> Said:
 def test_any_tools_can_be_called_several_in_a_turn(
     renderer: CompactRenderer, cursor: CompactRenderer, data: st.DataObject
 ) -> None:
-    made, tools = data.draw(st.sampled_from([(cursor, CURSOR), (renderer, ToolSet.tiny().schemas)]))
+    drawn_renderer, tools = data.draw(st.sampled_from([(cursor, CURSOR), (renderer, ToolSet.tiny().schemas)]))
     calls, paths = list[ToolCall](), list[str]()
     for _ in range(data.draw(st.integers(1, 4))):
         function = data.draw(st.sampled_from(tools))["function"]
@@ -63,15 +63,15 @@ def test_any_tools_can_be_called_several_in_a_turn(
         arguments = {name: data.draw(values[name]) for name in data.draw(st.permutations(names))}
         calls.append(ToolCall(name=function["name"], arguments=arguments))
         paths += [arguments[name] for name in required if name.endswith(("path", "file", "directory"))]
-    said = turn_of(*calls)
+    message = turn_of(*calls)
     if not all(re.fullmatch(r"\S+", path) for path in paths):
         with pytest.raises(ValueError, match="cannot express"):
-            made.turn(said)
+            drawn_renderer.turn(message)
         return
-    token_ids = made.turn(said)
-    assert made.parse(token_ids) == said and {*made.kinds(token_ids)} == {Kind.TOOL_CALL}
-    assert token_ids[-1] == made.end and token_ids.count(made.call) == len(calls) - 1
-    assert {*token_ids[:-1]} & specials(made) <= {made.to, made.call}
+    token_ids = drawn_renderer.turn(message)
+    assert drawn_renderer.parse(token_ids) == message and {*drawn_renderer.kinds(token_ids)} == {Kind.TOOL_CALL}
+    assert token_ids[-1] == drawn_renderer.end and token_ids.count(drawn_renderer.call) == len(calls) - 1
+    assert {*token_ids[:-1]} & specials(drawn_renderer) <= {drawn_renderer.to, drawn_renderer.call}
 
 
 @pytest.mark.parametrize(
@@ -99,24 +99,24 @@ def test_how_calls_look(cursor: CompactRenderer, call: tuple[str, dict[str, Any]
     ],
 )
 def test_what_is_no_call(cursor: CompactRenderer, text: str) -> None:
-    said = cursor.parse(cursor.spell(text))
-    [written] = said.calls
+    message = cursor.parse(cursor.spell(text))
+    [written] = message.calls
     assert isinstance(written.call, ToolError) and written.call.kind == "InvalidArguments"
-    assert written.text == f"{text}<|end|>" and said.text == ""
+    assert written.text == f"{text}<|end|>" and message.text == ""
 
 
 def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
-    for said in (
+    for message in (
         turn_of(call("read_file", target_file="a"), text="I look."),
         *(turn_of(call("rm")), turn_of(call("read_file")), turn_of(call("read_file", target_file=3))),
         turn_of(call("read_lints", paths={1, 2})),
         turn_of(call("write", file_path="a", contents="\ud800")),
     ):
         with pytest.raises(ValueError):
-            cursor.turn(said)
+            cursor.turn(message)
 
 
-def made(name: str, *required: str, **kinds: str) -> dict[str, Any]:
+def tool(name: str, *required: str, **kinds: str) -> dict[str, Any]:
     parameters = {"properties": {name: {"type": kind} for name, kind in kinds.items()}, "required": list(required)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -124,8 +124,8 @@ def made(name: str, *required: str, **kinds: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "tools",
     [
-        *([made("a b")], [made("")], [made("a"), made("a")], [made("done")], [made("done"), made("finish")]),
-        [made("read"), made("read_file", "path", path="string")],
+        *([tool("a b")], [tool("")], [tool("a"), tool("a")], [tool("done")], [tool("done"), tool("finish")]),
+        [tool("read"), tool("read_file", "path", path="string")],
         [{"type": "function", "function": {"name": "a", "parameters": {"required": 3}}}],
         [{"type": "function", "function": {"name": "a", "parameters": {"properties": [1]}}}],
     ],

@@ -51,32 +51,32 @@ def long_attempt(
 ) -> Attempt:
     agent = Agent(renderer, limits=limits, summary=SummarySettings(trigger=trigger, **summary))
     policy = ScriptedPolicy(renderer, lambda n: tries("<=", "==", "!=", ">=", ">"), chained=trigger > 0)
-    [(_, done)] = drive([agent.attempt(task, 5)], policy, sandboxes)
-    return done
+    [(_, result)] = drive([agent.attempt(task, 5)], policy, sandboxes)
+    return result
 
 
 def test_a_rollout_over_a_trigger_goes_on_in_segments_and_is_kept(
     renderer: CompactRenderer, task: Task, sandboxes: Any
 ) -> None:
-    done = long_attempt(renderer, task, sandboxes)
-    segments = done.rollout.segments
-    assert done.grade.passed and done.rollout.stop == "finished" and len(segments) >= 3, "two summaries at least"
+    result = long_attempt(renderer, task, sandboxes)
+    segments = result.rollout.segments
+    assert result.grade.passed and result.rollout.stop == "finished" and len(segments) >= 3, "two summaries at least"
     assert [segment.parent for segment in segments] == list(range(-1, len(segments) - 1))
-    assert max(len(segment.token_ids) for segment in segments) < LIMITS.tokens < done.rollout.tokens
-    for place, segment in enumerate(segments):
+    assert max(len(segment.token_ids) for segment in segments) < LIMITS.tokens < result.rollout.tokens
+    for index, segment in enumerate(segments):
         text = renderer.tokenizer.decode(segment.token_ids.tolist(), skip_special_tokens=False)
         assert text.startswith(f"<|bos|><|user|>{task.instruction}") and segment.kind[0] == Kind.PROMPT
-        assert (f"{HISTORY}<|end|><|call|>read f.py<|end|>" in text) == (place > 0), "read again after a summary"
-        summed = place + 1 < len(segments)
+        assert (f"{HISTORY}<|end|><|call|>read f.py<|end|>" in text) == (index > 0), "read again after a summary"
+        summed = index + 1 < len(segments)
         assert ("<|user|>summary<|end|><|call|>" in text) == summed == bool((segment.kind == Kind.SUMMARY).any())
         if summed:
             summary = renderer.tokenizer.decode(segment.token_ids[segment.kind == Kind.SUMMARY].tolist())
-            assert summary.removesuffix("<|end|>") in renderer.tokenizer.decode(segments[place + 1].token_ids.tolist())
+            assert summary.removesuffix("<|end|>") in renderer.tokenizer.decode(segments[index + 1].token_ids.tolist())
             assert "tried x < k > x <= k: fail" in summary and "\nleft: " in summary
             assert segment.reused == segment.messages[-2][-1] > 0.3 * len(segment.token_ids)
-    assert done.rollout.messages == sum(len(s.messages) for s in segments) - (len(segments) - 1)
-    assert set(done.rollout.files) == set(task.files), "the history is not graded"
-    assert pack_attempt(unpack_attempt(pack_attempt(done), task)) == pack_attempt(done)
+    assert result.rollout.messages == sum(len(s.messages) for s in segments) - (len(segments) - 1)
+    assert set(result.rollout.files) == set(task.files), "the history is not graded"
+    assert pack_attempt(unpack_attempt(pack_attempt(result), task)) == pack_attempt(result)
 
 
 @pytest.mark.parametrize("kind", ["prompted", "truncate"])
@@ -84,9 +84,9 @@ def test_the_baselines_are_values_of_one_setting(
     renderer: CompactRenderer, task: Task, sandboxes: Any, kind: Literal["prompted", "truncate"]
 ) -> None:
     limits = replace(LIMITS, tokens=4000)
-    done = long_attempt(renderer, task, sandboxes, kind=kind, trigger=200, limits=limits)
-    segments = done.rollout.segments
-    assert done.grade.passed and len(segments) > 2
+    result = long_attempt(renderer, task, sandboxes, kind=kind, trigger=200, limits=limits)
+    segments = result.rollout.segments
+    assert result.grade.passed and len(segments) > 2
     if kind == "prompted":
         query = renderer.ask(PROMPTED)
         assert all(" ".join(map(str, query)) in " ".join(map(str, s.token_ids)) for s in segments[:-1])
@@ -101,9 +101,13 @@ def test_the_baselines_are_values_of_one_setting(
 
 
 def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
-    whole = long_attempt(renderer, task, sandboxes).rollout.tokens
-    done = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=whole // 2))
-    assert done.rollout.stop == "tokens" and done.rollout.tokens <= whole // 2 and len(done.rollout.segments) > 1
+    total_tokens = long_attempt(renderer, task, sandboxes).rollout.tokens
+    result = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=total_tokens // 2))
+    assert (
+        result.rollout.stop == "tokens"
+        and result.rollout.tokens <= total_tokens // 2
+        and len(result.rollout.segments) > 1
+    )
     short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=275))
     assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 275
 
@@ -115,16 +119,18 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     reads = renderer.turn(one(READ))
     wild = [renderer.call, *renderer.encode("no"), renderer.to, *renderer.encode("a note that is too long to be held")]
     policy = typist(lambda rollout, turn: wild if turn == 2 else reads)
-    [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
-    first, *rest = done.rollout.segments
-    written = first.token_ids[first.messages[-1]].tolist()
-    assert written == wild[:7] and len(rest) == 2
-    own = written.index(renderer.to) + 1
-    assert first.kind[first.messages[-1]].tolist() == [Kind.THINKING] * own + [Kind.SUMMARY] * (7 - own)
-    assert renderer.tokenizer.decode(written[own:]).strip() in renderer.tokenizer.decode(rest[0].token_ids.tolist())
-    asked = [request.rollout for request in policy.asked]
-    assert {*asked} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
-    assert {first_segment(number) for number in asked} == {1}
+    [(_, result)] = drive([agent.attempt(task, 1)], policy, sandboxes)
+    first, *rest = result.rollout.segments
+    summary_ids = first.token_ids[first.messages[-1]].tolist()
+    assert summary_ids == wild[:7] and len(rest) == 2
+    thinking = summary_ids.index(renderer.to) + 1
+    assert first.kind[first.messages[-1]].tolist() == [Kind.THINKING] * thinking + [Kind.SUMMARY] * (7 - thinking)
+    assert renderer.tokenizer.decode(summary_ids[thinking:]).strip() in renderer.tokenizer.decode(
+        rest[0].token_ids.tolist()
+    )
+    rollouts = [request.rollout for request in policy.requests]
+    assert {*rollouts} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
+    assert {first_segment(number) for number in rollouts} == {1}
 
 
 # Chat models
@@ -148,24 +154,24 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     summary, second = (
         [*chat.encode(text), chat.end] for text in (f"so far\n{OPENS}\nI wrote a plan", f"{OPENS}\nI looked")
     )
-    written = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
-    read: list[list[int]] = []
+    turn_ids = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
+    prompts: list[list[int]] = []
 
     def ask(request: Request, until: float) -> Completion:
-        ids = written[len(read)]
-        read.append(list(request.token_ids))
+        ids = turn_ids[len(prompts)]
+        prompts.append(list(request.token_ids))
         return Completion(rollout=0, token_ids=ids, logprobs=[-1.0] * len(ids), policy_versions=[3] * len(ids))
 
     limits = Limits(turns=9, turn_tokens=900, tokens=60_000)
     start = len(chat.read([User(text=task.instruction)], ""))
     turn_policy = TokenTurnPolicy(chat, 0, limits, ask, lambda n: Trace(), "", SummarySettings(trigger=start + 20))
     repository = task.model_copy(update={"grader": "pytest"})
-    done = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), turn_policy)
-    assert done.rollout.stop == "finished" and len(done.rollout.segments) == 3
-    resumed = chat.tokenizer.decode(read[3], skip_special_tokens=False)
+    result = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), turn_policy)
+    assert result.rollout.stop == "finished" and len(result.rollout.segments) == 3
+    resumed = chat.tokenizer.decode(prompts[3], skip_special_tokens=False)
     for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):
         assert part in resumed
-    assert done.rollout.turns[1].error and "todo_write" in done.rollout.turns[2].observation, (
+    assert result.rollout.turns[1].error and "todo_write" in result.rollout.turns[2].observation, (
         "there is a history by then"
     )
-    assert set(done.rollout.files) == set(task.files)
+    assert set(result.rollout.files) == set(task.files)

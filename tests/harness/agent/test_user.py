@@ -53,12 +53,12 @@ def tried(task: Task, sandboxes: Any, *turns: Said, user: str = "scripted", **fa
 
 
 def test_who_asks_is_answered_from_the_facts_and_goes_on(open_task: Task, sandboxes: Any) -> None:
-    done = tried(open_task, sandboxes, QUESTION, MEND, Said(text="Is it fine? And whose code is `is?`"), DONE)
-    asked, _, other, last = done.rollout.turns
-    assert (asked.said, asked.call, asked.observation) == (QUESTION.text, "", ANSWER)
-    assert other.observation == UNKNOWN and last.observation == ""
-    assert done.rollout.stop == "finished" and done.grade.passed
-    assert unpack_attempt(pack_attempt(done), done.task).rollout.turns == done.rollout.turns
+    result = tried(open_task, sandboxes, QUESTION, MEND, Said(text="Is it fine? And whose code is `is?`"), DONE)
+    first_question, _, second_question, last = result.rollout.turns
+    assert (first_question.said, first_question.call, first_question.observation) == (QUESTION.text, "", ANSWER)
+    assert second_question.observation == UNKNOWN and last.observation == ""
+    assert result.rollout.stop == "finished" and result.grade.passed
+    assert unpack_attempt(pack_attempt(result), result.task).rollout.turns == result.rollout.turns
 
 
 def test_without_a_user_or_a_question_a_message_ends_the_work(open_task: Task, sandboxes: Any) -> None:
@@ -92,9 +92,11 @@ def test_a_model_as_the_user_knows_the_request_and_the_facts_alone(open_task: Ta
     bodies = [body for _, body in server.requests]
     persona = bodies[0]["messages"][0]["content"]
     assert open_task.instruction in persona and ANSWER in persona and UNKNOWN in persona
-    heard = json.dumps(bodies)
+    transcript = json.dumps(bodies)
     secret = (*open_task.files.values(), *open_task.tests.values(), *open_task.solution.values())
-    assert not any(json.dumps(text)[1:-1] in heard for text in secret) and not any("tools" in body for body in bodies)
+    assert not any(json.dumps(text)[1:-1] in transcript for text in secret) and not any(
+        "tools" in body for body in bodies
+    )
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     assert [message["role"] for message in bodies[2]["messages"]] == roles
 
@@ -112,7 +114,7 @@ def test_a_user_who_does_not_answer_is_no_answer(open_task: Task, monkeypatch: p
 
 
 class Reciter(WithoutModel):
-    """Says its turns in order, whatever it reads, and nothing but a summary where it is asked for one."""
+    """Recites its turns in order, whatever it reads, and a summary wherever one is requested."""
 
     def __init__(self, renderer: ChatRenderer, turns: Sequence[Said]) -> None:
         super().__init__(renderer)
@@ -132,13 +134,13 @@ def with_tokens(
     renderer = FORMATS[form](tokenizer, TOOLS.schemas)
     limits, user = Limits(turns=12, turn_tokens=200, tokens=20_000), open_user("scripted")
     agent = Agent(renderer, TOOLS, limits, user=user, **options)
-    [(_, done)] = drive([agent.attempt(task, 0)], Reciter(renderer, turns), sandboxes)
-    return done, renderer
+    [(_, result)] = drive([agent.attempt(task, 0)], Reciter(renderer, turns), sandboxes)
+    return result, renderer
 
 
-def named(form: str, said: Said, number: int) -> Said:
-    """A turn whose call has the id that its format gives it."""
-    [written] = said.calls
+def named(form: str, message: Said, number: int) -> Said:
+    """Return the turn with the id that the format gives its call."""
+    [written] = message.calls
     assert isinstance(written.call, ToolCall)
     name = f"functions.{written.call.name}:{number}" if form == "kimi" else "call_0"
     return Said(calls=(replace(written, id=name),))
@@ -149,15 +151,15 @@ def test_the_tokens_are_those_of_the_conversation_and_the_users_are_never_traine
     form: str, open_task: Task, sandboxes: Any
 ) -> None:
     spoken = [named(form, READ, 0), QUESTION, named(form, MEND, 1), DONE]
-    done, renderer = with_tokens(form, open_task, sandboxes, spoken)
-    [segment], turns = done.rollout.segments, done.rollout.turns
-    read, mend = (named(form, said, n) for n, said in enumerate((READ, MEND)))
+    result, renderer = with_tokens(form, open_task, sandboxes, spoken)
+    [segment], turns = result.rollout.segments, result.rollout.turns
+    read_turn, mend_turn = (named(form, message, n) for n, message in enumerate((READ, MEND)))
     talk: list[Message] = [User(text=open_task.instruction)]
-    talk += [read, CallResult(id=read.calls[0].id, text=turns[0].observation), QUESTION, User(text=ANSWER)]
-    talk += [mend, CallResult(id=mend.calls[0].id, text=turns[2].observation), DONE]
-    assert done.grade.passed and segment.token_ids.tolist() == renderer.render(talk)
+    talk += [read_turn, CallResult(id=read_turn.calls[0].id, text=turns[0].observation), QUESTION, User(text=ANSWER)]
+    talk += [mend_turn, CallResult(id=mend_turn.calls[0].id, text=turns[2].observation), DONE]
+    assert result.grade.passed and segment.token_ids.tolist() == renderer.render(talk)
     acted = [renderer.parse(segment.token_ids[places].tolist()) for places in segment.messages]
-    assert [said.text for said in acted] == ["", QUESTION.text, "", DONE.text]
+    assert [message.text for message in acted] == ["", QUESTION.text, "", DONE.text]
     token_ids, answer = segment.token_ids.tolist(), renderer.encode(ANSWER)
     [start] = [n for n in range(len(token_ids)) if token_ids[n : n + len(answer)] == answer]
     assert set(segment.kind[start : start + len(answer)]) == {Kind.OBSERVATION}
@@ -168,13 +170,16 @@ def test_a_summary_is_asked_for_after_the_answer(open_task: Task, sandboxes: Any
     turns = [READ, QUESTION, MEND, DONE]
     plain, renderer = with_tokens("compact", open_task, sandboxes, turns)
     [segment] = plain.rollout.segments
-    asked = int(segment.messages[1][-1]) + 1  # tokens up to the end of the question
-    summary = SummarySettings(trigger=asked + 1, tokens=60)
-    done, _ = with_tokens("compact", open_task, sandboxes, turns, summary=summary)
-    first, second = done.rollout.segments
+    question_end = int(segment.messages[1][-1]) + 1  # tokens up to the end of the question
+    summary = SummarySettings(trigger=question_end + 1, tokens=60)
+    result, _ = with_tokens("compact", open_task, sandboxes, turns, summary=summary)
+    first, second = result.rollout.segments
     news = [*renderer.answers([User(text=ANSWER)]), *renderer.ask(renderer.queries["self"])]
-    assert done.grade.passed and first.token_ids[: asked + len(news)].tolist() == [*segment.token_ids[:asked], *news]
-    assert (first.kind[asked + len(news) :] == Kind.SUMMARY).all()
+    assert result.grade.passed and first.token_ids[: question_end + len(news)].tolist() == [
+        *segment.token_ids[:question_end],
+        *news,
+    ]
+    assert (first.kind[question_end + len(news) :] == Kind.SUMMARY).all()
     assert [len(part.messages) for part in (first, second)] == [3, 2]
 
 
@@ -185,7 +190,9 @@ def test_a_run_asks_its_user_and_says_so_in_the_system_text(open_task: Task, tmp
     tokenizer = train_tokenizer([open_task.instruction], 420, FORMATS["qwen"].tokens)
     limits = Limits(turns=8, turn_tokens=200, tokens=20_000)
     with Sandboxes() as sandboxes:
-        agent, silent = (make_agent(each, tokenizer, limits, sandboxes) for each in (env, replace(env, user="")))
+        agent, silent = (
+            make_agent(env_settings, tokenizer, limits, sandboxes) for env_settings in (env, replace(env, user=""))
+        )
 
         def script(number: int) -> Any:
             yield QUESTION
@@ -193,7 +200,7 @@ def test_a_run_asks_its_user_and_says_so_in_the_system_text(open_task: Task, tmp
             yield DONE
 
         jobs = [agent.attempt(open_task, 0), silent.attempt(open_task, 1)]
-        done = dict(drive(jobs, ScriptedPolicy(agent.renderer, script), sandboxes.functions))
-    assert done[0].grade.passed and not done[1].grade.passed
+        attempts = dict(drive(jobs, ScriptedPolicy(agent.renderer, script), sandboxes.functions))
+    assert attempts[0].grade.passed and not attempts[1].grade.passed
     assert (agent.system, silent.system) == (system_text(WORKSPACE, answered=True), system_text(WORKSPACE))
     assert "the user answers" in agent.system and "answers" not in silent.system

@@ -15,33 +15,33 @@ from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
 @pytest.fixture(scope="session")
 def plans(backend: Backend) -> dict[str, GradePlan]:
-    """Of `TARGET` and `PROPERTY`, by id."""
+    """Return the plans of `TARGET` and `PROPERTY`, by id."""
     return {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
 
 
 @pytest.fixture(scope="session")
 def run(backend: Backend) -> Callable[..., JobResult]:
-    """`run(tests, files)`: one run of test modules (and what they need) beside files."""
+    """Return `run(tests, files)`, which runs test modules, and what they need, once beside files."""
 
-    def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> JobResult:
+    def run_once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> JobResult:
         modules = tuple(path for path in tests if path.rpartition("/")[2].startswith("test_"))
         job = TestJob(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
-        [ran] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
-        return ran
+        [result] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
+        return result
 
-    return once
+    return run_once
 
 
 @pytest.fixture(scope="session")
 def make_task() -> Callable[..., Task]:
-    """`make_task(tests, files, solution, …)`: a task of the grader `pytest`; `f.py` is what may change."""
+    """Return `make_task(tests, files, solution, …)`, which makes a task of the grader `pytest` in which `f.py` may change."""
 
     def make(
         tests: Mapping[str, str], files: Any = None, solution: Any = None, scope: Any = ("f.py",), **more: Any
     ) -> Task:
         files = files or {"f.py": "def f(x):\n    return x\n"}
         solution = solution or {"f.py": "def f(x):\n    return x + 1\n"}
-        made = {"tests": dict(tests), "files": dict(files), "solution": dict(solution), "source_scope": scope}
-        return Task(id="t", instruction="repair f.py", grader="pytest", **made | more)
+        fields = {"tests": dict(tests), "files": dict(files), "solution": dict(solution), "source_scope": scope}
+        return Task(id="t", instruction="repair f.py", grader="pytest", **fields | more)
 
     return make

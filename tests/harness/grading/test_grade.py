@@ -34,18 +34,18 @@ def test_gold_passes_and_nothing_fails(task: Task, sandboxes: SandboxExecutor) -
     gold = grade(task, task.files | task.solution, sandboxes)
     assert gold.passed and gold.status == "graded" and gold.flags == ()
     assert gold.tests == {f"test_hidden.py::test_{n}": True for n in range(3)}
-    nothing = grade(task, task.files, sandboxes)
-    assert not nothing.passed and nothing.status == "graded" and set(nothing.tests) == set(gold.tests)
+    untouched = grade(task, task.files, sandboxes)
+    assert not untouched.passed and untouched.status == "graded" and set(untouched.tests) == set(gold.tests)
 
 
 def test_only_the_code_under_test_enters_the_sandbox(task: Task, boxes: Callable[..., Any]) -> None:
     files = task.files | task.solution | {"test_f.py": "evil", "conftest.py": "evil", "test_hidden.py": "evil"}
-    inside = boxes(lambda request: ())
-    grade_functions(task, files, inside)
-    [[request]] = inside.batches
+    sandboxes = boxes(lambda request: ())
+    grade_functions(task, files, sandboxes)
+    [[request]] = sandboxes.batches
     assert dict(request.files) == task.solution
     assert request.arguments == tuple(test.arguments for test in parse_test_files(task.tests))
-    assert "[9]" not in str(request)  # what the first test wants
+    assert "[9]" not in str(request)  # what the first test expects
 
 
 STATUSES = ["returned", "raised", "timeout", "died", "unreadable", "not_run"]
@@ -58,12 +58,12 @@ def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, boxes: Ca
     texts = st.sampled_from([test.expected for test in tests] + ["", "True", "[9 ]", "([9],)"])
     outcome = st.builds(CallOutcome, status=st.sampled_from(STATUSES), text=texts)  # type: ignore[arg-type]
     outcomes = tuple(data.draw(st.lists(outcome, max_size=5)))
-    found = grade_functions(task, task.files, boxes(lambda request: outcomes))
-    assert list(found.tests) == [test.id for test in tests]
-    for place, test in enumerate(tests):
-        right = place < len(outcomes) and outcomes[place] == CallOutcome(status="returned", text=test.expected)
-        assert found.tests[test.id] is right
-    assert found.passed is all(found.tests.values())
+    result = grade_functions(task, task.files, boxes(lambda request: outcomes))
+    assert list(result.tests) == [test.id for test in tests]
+    for index, test in enumerate(tests):
+        right = index < len(outcomes) and outcomes[index] == CallOutcome(status="returned", text=test.expected)
+        assert result.tests[test.id] is right
+    assert result.passed is all(result.tests.values())
 
 
 # The same tree of the same task is graded once; nothing else is taken for it.
@@ -72,14 +72,14 @@ CLEAN = Grade(status="graded", tests={"a": True}, cost={"wall_s": 9.0})
 
 
 class Counted:
-    """Stands for the grader: counts what it is asked, and answers what it is told."""
+    """Stands in for the grader: counts its calls and returns the given answers."""
 
     def __init__(self, *answers: Grade) -> None:
-        self.answers, self.asked = list(answers), 0
+        self.answers, self.calls = list(answers), 0
 
     def __call__(self, *_: Any) -> Grade:
-        self.asked += 1
-        return self.answers[min(self.asked, len(self.answers)) - 1]
+        self.calls += 1
+        return self.answers[min(self.calls, len(self.answers)) - 1]
 
 
 def files(task: Task, **changed: str) -> dict[str, bytes]:
@@ -97,22 +97,22 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def one(task: Task = TARGET, left: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
+def grade_tree(task: Task = TARGET, final_files: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
     backend: Any = SimpleNamespace(name=name, create=None)
-    return grade(task, files(task) if left is None else left, backend)
+    return grade(task, files(task) if final_files is None else final_files, backend)
 
 
 def test_the_same_tree_is_graded_once_and_says_so(ask: Any) -> None:
     grader = ask(CLEAN)
-    first, second = one(), one(left=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
-    assert grader.asked == 1 and first == second
+    first, second = grade_tree(), grade_tree(final_files=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
+    assert grader.calls == 1 and first == second
     assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] != first.cost["wall_s"]
 
 
 def test_another_tree_or_task_is_graded_anew(ask: Any) -> None:
     grader, tree = ask(CLEAN), files(TARGET)
-    one()
-    for number, other in enumerate(
+    grade_tree()
+    for number, arguments in enumerate(
         (
             {"left": files(TARGET, **{MODULE: RIGHT})},
             {"left": tree | {"util/more.py": b""}},
@@ -123,8 +123,8 @@ def test_another_tree_or_task_is_graded_anew(ask: Any) -> None:
             {"name": "docker"},
         )
     ):
-        one(**other)
-        assert grader.asked == number + 2, other
+        grade_tree(**arguments)
+        assert grader.calls == number + 2, arguments
 
 
 def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any) -> None:
@@ -136,7 +136,7 @@ def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any) -> None:
         Grade(status="graded", **failed, flags=("inconsistent",)),
     ):
         grader = ask(unclean, CLEAN)
-        assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
+        assert (grade_tree(), grade_tree(), grade_tree()) == (unclean, CLEAN, CLEAN) and grader.calls == 2
 
 
 def test_a_check_runs_the_tests_again(ask: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_check_runs_the_tests_again(ask: Any) -> None:
     failed = Grade(status="graded", tests={"a": False})
     grader = ask(CLEAN, failed, failed, failed)
     row = check_task(task, backend)
-    assert grader.asked == 4 and row["problem"] == "two runs gave different results: a" and not row["repeatable"]
+    assert grader.calls == 4 and row["problem"] == "two runs gave different results: a" and not row["repeatable"]
 
 
 # What a task may ask for besides its tests, and the tools that it may choose.
@@ -163,19 +163,19 @@ def strict(task: Task, **values: Any) -> Task:
 )
 def test_levels(task: Task, sandboxes: SandboxExecutor, strictness: str, fails: str) -> None:
     """An answer that leaves an unused import behind, and a file outside of the scope."""
-    asked = strict(task, strictness=strictness)
+    strict_task = strict(task, strictness=strictness)
     right = task.files | task.solution
-    assert grade(asked, right, sandboxes).passed
+    assert grade(strict_task, right, sandboxes).passed
     [path] = task.solution
     messy = right | {path: f"import os\n{right[path]}", "notes.txt": "x"}
-    found = grade(asked, messy, sandboxes)
-    assert found.status == "graded" and found.passed == (not fails)
-    assert not fails or fails in found.failed
-    assert grade(asked, messy | {path: "def f("}, sandboxes).passed is False
+    result = grade(strict_task, messy, sandboxes)
+    assert result.status == "graded" and result.passed == (not fails)
+    assert not fails or fails in result.failed
+    assert grade(strict_task, messy | {path: "def f("}, sandboxes).passed is False
     feigned = ("import os\nos\n", "import os\nos, 1\n", "def g():\n    global x\n    x = 1\n")
-    littered = strict(asked, files=task.files | {path: f"import os\n{task.files[path]}"})
+    littered = strict(strict_task, files=task.files | {path: f"import os\n{task.files[path]}"})
     uses = (f"import os\n{use}\n" for use in ("str(os)", "print(os)", "[os for _ in ()]"))
-    for target, text in (*((asked, text) for text in feigned), *((littered, text) for text in uses)):
+    for target, text in (*((strict_task, text) for text in feigned), *((littered, text) for text in uses)):
         assert grade(target, right | {path: f"{right[path]}\n{text}"}, sandboxes).passed == (strictness != "lints")
 
 
@@ -190,21 +190,21 @@ def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, GradeP
 def test_a_task_chooses_of_the_tools_that_are_there(
     task: Task, renderer: CompactRenderer, sandboxes: SandboxExecutor, tmp_path: Path
 ) -> None:
-    asked = strict(task, tools=["read_file", "finish"])
+    restricted = strict(task, tools=["read_file", "finish"])
     calls = [ToolCall(name="read_file", arguments={"path": "f.py"}), ToolCall(name="run_tests", arguments={})]
 
     def script(rollout: int) -> Any:
         for call in [*calls, ToolCall(name="finish", arguments={})]:
             yield expert.one(call)
 
-    for each, invalid in ((task, 0), (asked, 1)):
+    for variant, invalid in ((task, 0), (restricted, 1)):
         agent = Agent(renderer)
-        [(_, done)] = drive([agent.attempt(each, 0)], expert.ScriptedPolicy(renderer, script), sandboxes)
-        assert done.rollout.invalid_calls == invalid
+        [(_, attempt)] = drive([agent.attempt(variant, 0)], expert.ScriptedPolicy(renderer, script), sandboxes)
+        assert attempt.rollout.invalid_calls == invalid
     strange = strict(task, tools=["read_file", "shell"])
     with pytest.raises(ValueError, match=r"tools: there is no tool shell; there are grep, read_file,"):
         tools_of(strange, ToolSet.tiny())
     save_tasks([strange], tmp_path / "tasks.jsonl")
     with pytest.raises(ValueError, match="there is no tool shell"):
         own_tasks(EnvSettings(tasks=str(tmp_path / "tasks.jsonl")))
-    assert tuple(tools_of(asked, ToolSet.tiny()).tools) == ("read_file", "finish")
+    assert tuple(tools_of(restricted, ToolSet.tiny()).tools) == ("read_file", "finish")

@@ -21,9 +21,9 @@ PRISTINE = {path: text.encode() for path, text in TASK.files.items()}
 
 
 def test_scope() -> None:
-    inside = [("a.py", "a.py"), ("*/*.py", "x/a.py"), ("x/**", "x/y/z/a.py"), ("x/**/a.py", "x/a.py")]
-    inside += [("**", "deep/a.py"), ("x[1].py", "x[1].py")]
-    assert all(in_scope(path, [pattern]) for pattern, path in inside)
+    matching = [("a.py", "a.py"), ("*/*.py", "x/a.py"), ("x/**", "x/y/z/a.py"), ("x/**/a.py", "x/a.py")]
+    matching += [("**", "deep/a.py"), ("x[1].py", "x[1].py")]
+    assert all(in_scope(path, [pattern]) for pattern, path in matching)
     assert not in_scope("x/a.py", ["*.py"]) and not in_scope("xa.py", ["x/**"])
 
 
@@ -40,34 +40,34 @@ DROPPED = {
 @pytest.mark.parametrize("reason", DROPPED)
 def test_what_is_dropped(reason: str) -> None:
     for path in DROPPED[reason]:
-        found = changes(TASK, PRISTINE | {path: b"evil\n"})
-        assert found.files == PRISTINE and found.dropped == {path: reason}
-        assert found.flags == (() if reason == "cache" else (reason,))
+        filtered = changes(TASK, PRISTINE | {path: b"evil\n"})
+        assert filtered.files == PRISTINE and filtered.dropped == {path: reason}
+        assert filtered.flags == (() if reason == "cache" else (reason,))
 
 
 @pytest.mark.parametrize("path", ["tests", "tests/test_f.py/x.py"])
 def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
     """Or else the box could not be filled, which would look like a fault of the box."""
     wide = TASK.model_copy(update={"source_scope": ("**",)})
-    found = changes(wide, PRISTINE | {path: b"", "tests/more.py": b"", "tests/test_f.py": b"mine"})
-    assert found.dropped == {path: "conflict"} and found.files["tests/test_f.py"] == b"mine"
+    filtered = changes(wide, PRISTINE | {path: b"", "tests/more.py": b"", "tests/test_f.py": b"mine"})
+    assert filtered.dropped == {path: "conflict"} and filtered.files["tests/test_f.py"] == b"mine"
 
 
 def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "MAX_FILE_BYTES", 10)
     monkeypatch.setattr(diff, "MAX_CHANGED_BYTES", 15)
-    found = changes(
+    filtered = changes(
         TASK, PRISTINE | {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
     )
-    assert found.dropped == {"src/b.py": "too_large", "src/d.py": "too_large"} and found.flags == ("too_large",)
-    assert set(found.files) - set(PRISTINE) == {"src/c.py", "src/e.py"}
+    assert filtered.dropped == {"src/b.py": "too_large", "src/d.py": "too_large"} and filtered.flags == ("too_large",)
+    assert set(filtered.files) - set(PRISTINE) == {"src/c.py", "src/e.py"}
 
 
 def test_too_many_files_or_folders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "MAX_CHANGED_FILES", 12)
-    many = {f"src/{n:02}.py": b"" for n in range(50)}
-    found = changes(TASK, PRISTINE | many)
-    assert set(found.files) - set(PRISTINE) == {f"src/{n:02}.py" for n in range(10)}  # `src` and `.` are two more
+    extra_files = {f"src/{n:02}.py": b"" for n in range(50)}
+    filtered = changes(TASK, PRISTINE | extra_files)
+    assert set(filtered.files) - set(PRISTINE) == {f"src/{n:02}.py" for n in range(10)}  # `src` and `.` are two more
     deep = {f"src/{n:02}/a/b/c/d.py": b"" for n in range(50)}
     assert len(changes(TASK, PRISTINE | deep).files) == len(PRISTINE) + 2
 
@@ -80,12 +80,12 @@ PATHS = st.lists(
 
 
 @given(st.dictionaries(PATHS, st.binary(max_size=4), max_size=6), st.sets(st.sampled_from(sorted(PRISTINE))))
-def test_outside_the_scope_all_is_as_the_task_has_it(written: dict[str, bytes], deleted: set[str]) -> None:
-    files = {path: data for path, data in PRISTINE.items() if path not in deleted} | written
-    found = changes(TASK, files)
-    for path in {*found.files, *PRISTINE}:
-        if found.files.get(path) != PRISTINE.get(path):
-            assert in_scope(path, TASK.source_scope) and found.files.get(path) == files.get(path)
-    folders = {path.rsplit("/", depth)[0] for path in found.files for depth in range(1, path.count("/") + 1)}
-    assert not folders & set(found.files)
-    assert changes(TASK, found.files).files == found.files and changes(TASK, found.files).dropped == {}
+def test_outside_the_scope_all_is_as_the_task_has_it(changed_files: dict[str, bytes], deleted: set[str]) -> None:
+    files = {path: data for path, data in PRISTINE.items() if path not in deleted} | changed_files
+    filtered = changes(TASK, files)
+    for path in {*filtered.files, *PRISTINE}:
+        if filtered.files.get(path) != PRISTINE.get(path):
+            assert in_scope(path, TASK.source_scope) and filtered.files.get(path) == files.get(path)
+    folders = {path.rsplit("/", depth)[0] for path in filtered.files for depth in range(1, path.count("/") + 1)}
+    assert not folders & set(filtered.files)
+    assert changes(TASK, filtered.files).files == filtered.files and changes(TASK, filtered.files).dropped == {}

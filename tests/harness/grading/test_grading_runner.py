@@ -11,8 +11,8 @@ from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 Run = Callable[..., JobResult]
 
 
-def outcomes(ran: JobResult) -> dict[str, str]:
-    return {key.partition("::")[2]: result.outcome for key, result in ran.results.items()}
+def outcomes(job_result: JobResult) -> dict[str, str]:
+    return {key.partition("::")[2]: result.outcome for key, result in job_result.results.items()}
 
 
 OUTCOMES = """\
@@ -66,20 +66,22 @@ def test_bad_subtests(subtests):
 
 
 def test_how_tests_end(run: Run) -> None:
-    ran = run({"test_a.py": OUTCOMES})
-    assert ran.flags == frozenset()
-    found = outcomes(ran)
+    job_result = run({"test_a.py": OUTCOMES})
+    assert job_result.flags == frozenset()
+    results = outcomes(job_result)
     passed = "test_passes test_not_marked test_capture TestClass::test_in_class Cases::test_case"
-    assert {key for key, outcome in found.items() if outcome == "passed"} == {
+    assert {key for key, outcome in results.items() if outcome == "passed"} == {
         *(f"{name}#0" for name in passed.split()), "test_many#0", "test_many#1", "test_many#2",
     }  # fmt: skip
     skipped = "test_skips test_expected test_may_fail test_may_pass"
     skipped += " Cases::test_expected_case Cases::test_skipped_sub"
-    assert {key for key, outcome in found.items() if outcome == "skipped"} == {f"{name}#0" for name in skipped.split()}
-    assert ran.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
-    assert ran.results["test_a.py::test_fails#0"].why == "AssertionError"
-    assert ran.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
-    assert len(found) == 21
+    assert {key for key, outcome in results.items() if outcome == "skipped"} == {
+        f"{name}#0" for name in skipped.split()
+    }
+    assert job_result.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
+    assert job_result.results["test_a.py::test_fails#0"].why == "AssertionError"
+    assert job_result.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
+    assert len(results) == 21
 
 
 def test_what_tests_may_use(run: Run) -> None:
@@ -98,8 +100,8 @@ def test_what_tests_may_use(run: Run) -> None:
         "third/test_out.py": "def test_c(): pass\n",
     }
     files = {"m.py": "M = 'm'\n", "src/packed/__init__.py": "P = 'p'\n", "other/visible_aid.py": "V = 'v'\n"}
-    ran = run(tests, files)
-    assert {key: result.outcome for key, result in ran.results.items()} == {
+    job_result = run(tests, files)
+    assert {key: result.outcome for key, result in job_result.results.items()} == {
         "tests/test_in.py::test_a#0": "passed",
         "other/test_out.py::test_b#0": "passed",
         "other/test_out.py::test_unseen#0": "failed",  # a fixture of another folder's conftest
@@ -126,8 +128,8 @@ at_import = look()
 
 def test_the_text_of_hidden_tests_is_nowhere(run: Run) -> None:
     test = "import f\ndef test_a():\n    assert 'a-marker-' + 'x' not in f.at_import + f.look() # a-marker-x\n"
-    ran = run({"test_a.py": test, "conftest.py": "# a-marker-x\n"}, {"f.py": SEALED})
-    assert outcomes(ran) == {"test_a#0": "passed"} and ran.flags == {"read_tests"}
+    job_result = run({"test_a.py": test, "conftest.py": "# a-marker-x\n"}, {"f.py": SEALED})
+    assert outcomes(job_result) == {"test_a#0": "passed"} and job_result.flags == {"read_tests"}
 
 
 HONEST = """\
@@ -153,8 +155,8 @@ def test_honest_code_is_not_flagged(run: Run) -> None:
         "import pytest\nfrom f import f\ndef test_a():\n    assert f(0) == 0\n"
         "def test_b():\n    with pytest.warns(DeprecationWarning):\n        f(1)\n"
     )
-    ran = run({"test_a.py": test}, {"f.py": HONEST})
-    assert outcomes(ran) == {"test_a#0": "passed", "test_b#0": "passed"} and ran.flags == frozenset()
+    job_result = run({"test_a.py": test}, {"f.py": HONEST})
+    assert outcomes(job_result) == {"test_a#0": "passed", "test_b#0": "passed"} and job_result.flags == frozenset()
 
 
 def test_what_a_box_does_not_hold(run: Run) -> None:

@@ -29,7 +29,7 @@ def apply(text: str, candidate: TwinCandidate) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "pattern"),
     [
         ("assert f(1) == 7", r"assert f\(1\) == [0-689]"),
         ("assert f(1) == -7", r"assert f\(1\) == -[1-689]"),
@@ -47,11 +47,11 @@ def apply(text: str, candidate: TwinCandidate) -> str:
         ("self.assertAlmostEqual(f(1), 2.5, places=1)", r"self.assertAlmostEqual\(f\(1\), [^2].[1-9], places=1\)"),
     ],
 )
-def test_one_assertion(line: str, wanted: str) -> None:
+def test_one_assertion(line: str, pattern: str) -> None:
     text = f"def test_a():\n    {line}\n"
     changed = [apply(text, candidate).partition("\n")[2].strip() for candidate in candidates(text)]
     assert 1 <= len(changed) <= VALUES and len(set(changed)) == len(changed)
-    assert all(re.fullmatch(wanted, each) and each != line for each in changed), changed
+    assert all(re.fullmatch(pattern, changed_line) and changed_line != line for changed_line in changed), changed
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,19 @@ def test_another_value_is_another_value(value: Any, seed: int) -> None:
 # A classifier that reads a module with all that can be measured in it hardly tells twins from tests.
 
 KNOWN = 0.06
-"""How much above chance it is known to be; docs/grading.md says so too."""
+"""How far above chance its accuracy is known to be, as docs/grading.md also says."""
 
 
-def measured() -> tuple[float, float]:
-    """Its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
-    found = classifier.examples(json.loads(classifier.CORPUS.read_text()), seed=7)
-    assert len(found) > 500 and len({suite for suite, _, _, _ in found}) >= 10
-    return classifier.accuracy(found)[0], 0.5 + KNOWN + 3 * math.sqrt(0.25 / len(found))
+def accuracy_and_threshold() -> tuple[float, float]:
+    """Return its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
+    examples = classifier.examples(json.loads(classifier.CORPUS.read_text()), seed=7)
+    assert len(examples) > 500 and len({suite for suite, _, _, _ in examples}) >= 10
+    return classifier.accuracy(examples)[0], 0.5 + KNOWN + 3 * math.sqrt(0.25 / len(examples))
 
 
 def test_twins_look_like_tests() -> None:
-    share, bound = measured()
-    assert share < bound
+    accuracy, threshold = accuracy_and_threshold()
+    assert accuracy < threshold
 
 
 def test_twins_with_a_tell_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,5 +156,5 @@ def test_twins_with_a_tell_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(twins, "others", tell_tale)
-    share, bound = measured()
-    assert share > bound
+    accuracy, threshold = accuracy_and_threshold()
+    assert accuracy > threshold

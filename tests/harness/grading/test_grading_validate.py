@@ -32,28 +32,28 @@ def test_expected(): assert f(1) == 3
 def check(x): assert f(x) == x + 1
 def test_uncovered(): check(1)
 """
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.problems == ()
-    assert not found.trainable, "one that an answer has to mend has no twin"
+    validation = validate_task(make_task({"test_f.py": tests}), backend)
+    assert validation.valid and validation.problems == ()
+    assert not validation.trainable, "one that an answer has to mend has no twin"
     plain = tests.replace("check(1)", "assert f(3) == 4")
     covered = validate_task(make_task({"test_f.py": plain}), backend)
     assert not covered.trainable, "two twins and two calls are too few"
     assert covered.guard is not None and (covered.guard.strong, covered.guard.telling) == (2, 2)
     more = "def test_more(): assert f(40) == 41\n"
     assert validate_task(make_task({"test_f.py": plain + more}), backend).trainable
-    assert ids(found.plan) == ["test_changed", "test_steady", "test_uncovered"]
-    assert found.left_out == ("test_f.py::test_skipped", "test_f.py::test_expected")
-    assert found.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
-    assert found.plan is not None and found.coverage == pytest.approx(1 / 3)
-    assert found.plan.covered == {"test_f.py::test_changed#0"}
+    assert ids(validation.plan) == ["test_changed", "test_steady", "test_uncovered"]
+    assert validation.left_out == ("test_f.py::test_skipped", "test_f.py::test_expected")
+    assert validation.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
+    assert validation.plan is not None and validation.coverage == pytest.approx(1 / 3)
+    assert validation.plan.covered == {"test_f.py::test_changed#0"}
 
 
 def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
-    """Here one that depends on the order of a set of texts, which another hash seed changes."""
+    """The test depends on the order of a set of texts, which another hash seed changes."""
     flaky = "def test_flaky(): assert list({'a', 'b', 'c', 'd', 'e', 'f', 'g'}).index('a') % 2 == 0\n"
     tests = "from f import f\ndef test_a(): assert f(1) == 2\n" + flaky
-    found = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
-    assert found.flaky == ("test_f.py::test_flaky",) and ids(found.plan) == ["test_a"] and found.valid
+    validation = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
+    assert validation.flaky == ("test_f.py::test_flaky",) and ids(validation.plan) == ["test_a"] and validation.valid
 
 
 def test_a_test_that_never_ran_did_not_pass(make_task: Make, backend: Backend) -> None:
@@ -67,11 +67,11 @@ from f import KINDS, f
 def test_kind(kind): assert f("ab", kind) == {"plain": "ab", "turned": "ba"}[kind]
 """
     task = make_task({"test_f.py": tests}, {"f.py": faulty}, {"f.py": right})
-    found = validate_task(task, backend)
-    assert found.fail_to_pass == ("test_f.py::test_kind[turned]",)
+    validation = validate_task(task, backend)
+    assert validation.fail_to_pass == ("test_f.py::test_kind[turned]",)
     for kinds, passed in (("['plain', 'plain']", False), ("['plain']", False), ("['plain', 'turned']", True)):
         files = {"f.py": (right if passed else faulty + f"KINDS = {kinds}\n").encode()}
-        assert grade_pytest(task, files, backend, found.plan).passed == passed
+        assert grade_pytest(task, files, backend, validation.plan).passed == passed
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_what_makes_a_task_invalid(
     make_task: Make, backend: Backend, tests: str, options: dict[str, dict[str, str]], problem: str
 ) -> None:
     text = "import os\nimport pytest\nfrom f import f\n" + tests
-    found = validate_task(make_task({"test_f.py": text}, **options), backend, repeats=2)
-    assert not found.valid and not found.trainable
-    assert any(re.match(problem, each) for each in found.problems), found.problems
+    validation = validate_task(make_task({"test_f.py": text}, **options), backend, repeats=2)
+    assert not validation.valid and not validation.trainable
+    assert any(re.match(problem, reported) for reported in validation.problems), validation.problems
 
 
 def test_changes_that_prove_nothing_are_not_kept(make_task: Make, backend: Backend) -> None:
@@ -111,17 +111,17 @@ class TestMany:
     @pytest.mark.parametrize("x, want", [(1, 2), (2, 3)])
     def test_row(self, x, want): assert f(x) == want
 """
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.plan is not None, found.problems
-    assert {f"test_f.py::test_row#{n}" for n in range(3)} <= found.plan.covered
-    assert not any("TestMany" in key for key in found.plan.covered)
+    validation = validate_task(make_task({"test_f.py": tests}), backend)
+    assert validation.valid and validation.plan is not None, validation.problems
+    assert {f"test_f.py::test_row#{n}" for n in range(3)} <= validation.plan.covered
+    assert not any("TestMany" in key for key in validation.plan.covered)
     for _ in range(3):
         gold = {"f.py": b"def f(x):\n    return x + 1\n"}
-        assert grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan).passed
+        assert grade_pytest(make_task({"test_f.py": tests}), gold, backend, validation.plan).passed
 
 
 def test_twins_that_disturb_other_tests_are_given_up_alone(make_task: Make, backend: Backend) -> None:
-    """Here one test needs what another leaves behind, at its end, which its twin does not reach."""
+    """One test needs what another leaves behind at its end, which its twin does not reach."""
     tests = """\
 from f import f
 LEFT = []
@@ -130,14 +130,14 @@ def test_first():
     LEFT.append(1)
 def test_second(): assert LEFT and f(2) == 3
 """
-    other = "from f import f\ndef test_third(): assert f(3) == 4\n"
-    found = validate_task(make_task({"test_f.py": tests, "test_g.py": other}), backend)
-    assert found.valid and found.plan is not None, found.problems
-    assert {key for twin in found.plan.twins for key in twin.keys} == {
+    third = "from f import f\ndef test_third(): assert f(3) == 4\n"
+    validation = validate_task(make_task({"test_f.py": tests, "test_g.py": third}), backend)
+    assert validation.valid and validation.plan is not None, validation.problems
+    assert {key for twin in validation.plan.twins for key in twin.keys} == {
         "test_f.py::test_second#0",
         "test_g.py::test_third#0",
     }
-    assert len(found.plan.tests) == 3
+    assert len(validation.plan.tests) == 3
 
 
 def test_rows_that_look_alike_keep_their_twins(make_task: Make, backend: Backend) -> None:
@@ -150,10 +150,10 @@ def test_next(x, want): assert f(x) == want
 @pytest.mark.parametrize("word, want", [("a", "b"), ("a", "b"), ("b", "c"), ("c", "d")])
 def test_letter(word, want): assert chr(f(ord(word))) == want
 """
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.plan is not None, found.problems
-    assert found.coverage == 1.0
+    validation = validate_task(make_task({"test_f.py": tests}), backend)
+    assert validation.valid and validation.plan is not None, validation.problems
+    assert validation.coverage == 1.0
     gold = {"f.py": b"def f(x):\n    return x + 1\n"}
     for _ in range(4):
-        grade = grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan)
+        grade = grade_pytest(make_task({"test_f.py": tests}), gold, backend, validation.plan)
         assert grade.passed and not grade.flags, "also where a twin gives another row a number"

@@ -42,7 +42,7 @@ def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict
 
 
 def exit_code(patch: Patch, backend: Backend) -> int:
-    """Of pytest in the agent's own workspace, with the hidden tests laid in."""
+    """Return the exit code of pytest in the agent's own workspace, with the hidden tests laid in."""
     start = "import sys; sys.path[:0] = ['/workspace/w', '/workspace/kit']\nimport runpy\n"
     start += (
         "sys.argv = ['pytest', '-q', 'tests/test_hidden_ledger.py']; runpy.run_module('pytest', run_name='__main__')"

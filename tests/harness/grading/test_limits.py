@@ -39,24 +39,24 @@ class Recording:
         self.name, self.specs = self.backend.name, list[SandboxSpec]()
 
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        made = self.backend.create(spec, snapshot)
-        self.specs.append(made.spec)
-        if self.share and made.spec.warm:
-            starve(made, self.share)
-        return made
+        sandbox = self.backend.create(spec, snapshot)
+        self.specs.append(sandbox.spec)
+        if self.share and sandbox.spec.warm:
+            starve(sandbox, self.share)
+        return sandbox
 
 
 @pytest.fixture
 def stated(make_task: Callable[..., Task], tmp_path: Path) -> Task:
-    """A task of the grader `pytest` whose task.toml states limits."""
+    """Return a task of the grader `pytest` whose task.toml states limits."""
     path = make_task({"test_f.py": TEST}).to_harbor(tmp_path / "t")
     toml = (path / "task.toml").read_text()
-    own = toml[toml.index("[metadata.composer_nb]") :]
-    (path / "task.toml").write_text(LIMITS + own)
+    table = toml[toml.index("[metadata.composer_nb]") :]
+    (path / "task.toml").write_text(LIMITS + table)
     return Task.from_harbor(path)
 
 
-def planned(task: Task) -> Task:
+def with_fresh_plan(task: Task) -> Task:
     names = [f"test_f.py::{name}" for name in ("test_one", "test_two")]
     return with_plan(task, GradePlan(digest=digest(task), tests={f"{name}#0": name for name in names}))
 
@@ -64,11 +64,11 @@ def planned(task: Task) -> Task:
 def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backend) -> None:
     """700 MiB fit into `memory_mb = 2048`, and not into the usual 512 MiB."""
     record = Recording(backend)
-    found = grade_pytest(planned(stated), {"f.py": LARGE.encode()}, record)
-    assert found.passed, (found.status, found.flags, found.failed)
-    wanted = {(2048 << 20, 128 << 20, 2.0)}
+    result = grade_pytest(with_fresh_plan(stated), {"f.py": LARGE.encode()}, record)
+    assert result.passed, (result.status, result.flags, result.failed)
+    expected = {(2048 << 20, 128 << 20, 2.0)}
     graded = [spec for spec in record.specs if spec.warm]
-    assert {(spec.memory_bytes, spec.disk_bytes, spec.cpus) for spec in graded} == wanted
+    assert {(spec.memory_bytes, spec.disk_bytes, spec.cpus) for spec in graded} == expected
     assert all(spec.basic for spec in graded), "what a grade runs sees the basic programs alone"
     assert limit_of(stated) == 90.0
 
@@ -76,9 +76,9 @@ def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backen
 def scripted(seconds: float) -> Task:
     test = "#!/bin/sh\npython3 -c 'from f import f; print(int(f(1) == 2))' > /logs/verifier/reward.txt\n"
     toml = f"[verifier]\ntimeout_sec = {seconds}\n\n[metadata.composer_nb]\n{RUNTIME}"
-    kept = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
+    foreign = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
     return Task(
-        id="t", instruction="", files={}, tests={"test.sh": test}, source_scope=("**",), grader="script", kept=kept
+        id="t", instruction="", files={}, tests={"test.sh": test}, source_scope=("**",), grader="script", kept=foreign
     )
 
 
@@ -86,28 +86,28 @@ def test_a_machine_that_grants_no_time_gives_no_grade(
     make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "PATIENCE", 1.5)
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = with_fresh_plan(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
     with hogs():
-        found = grade(task, {"f.py": (BUSY.format(2.0) + RIGHT).encode()}, Recording(backend, 0.1))
-    assert found.status == "infra_error" and not found.known and "waited for a CPU" in found.output
+        result = grade(task, {"f.py": (BUSY.format(2.0) + RIGHT).encode()}, Recording(backend, 0.1))
+    assert result.status == "infra_error" and not result.known and "waited for a CPU" in result.output
 
 
 @pytest.mark.parametrize("grader", ["pytest", "script"])
 def test_slow_work_fails_and_is_counted_apart(grader: str, make_task: Callable[..., Task], backend: Backend) -> None:
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
+    task = with_fresh_plan(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
     task = task if grader == "pytest" else scripted(1.0)
-    found = grade(task, {"f.py": b"import time\ntime.sleep(60)\n"}, backend)
-    assert found.status == "graded" and not found.passed and "timeout" in found.flags and found.timeouts == 1
+    result = grade(task, {"f.py": b"import time\ntime.sleep(60)\n"}, backend)
+    assert result.status == "graded" and not result.passed and "timeout" in result.flags and result.timeouts == 1
     rollout = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
-    attempts = [Attempt(task=task, rollout=rollout, grade=each) for each in (found, Grade(status="infra_error"))]
+    attempts = [Attempt(task=task, rollout=rollout, grade=outcome) for outcome in (result, Grade(status="infra_error"))]
     figures_ = figures(attempts)
     assert (figures_["timeouts"], figures_["infra_errors"]) == (1, 1)
     assert unpack_attempt(pack_attempt(attempts[0]), task).grade.timeouts == 1
 
 
 def test_calls_that_time_out_are_counted(task: Task, sandboxes: Executor) -> None:
-    found = grade(task, task.files | {"f.py": "def f(xs, k):\n    while True:\n        pass\n"}, sandboxes)
-    assert found.status == "graded" and not found.passed and found.timeouts == 1
+    result = grade(task, task.files | {"f.py": "def f(xs, k):\n    while True:\n        pass\n"}, sandboxes)
+    assert result.status == "graded" and not result.passed and result.timeouts == 1
 
 
 def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executor, tmp_path: Path) -> None:
@@ -120,5 +120,5 @@ def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executo
     toml = toml.replace("timeout_sec = 60.0", "timeout_sec = 5.0")
     (path / "task.toml").write_text(toml.replace("[environment]\n", "[environment]\nmemory_mb = 2048\n"))
     stated = Task.from_harbor(path)
-    found = grade(stated, stated.files | {"f.py": heavy}, sandboxes)
-    assert found.passed and not found.timeouts
+    result = grade(stated, stated.files | {"f.py": heavy}, sandboxes)
+    assert result.passed and not result.timeouts

@@ -29,17 +29,17 @@ def test_gold_passes_and_nothing_fails(ledger: Task, backend: Backend) -> None:
     gold = grade_pytest(ledger, GOLD, backend)
     assert gold.passed and gold.status == "graded" and gold.flags == () and len(gold.tests) == 16
     assert "tests/test_hidden_ledger.py::test_amount[1.50-150]" in gold.tests
-    nothing = grade_pytest(ledger, NOTHING, backend)
-    assert not nothing.passed and nothing.status == "graded" and not nothing.flags
-    assert set(nothing.tests) == set(gold.tests) and 4 < sum(nothing.tests.values()) <= 8
+    untouched = grade_pytest(ledger, NOTHING, backend)
+    assert not untouched.passed and untouched.status == "graded" and not untouched.flags
+    assert set(untouched.tests) == set(gold.tests) and 4 < sum(untouched.tests.values()) <= 8
 
 
 def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend) -> None:
     stale = ledger.model_copy(update={"tests": ledger.tests | {"tests/test_more.py": "def test_x(): pass\n"}})
     broken = ledger.model_copy(update={"metadata": {"pytest.plan": "{}"}})
     for task in (TARGET, stale, broken):
-        found = grade_pytest(task, GOLD, backend)
-        assert found.status == "invalid_task" and not found.passed and found.tests == {}
+        outcome = grade_pytest(task, GOLD, backend)
+        assert outcome.status == "invalid_task" and not outcome.passed and outcome.tests == {}
 
 
 class Faulty:
@@ -89,10 +89,10 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
 )
 def test_whose_fault_it_is(ledger: Task, backend: Backend, fault: Any, status: str) -> None:
     faulty: Any = Faulty(backend.name, fault)
-    found = grade_pytest(ledger, GOLD, faulty)
-    assert found.status == status and not found.passed and 0 < faulty.destroyed == faulty.made
-    assert found.tests == ({} if status == "infra_error" else dict.fromkeys(found.tests, False))
-    assert (len(found.tests) == 16) == (status == "agent_failed")
+    outcome = grade_pytest(ledger, GOLD, faulty)
+    assert outcome.status == status and not outcome.passed and 0 < faulty.destroyed == faulty.made
+    assert outcome.tests == ({} if status == "infra_error" else dict.fromkeys(outcome.tests, False))
+    assert (len(outcome.tests) == 16) == (status == "agent_failed")
 
 
 def test_a_run_that_pytest_gives_up_is_no_whole_one(make_task: Callable[..., Task], backend: Backend) -> None:
@@ -105,8 +105,8 @@ def test_after(): assert f(1) == 2
 """
     task = make_task({"test_f.py": tests})
     files = {path: text.encode() for path, text in (task.files | task.solution).items()}
-    [ran] = box.Boxes(backend=backend).run([job(task, files, (), None)])
-    assert "test_f.py::test_after#0" not in ran.results and ran.flags == {"ended_early"}
+    [job_result] = box.Boxes(backend=backend).run([job(task, files, (), None)])
+    assert "test_f.py::test_after#0" not in job_result.results and job_result.flags == {"ended_early"}
 
 
 BY_HAND = """\
@@ -135,7 +135,7 @@ def test_a_test_and_its_twin_are_written_alike(make_task: Callable[..., Task], e
         assert ast.unparse(ast.parse(hidden)) + "\n" == hidden
         assert "#" not in hidden and '"' not in hidden and "\r" not in hidden and len(hidden.splitlines()) == 19
     plain = job(task, {}, [], None).hidden["test_f.py"].splitlines()
-    changed = [job(task, {}, [each], None).hidden["test_f.py"].splitlines() for each in candidates]
+    changed = [job(task, {}, [candidate], None).hidden["test_f.py"].splitlines() for candidate in candidates]
     differing = [[new for old, new in zip(plain, lines, strict=True) if old != new] for lines in changed]
     assert {len(lines) for lines in differing} == {1}
 

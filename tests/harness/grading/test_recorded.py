@@ -33,8 +33,8 @@ CYCLE.append(CYCLE)
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_a_value_comes_back_with_its_types(value: object) -> None:
-    back = decode(json.loads(json.dumps(encode(value))))
-    assert back == value and repr(back) == repr(value)
+    decoded = decode(json.loads(json.dumps(encode(value))))
+    assert decoded == value and repr(decoded) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_anything_else_is_not_plain(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "one, other, agree",
+    "first, second, agree",
     [
         (1, 1, True), (1, True, False), (1, 1.0, False), (0.1 + 0.2, 0.3, True), (0.3, 0.3001, False), (0.0, 1e-9, False),
         (float("nan"), float("nan"), True), ((1, 2), [1, 2], False), ({1, 2}, {2, 1}, True), ({1, 2}, frozenset({1, 2}), False),
@@ -56,8 +56,8 @@ def test_anything_else_is_not_plain(value: object) -> None:
         ("1", 1, False), (b"a", "a", False), ([0.1 + 0.2, "x"], [0.3, "x"], True), (None, False, False), ([1], [1, 1], False),
     ],
 )  # fmt: skip
-def test_when_values_agree(one: object, other: object, agree: bool) -> None:
-    assert same(encode(one), encode(other)) == same(encode(other), encode(one)) == agree
+def test_when_values_agree(first: object, second: object, agree: bool) -> None:
+    assert same(encode(first), encode(second)) == same(encode(second), encode(first)) == agree
     for forged in ({"dict": 1}, {"dict": [1, None]}, {"dict": [[]]}, {}, [], "dict", None):
         assert not same({"dict": [["a", 1]]}, forged), "only another value"
 
@@ -65,43 +65,48 @@ def test_when_values_agree(one: object, other: object, agree: bool) -> None:
 # Which calls are kept.
 
 
-def call(given: object, value: object, telling: bool = True, name: str = "f", kind: str = "returned") -> RecordedCall:
-    given = json.dumps([encode([given]), encode({})])
-    said = json.dumps([kind, value if kind == "raised" else encode(value), None])
-    return RecordedCall(module="m", name=name, given=given, said=said, telling=telling)
+def call(
+    argument: object, value: object, telling: bool = True, name: str = "f", kind: str = "returned"
+) -> RecordedCall:
+    argument = json.dumps([encode([argument]), encode({})])
+    outcome = json.dumps([kind, value if kind == "raised" else encode(value), None])
+    return RecordedCall(module="m", name=name, given=argument, said=outcome, telling=telling)
 
 
 def test_no_kept_call_gives_another_of_its_function_away() -> None:
-    there, back = call("plain text", "coded text"), call("coded text", "plain text")
-    assert chosen([there, back], []) == (there,)
-    assert chosen([there], [back]) == (there,), "a call that does not tell gives way"
+    encoding, decoding = call("plain text", "coded text"), call("coded text", "plain text")
+    assert chosen([encoding, decoding], []) == (encoding,)
+    assert chosen([encoding], [decoding]) == (encoding,), "a call that does not tell gives way"
     for form in ("1234", [1234], "at 1234", {"n": (1234,)}):
         assert chosen([call("x", 1234), call(form, "y")], []) == (call("x", 1234),)
-    other = call(["plain text"], "something")
-    assert chosen([there, other], []) == (there, other), "an argument may occur twice"
-    short, few = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
-    assert chosen(short, []) == tuple(short[:1]) and chosen(few, []) == tuple(few)
+    repeated = call(["plain text"], "something")
+    assert chosen([encoding, repeated], []) == (encoding, repeated), "an argument may occur twice"
+    digits, booleans = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
+    assert chosen(digits, []) == tuple(digits[:1]) and chosen(booleans, []) == tuple(booleans)
     sorts, sorted_ = call([2, 1], None), call([1, 2], None)
     sorts = replace(sorts, said=json.dumps(["returned", None, [encode([[1, 2]]), encode({})]]))
     assert chosen([sorts, sorted_], []) == (sorts,)
 
 
 def test_functions_whose_calls_tell_are_asked_apart() -> None:
-    there, back = call("plain text", "coded text", name="encode"), call("coded text", "plain text", name="decode")
+    encoding, decoding = (
+        call("plain text", "coded text", name="encode"),
+        call("coded text", "plain text", name="decode"),
+    )
     others = [call(n, n, telling=False, name=f"g{n}") for n in range(5)]
-    kept = chosen([there, back], others)
-    assert kept == (there, back, *others)
-    orders = [order for _, order in recorded.replay({}, kept, random.Random(0))]
-    assert sorted(map(len, orders)) == [1, 1, 5] and [there] in orders and [back] in orders
-    many = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
-    kept = chosen(many, [])
-    assert len({each.name for each in kept}) == recorded.APART and "f0" in {each.name for each in kept}
+    selected = chosen([encoding, decoding], others)
+    assert selected == (encoding, decoding, *others)
+    orders = [order for _, order in recorded.replay({}, selected, random.Random(0))]
+    assert sorted(map(len, orders)) == [1, 1, 5] and [encoding] in orders and [decoding] in orders
+    numbered = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
+    selected = chosen(numbered, [])
+    assert len({entry.name for entry in selected}) == recorded.APART and "f0" in {entry.name for entry in selected}
 
 
 def test_when_calls_are_enough() -> None:
     texts, truths = [call(n, f"answer {n}") for n in range(3)], [call(n, n % 2 == 0) for n in range(6)]
     assert enough(texts) and enough(truths)
-    for few in (
+    for insufficient in (
         [],
         texts[:2],
         truths[:5],
@@ -111,7 +116,7 @@ def test_when_calls_are_enough() -> None:
         [call(f"answer {n}", f"answer {n}") for n in range(5)],
         [call(1, f"answer {n}", name=f"f{n}") for n in range(3)],
     ):
-        assert not enough(few), few
+        assert not enough(insufficient), insufficient
 
 
 def plan_with(calls: int, *twins: Twin) -> GradePlan:
@@ -138,10 +143,10 @@ def twin(*tests: int, alone: bool = True) -> Twin:
     ],
 )
 def test_what_guards_a_task(plan: GradePlan, by: Guarding, tests: tuple[int, int]) -> None:
-    found = guard(plan, [f"t.py::test_{n}" for n in range(3)])
-    assert (found.by, (found.strong, found.none)) == (by, tests)
-    assert found.calls == found.telling == len(plan.calls)
-    assert [meets(found.by, required) for required in ("calls", "twins", "none")] == {
+    guarding = guard(plan, [f"t.py::test_{n}" for n in range(3)])
+    assert (guarding.by, (guarding.strong, guarding.none)) == (by, tests)
+    assert guarding.calls == guarding.telling == len(plan.calls)
+    assert [meets(guarding.by, required) for required in ("calls", "twins", "none")] == {
         "calls": [True, True, True], "twins": [False, True, True], "none": [False, False, True]
     }[by]  # fmt: skip
     assert GradePlan.from_json(plan.to_json()) == plan
@@ -211,34 +216,38 @@ def test_all(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def kept(make_task: Make, backend: Backend) -> dict[str, list[RecordedCall]]:
-    """By name, the calls that are kept of `TESTS`, where the start knows none of the functions."""
+def calls_by_name(make_task: Make, backend: Backend) -> dict[str, list[RecordedCall]]:
+    """Return the calls that are kept of `TESTS`, by name, where the start knows none of the functions."""
     task = make_task(
         {"test_a.py": TESTS}, {"module.py": "", "other.py": OTHER}, {"module.py": GOLD}, scope=("module.py",)
     )
     plan = GradePlan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
-    found: dict[str, list[RecordedCall]] = {}
+    by_name: dict[str, list[RecordedCall]] = {}
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(recorded, "APART", 20)
         calls = record(task, plan, plan.tests.values(), Boxes(backend=backend))
-    for each in calls:
-        found.setdefault(f"{each.module}.{each.name}", []).append(each)
-    return found
+    for entry in calls:
+        by_name.setdefault(f"{entry.module}.{entry.name}", []).append(entry)
+    return by_name
 
 
-def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(kept: dict[str, list[RecordedCall]]) -> None:
+def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(calls_by_name: dict[str, list[RecordedCall]]) -> None:
     """Three calls depend on another that gives nothing: they are kept, and not that one."""
     names = ["plain", "items", "fails", "recovers", "fills", "_private", "Kind.still", "shown"]
-    assert set(kept) == {f"module.{name}" for name in names} | {"other.used"}
-    assert all(each.telling for calls in kept.values() for each in calls)
+    assert set(calls_by_name) == {f"module.{name}" for name in names} | {"other.used"}
+    assert all(entry.telling for calls in calls_by_name.values() for entry in calls)
 
-    def read(each: RecordedCall) -> tuple[Any, Any, Any]:
-        positional, named = map(decode, json.loads(each.given))
-        kind, value, after = json.loads(each.said)
+    def as_values(entry: RecordedCall) -> tuple[Any, Any, Any]:
+        positional, named = map(decode, json.loads(entry.given))
+        kind, value, after = json.loads(entry.said)
         plain = (kind, after) == ("returned", None)
         return (tuple(positional), named, decode(value)) if plain else (kind, value, after)
 
-    calls = {name.partition(".")[2]: sorted(map(read, kept[name]), key=repr) for name in kept if "items" not in name}
+    calls = {
+        name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr)
+        for name in calls_by_name
+        if "items" not in name
+    }
     # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
     assert calls["plain"] == [
         ((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),
@@ -247,8 +256,10 @@ def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(kept: dict[str, lis
     assert calls["recovers"] == [(("7",), {}, 7)] and calls["_private"] == [((1,), {}, 3)]
     assert calls["fails"] == [("raised", "KeyError", None)]
     assert calls["fills"] == [("returned", None, [{"list": [{"list": [1, 2]}, 2]}, {"dict": []}])]
-    assert json.loads(kept["module.fills"][0].given)[0] == {"list": [{"list": [1]}, 2]}, "as it was before the call"
-    assert json.loads(kept["module.items"][0].said) == ["returned", {"iterator": [0, 1, 2]}, None]
+    assert json.loads(calls_by_name["module.fills"][0].given)[0] == {"list": [{"list": [1]}, 2]}, (
+        "as it was before the call"
+    )
+    assert json.loads(calls_by_name["module.items"][0].said) == ["returned", {"iterator": [0, 1, 2]}, None]
 
 
 # Grades.
@@ -269,18 +280,18 @@ ROMAN_TESTS = "from module import roman\n" + "".join(
 
 @pytest.fixture(scope="module")
 def task(make_task: Make, backend: Backend) -> Task:
-    """A task whose plan holds recorded calls and no twins."""
+    """Return a task whose plan holds recorded calls and no twins."""
     start, gold = {"module.py": "def roman(number):\n    return 'I' * number\n"}, {"module.py": ROMAN}
-    made = make_task({"test_a.py": ROMAN_TESTS}, start, gold, scope=("module.py",))
+    bare = make_task({"test_a.py": ROMAN_TESTS}, start, gold, scope=("module.py",))
     tests = {f"test_a.py::test_{number}#0": f"test_a.py::test_{number}" for number in WANTED}
-    plan = GradePlan(digest=digest(made), tests=tests)
-    calls = record(made, plan, tests.values(), Boxes(backend=backend))
-    assert len(calls) == len(WANTED) and all(each.telling for each in calls) and enough(calls)
-    return with_plan(made, replace(plan, calls=calls))
+    plan = GradePlan(digest=digest(bare), tests=tests)
+    calls = record(bare, plan, tests.values(), Boxes(backend=backend))
+    assert len(calls) == len(WANTED) and all(entry.telling for entry in calls) and enough(calls)
+    return with_plan(bare, replace(plan, calls=calls))
 
 
 def workspace(task: Task, text: str) -> dict[str, bytes]:
-    return {path: each.encode() for path, each in (task.files | {"module.py": text}).items()}
+    return {path: source.encode() for path, source in (task.files | {"module.py": text}).items()}
 
 
 def test_gold_is_accepted_every_time_and_the_start_is_not(task: Task, backend: Backend) -> None:
@@ -297,18 +308,20 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
     for seed in range(5):
         [(asking, order)] = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
         assert sorted(order, key=repr) == sorted(plan.calls, key=repr) and len(asking.calls) > 1
-        assert [call for batch in asking.calls for call in batch] == [each.call for each in order]
+        assert [call for batch in asking.calls for call in batch] == [entry.call for entry in order]
         assert not asking.hidden and "test_a.py" not in asking.files
         orders.add(tuple(order))
     assert len(orders) > 1
-    [ran] = Boxes(backend=backend).run([asking])
-    assert not wrong(order, ran) and wrong(order, JobResult()) == order
+    [job_result] = Boxes(backend=backend).run([asking])
+    assert not wrong(order, job_result) and wrong(order, JobResult()) == order
     leaky = (
         "import gc\ndef roman(number): return repr(gc.get_objects()).count(''.join(map(chr, (88, 88, 86, 73, 73))))\n"
     )
     leak = workspace(task, leaky)
-    [ran] = Boxes(backend=backend).run([replace(asking, files=leak)])
-    assert len(ran.answers) == 6 and all(json.loads(said)[:2] == ["returned", 0] for said in ran.answers.values())
+    [job_result] = Boxes(backend=backend).run([replace(asking, files=leak)])
+    assert len(job_result.answers) == 6 and all(
+        json.loads(answer)[:2] == ["returned", 0] for answer in job_result.answers.values()
+    )
 
 
 def test_a_check_says_what_guards_a_task(task: Task) -> None:

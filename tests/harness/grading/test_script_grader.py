@@ -39,14 +39,14 @@ def test_foreign_tasks_run_and_are_graded(name: str, tmp_path: Path, backend: Ba
     solved = grade_script(task, _left(task, backend, solve=True), backend)
     assert solved.passed and solved.status == "graded" and solved.flags == ("weak",)
     start_ = {path: text.encode() for path, text in task.files.items()}
-    nothing = grade_script(task, start_, backend)
-    assert nothing.status == "graded" and not nothing.passed and "weak" in nothing.flags
+    untouched = grade_script(task, start_, backend)
+    assert untouched.status == "graded" and not untouched.passed and "weak" in untouched.flags
 
 
 def test_changes_outside_the_scope_are_dropped(tmp_path: Path, backend: Backend) -> None:
     task = Task.from_harbor(lay("scoped", tmp_path))
-    found = grade_script(task, {"hello.txt": b"hello\n", "guard.py": b"x = 2\n", "new.py": b""}, backend)
-    assert found.passed and found.flags == ("outside_scope", "weak")
+    result = grade_script(task, {"hello.txt": b"hello\n", "guard.py": b"x = 2\n", "new.py": b""}, backend)
+    assert result.passed and result.flags == ("outside_scope", "weak")
 
 
 LOOP = "trap '' TERM; mkdir -p /tmp/logs/verifier; while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done"
@@ -76,18 +76,18 @@ def test_nothing_writes_when_the_reward_is_read(backend: Backend) -> None:
     ],
 )
 def test_what_is_no_reward_is_none(script: str, backend: Backend) -> None:
-    """That a script is too slow, `test_limits.py` asks."""
-    found = grade_script(task_of(f"#!/bin/bash\n{script}\n"), {}, backend)
-    assert found.status == "graded" and not found.passed and found.tests == {"test.sh::reward": False}
-    assert {"no_reward", "weak"} <= {*found.flags}
+    """Scripts that are too slow are tested in `test_limits.py`."""
+    result = grade_script(task_of(f"#!/bin/bash\n{script}\n"), {}, backend)
+    assert result.status == "graded" and not result.passed and result.tests == {"test.sh::reward": False}
+    assert {"no_reward", "weak"} <= {*result.flags}
 
 
 @given(
-    said=st.binary(max_size=60)
+    output=st.binary(max_size=60)
     | st.builds(lambda a, b: a + b"\n" + b, st.sampled_from([b"reward.json", b"reward.txt"]), st.binary())
 )
-def test_whatever_is_said_is_numbers_or_nothing(said: bytes) -> None:
-    for name, value in parse_rewards(said).items():
+def test_whatever_is_said_is_numbers_or_nothing(output: bytes) -> None:
+    for name, value in parse_rewards(output).items():
         assert isinstance(name, str) and type(value) is float and abs(value) < float("inf")
 
 
@@ -114,11 +114,11 @@ def test_what_can_not_be_had_is_refused_by_name(toml: str, message: str, tmp_pat
 @pytest.fixture(scope="module")
 def docker() -> Iterator[Backend]:
     try:
-        made = open_backend("docker")
+        engine = open_backend("docker")
     except SandboxUnavailable as error:
         pytest.skip(f"{error} (make test starts no Docker Engine)")
-    yield made
-    made.close()
+    yield engine
+    engine.close()
 
 
 @pytest.mark.docker
@@ -173,11 +173,11 @@ def test_without_an_image_pytest_is_there(tmp_path: Path, backend: Backend) -> N
         "FROM python:3.12\nRUN pip install --no-cache-dir pytest==8.4\n# COPY a b\nWORKDIR /workspace\nCOPY workspace/ ./\n",
     )
     assert not task.image and not list(obstacles(task))
-    left = _left(task, backend, solve=False)
-    assert left["sums.py"] == b"def add(a, b):\n    return a - b\n"
-    wrong = grade_script(task, left, backend)
+    final_files = _left(task, backend, solve=False)
+    assert final_files["sums.py"] == b"def add(a, b):\n    return a - b\n"
+    wrong = grade_script(task, final_files, backend)
     assert not wrong.passed and "assert -1 == 3" in wrong.output and "1 failed" in wrong.output
-    assert grade_script(task, left | {"sums.py": b"def add(a, b):\n    return a + b\n"}, backend).passed
+    assert grade_script(task, final_files | {"sums.py": b"def add(a, b):\n    return a + b\n"}, backend).passed
 
 
 @pytest.mark.parametrize("line", ["RUN make", "ENV A=b", "COPY app/ .", "WORKDIR /app"])
@@ -213,9 +213,9 @@ def test_a_reward_that_the_script_did_not_write_is_tampering(backend: Backend) -
     assert forged.rewards == {"reward": 0.0}
     right = grade_script(task, {"f.py": b"def f(x): return x + 1\n"}, backend)
     assert right.passed and right.flags == ("weak",)
-    both = '#!/bin/bash\ncd /logs/verifier; echo 0.5 > reward.txt; echo \'{"a": 1, "b": 0}\' > reward.json\n'
-    found = grade_script(task_of(both), {}, backend)
-    assert found.status == "graded" and found.rewards == {"a": 1.0, "b": 0.0}
+    script = '#!/bin/bash\ncd /logs/verifier; echo 0.5 > reward.txt; echo \'{"a": 1, "b": 0}\' > reward.json\n'
+    result = grade_script(task_of(script), {}, backend)
+    assert result.status == "graded" and result.rewards == {"a": 1.0, "b": 0.0}
 
 
 ARTIFACTS = """
@@ -236,31 +236,31 @@ echo ${x:-0} > /logs/verifier/reward.txt
 
 
 def with_artifacts(toml: str, **changes: Any) -> Task:
-    kept = ForeignFiles(
+    foreign_files = ForeignFiles(
         name="t", toml=f'{toml}\n[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
     )
-    return task_of(SEES, solution={"solve.sh": LEAVES}, kept=kept, **changes)
+    return task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files, **changes)
 
 
 def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
     task = with_artifacts(ARTIFACTS)
     assert not list(obstacles(task))
-    left = _left(task, backend, solve=True)
-    assert {path for path in left if path.startswith("/")} == {
+    final_files = _left(task, backend, solve=True)
+    assert {path for path in final_files if path.startswith("/")} == {
         "/tmp/out/deep/a", "/tmp/out/run", "/tmp/out/linked", "/tmp/out/two\nlines",
         "/tmp/logs/report/b", "/tmp/logs/artifacts/c", "/dev/shm/y",
     }  # fmt: skip
-    found = grade_script(task, left, backend)
-    assert found.passed, found.output
-    assert found.flags == ("weak",)
+    result = grade_script(task, final_files, backend)
+    assert result.passed, result.output
+    assert result.flags == ("weak",)
     assert not grade_script(task, {}, backend).passed
 
 
 @pytest.mark.parametrize("path", ["/tmp/tests/test.sh", "/tmp/logs/verifier/reward.json", "/etc/x", "/tmp/../etc/x"])
 def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: Backend) -> None:
     script = "#!/bin/sh\nset -e; ! test -e /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt\n"
-    found = grade_script(task_of(script), {path: b"#!/bin/sh\n"}, backend)
-    assert found.passed and found.flags == ("unsafe_path", "weak")
+    result = grade_script(task_of(script), {path: b"#!/bin/sh\n"}, backend)
+    assert result.passed and result.flags == ("unsafe_path", "weak")
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: B
 def test_an_agents_files_that_do_not_fit_are_its_own_fault(files: dict[str, bytes], backend: Backend) -> None:
     """An agent must not be able to have its failing grade thrown away."""
     toml = '[environment]\nstorage_mb = 1\n[metadata.composer_nb]\nruntime = "host-python"\n'
-    kept = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
-    task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=kept)
-    found = grade_script(task, files, backend)
-    assert found.status == "agent_failed" and not found.passed, found
+    foreign_files = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
+    task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=foreign_files)
+    result = grade_script(task, files, backend)
+    assert result.status == "agent_failed" and not result.passed, result
     assert grade_script(task, {}, backend).status == "graded"

@@ -19,8 +19,8 @@ def make(name: str, request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    with make(request.param, request) as opened:
-        yield opened
+    with make(request.param, request) as sandboxes:
+        yield sandboxes
 
 
 @pytest.fixture

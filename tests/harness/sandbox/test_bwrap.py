@@ -46,7 +46,7 @@ AS_NOBODY: dict[str, Any] = {"capture_output": True, "user": 65534, "group": 655
 
 
 def _system_python() -> str | None:
-    """A Python that an ordinary user may run, of the version that the package needs."""
+    """Return a Python that an ordinary user may run, of the version that the package needs."""
     for path in ("/usr/bin/python3", sys.executable):
         with contextlib.suppress(OSError):
             ask = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
@@ -64,30 +64,30 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
         pytest.skip("an ordinary user may not read the package where it lies")
     places = os.pathsep.join([str(root), sysconfig.get_paths()["purelib"]])
     environment = {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([python, "-c", AS_A_USER], env=environment, **AS_NOBODY)
-    assert done.returncode == 0, done.stderr
-    mode, enforced, why_not, bomb_ended, memory_code, who = json.loads(done.stdout)
-    assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1
+    process = subprocess.run([python, "-c", AS_A_USER], env=environment, **AS_NOBODY)
+    assert process.returncode == 0, process.stderr
+    mode, enforced, why_not, bomb_ended, memory_code, user_id = json.loads(process.stdout)
+    assert mode == "forked" and user_id == "65534" and bomb_ended and memory_code == 1
     assert enforced["processes"] and enforced["inodes"] and enforced["disk_bytes"] and enforced["network"]
-    assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus", "locks"}
+    assert set(why_not) == {name for name, holds in enforced.items() if not holds} <= {"memory_bytes", "cpus", "locks"}
 
 
-@pytest.mark.parametrize("place", ["in a private folder for temporary files", "on another mount"])
-def test_programs_are_there_wherever_they_are_installed(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("location", ["in a private folder for temporary files", "on another mount"])
+def test_programs_are_there_wherever_they_are_installed(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tmp_path.chmod(0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with contextlib.ExitStack() as stack:
-        where = "/dev/shm" if place == "on another mount" else tmp_path
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
-        folder.chmod(0o755 if place == "on another mount" else 0o700)
+        parent = "/dev/shm" if location == "on another mount" else tmp_path
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent)))
+        folder.chmod(0o755 if location == "on another mount" else 0o700)
         shutil.copy(host_programs()["rg"], folder / "rg")
         monkeypatch.setattr("composer_nb.harness.sandbox.image.host_programs", lambda: {"rg": str(folder / "rg")})
         monkeypatch.setattr(layout, "_basic_files", functools.cache(layout._basic_files.__wrapped__))
         backend = stack.enter_context(BwrapBackend())
         box = stack.enter_context(backend.create())
         box.write("a.py", b"")
-        done = box.exec(["sh", "-c", "command -v rg && rg --files --sortr=modified"])
-        assert done.stdout == b"/usr/local/bin/rg\na.py\n", done.stderr
+        result = box.exec(["sh", "-c", "command -v rg && rg --files --sortr=modified"])
+        assert result.stdout == b"/usr/local/bin/rg\na.py\n", result.stderr
 
 
 def test_a_start_that_fails_harms_no_other_and_the_death_of_the_zygote_is_a_fault_of_the_machinery_and_mended(
@@ -103,8 +103,8 @@ def test_a_start_that_fails_harms_no_other_and_the_death_of_the_zygote_is_a_faul
         with pytest.raises(SandboxFailure, match="ended unexpectedly"):
             box.exec(["sleep", "1"])
         box.destroy()
-        with backend.create(SMALL) as again:
-            assert again.exec(["true"]).exit_code == 0
+        with backend.create(SMALL) as reopened:
+            assert reopened.exec(["true"]).exit_code == 0
 
 
 def _zygote_pid(resident: int) -> int:
@@ -116,8 +116,8 @@ def _zygote_pid(resident: int) -> int:
 class TestGroups:
     def test_memory_that_is_used_up_is_noticed(self) -> None:
         with BwrapBackend() as backend, backend.create(SMALL) as box:
-            done = box.exec(["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"])
-            assert done.oom and done.exit_code == 137
+            result = box.exec(["python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"])
+            assert result.oom and result.exit_code == 137
             stats = box.stats()
             assert stats.memory_bytes is not None and stats.memory_bytes < SMALL.memory_bytes
             assert stats.cpu_s is not None and stats.cpu_s > 0
@@ -126,8 +126,8 @@ class TestGroups:
         with BwrapBackend() as backend:
             box = backend.create(SMALL)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]  as the kernel would
-            told = itertools.count(1)
-            monkeypatch.setattr(Cgroup, "kills", lambda self: next(told))
+            kills = itertools.count(1)
+            monkeypatch.setattr(Cgroup, "kills", lambda self: next(kills))
             with pytest.raises(SandboxDied, match="memory of 167772160 bytes was used up"):
                 box.read("x")
             box.destroy()
@@ -136,28 +136,28 @@ class TestGroups:
 class TestFindingGroups:
     """On trees of files that look like a kernel's: version 2 with controllers can not be had beside version 1."""
 
-    def proc(self, tmp_path: Path, mounts: str, own: str) -> Path:
+    def proc(self, tmp_path: Path, mounts: str, membership: str) -> Path:
         proc = tmp_path / "proc"
         proc.mkdir()
         (proc / "mountinfo").write_text(mounts.replace("@", str(tmp_path)))
-        (proc / "cgroup").write_text(own)
+        (proc / "cgroup").write_text(membership)
         return proc
 
     def test_version_2(self, tmp_path: Path) -> None:
         proc = self.proc(tmp_path, "30 22 0:26 / @/cg rw shared:4 - cgroup2 cgroup2 rw\n", "0::/user/scope\n")
-        place = tmp_path / "cg" / "user" / "scope"
-        place.mkdir(parents=True)
+        group = tmp_path / "cg" / "user" / "scope"
+        group.mkdir(parents=True)
         for name, text in {"controllers": "hugetlb pids", "subtree_control": "", "procs": ""}.items():
-            (place / f"cgroup.{name}").write_text(text)
+            (group / f"cgroup.{name}").write_text(text)
         assert "has no controller memory, cpu" in str(Cgroups.find(proc))
-        (place / "cgroup.controllers").write_text("cpu memory pids io")
-        found = Cgroups.find(proc)
-        assert isinstance(found, Cgroups) and found.version == 2 and found.places == {"": place}
-        assert (place / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
-        assert found.folders("composer_nb-1") == (place / "composer_nb-1",)
+        (group / "cgroup.controllers").write_text("cpu memory pids io")
+        groups = Cgroups.find(proc)
+        assert isinstance(groups, Cgroups) and groups.version == 2 and groups.places == {"": group}
+        assert (group / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+        assert groups.folders("composer_nb-1") == (group / "composer_nb-1",)
         memory, processes = str(SMALL.memory_bytes), str(SMALL.processes + 1)
         limits = {"memory.max": memory, "memory.swap.max": "0", "pids.max": processes, "cpu.max": "100000 100000"}
-        assert found._limits(SMALL.memory_bytes, SMALL.processes, SMALL.cpus) == limits
+        assert groups._limits(SMALL.memory_bytes, SMALL.processes, SMALL.cpus) == limits
 
     def test_version_1_in_a_container(self, tmp_path: Path) -> None:
         """The root of what is mounted is the container's own group, so that own paths are relative to it."""
@@ -165,12 +165,12 @@ class TestFindingGroups:
         mounts = "".join(
             f"{n} 22 0:26 /docker/c1 @/{name} rw - cgroup cgroup rw,{name}\n" for n, name in enumerate(names)
         )
-        own = "".join(f"{n}:{name}:/docker/c1/inner\n" for n, name in enumerate(names))
+        membership = "".join(f"{n}:{name}:/docker/c1/inner\n" for n, name in enumerate(names))
         for name in names:
             (tmp_path / name / "inner").mkdir(parents=True)
-        found = Cgroups.find(self.proc(tmp_path, mounts, own))
-        assert isinstance(found, Cgroups) and found.version == 1
-        assert found.places == {name: tmp_path / name / "inner" for name in names}
+        groups = Cgroups.find(self.proc(tmp_path, mounts, membership))
+        assert isinstance(groups, Cgroups) and groups.version == 1
+        assert groups.places == {name: tmp_path / name / "inner" for name in names}
 
 
 def test_commands_stand_back_and_can_be_interrupted() -> None:
@@ -180,9 +180,9 @@ def test_commands_stand_back_and_can_be_interrupted() -> None:
         source = "import os, signal; print(os.nice(0), signal.getsignal(signal.SIGINT).__name__, os.getcwd())"
         box.write("inner/file", b"")
         for _ in range(2):
-            done = box.exec(["python3", "-c", source], cwd="inner")
+            result = box.exec(["python3", "-c", source], cwd="inner")
             priority = min(19, os.nice(0) + backs)
-            assert done.stdout.decode() == f"{priority} default_int_handler {WORKSPACE}/inner\n"
+            assert result.stdout.decode() == f"{priority} default_int_handler {WORKSPACE}/inner\n"
         assert box.exec(["sh", "-c", "kill -INT $$"]).exit_code == 130
         assert box.exec(["pwd"]).stdout.decode().strip() == WORKSPACE
         box.exec(["python3", "-c", "import os, signal; os.kill(1, signal.SIGINT)"])
@@ -219,20 +219,20 @@ for name, way in ways.items():
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[BwrapBackend]:
-    with BwrapBackend() as made:
-        yield made
+    with BwrapBackend() as sandboxes:
+        yield sandboxes
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_basic_sandbox_runs_from_copies_in_memory(backend: BwrapBackend, warm: bool) -> None:
     with backend.create(SandboxSpec(basic=True, warm=warm)) as box:
-        done, spoilt = (
+        result, writing = (
             box.exec(["python3", "-s", "-S", "-c", text], env={"PYTHONHASHSEED": "0"}, warm=warm)
             for text in (WHERE, CHANGE)
         )
-        assert (spoilt.exit_code, spoilt.stdout, spoilt.stderr) == (0, b"", b""), "their owner cannot change them"
-        devices, prefix, shared = done.stdout.decode().split(None, 2)
-        assert done.exit_code == 0 and "," not in devices, "all of the interpreter is on one file system"
+        assert (writing.exit_code, writing.stdout, writing.stderr) == (0, b"", b""), "their owner cannot change them"
+        devices, prefix, shared = result.stdout.decode().split(None, 2)
+        assert result.exit_code == 0 and "," not in devices, "all of the interpreter is on one file system"
         assert prefix == "/usr" and "doc" not in shared
         kind = box.exec(["grep", "-c", "lowerdir=.*host", "/proc/self/mounts"])
         assert kind.stdout == b"0\n", "nothing of this machine's folders is there"
@@ -241,11 +241,11 @@ def test_a_basic_sandbox_runs_from_copies_in_memory(backend: BwrapBackend, warm:
 
 def test_one_sandbox_does_not_use_up_what_their_user_may_have(backend: BwrapBackend) -> None:
     take = "import ctypes\nlibc = ctypes.CDLL(None)\nprint(sum(libc.inotify_init1(0) >= 0 for _ in range(200)), flush=True)"
-    with backend.create() as box, backend.create() as other:
+    with backend.create() as box, backend.create() as neighbour:
         box.exec_background(["python3", "-c", f"{take}\nimport time\ntime.sleep(60)"], log="log")
-        while not (taken := box.read("log")).endswith(b"\n"):
+        while not (count := box.read("log")).endswith(b"\n"):
             time.sleep(0.01)
-        assert int(taken) == int(other.exec(["python3", "-c", take]).stdout) == 8
+        assert int(count) == int(neighbour.exec(["python3", "-c", take]).stdout) == 8
 
 
 # Runs of one grade, which must not tell one another what they see, by locks on files that their sandboxes have in common.
@@ -276,4 +276,4 @@ def test_runs_of_one_grade_hear_no_locks(backend: Backend) -> None:
     job = TestJob(files={"signals.py": SIGNALS.encode()}, hidden={}, tests=("test_signals.py",))
     test = "from signals import f\ndef test_f():\n    assert f({}) == 'silent'\n"
     jobs = [replace(job, hidden={"test_signals.py": test.format(turn)}) for turn in (0, 1)]
-    assert all(each.result("test_signals.py::test_f#0").passed for each in Boxes(backend=backend).run(jobs))
+    assert all(result.result("test_signals.py::test_f#0").passed for result in Boxes(backend=backend).run(jobs))

@@ -40,12 +40,12 @@ def returned(text: str) -> CallOutcome:
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[SandboxExecutor]:
-    with SandboxExecutor() as made:
-        yield made
+    with SandboxExecutor() as sandboxes:
+        yield sandboxes
 
 
 def tree(executor: SandboxExecutor) -> list[int]:
-    """Processes of its sandbox that are no zombies: bubblewrap, the zygote, the resident, the worker made ahead."""
+    """Return the processes of its sandbox that are no zombies: bubblewrap, zygote, resident, the worker made ahead."""
     zygote = executor.backend._zygotes.get(False)
     return [] if zygote is None else [zygote.process.pid, *(pid for pid, _ in below(zygote.process.pid))]
 
@@ -58,7 +58,9 @@ def test_requests_and_answers_larger_than_any_buffer(executor: SandboxExecutor) 
     large = request(IDENTITY, *(f"('{str(n) * 8000}',)" for n in range(10, 50)), **{"big.txt": "x" * 3_000_000})
     small = [request(IDENTITY, f"({n},)", "(0,)") for n in range(90)]
     requests = [large, small[0], large, *small, large]
-    assert executor.run(requests) == [tuple(returned(text[1:-2]) for text in each.arguments) for each in requests]
+    assert executor.run(requests) == [
+        tuple(returned(text[1:-2]) for text in call_request.arguments) for call_request in requests
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,16 +86,16 @@ def test_each_failure_has_its_status(executor: SandboxExecutor, source: str, sta
 def test_state_is_fresh_between_requests_and_kept_within_one(executor: SandboxExecutor) -> None:
     source = "import math\ncount = []\ndef f():\n    count.append(1)\n    math.e += 1\n"
     source += "    open('n', 'a').write('x')\n    return [len(count), int(math.e), len(open('n').read())]\n"
-    twice = (returned("[1, 3, 1]"), returned("[2, 4, 2]"))
-    assert executor.run([request(source, "()", "()")] * 2) == [twice, twice]
+    outcomes = (returned("[1, 3, 1]"), returned("[2, 4, 2]"))
+    assert executor.run([request(source, "()", "()")] * 2) == [outcomes, outcomes]
 
 
 def test_workspace_modules_win_over_preloaded_ones(executor: SandboxExecutor) -> None:
     files = {"heapq.py": IDENTITY, "pkg/__init__.py": "", "helper.py": "h = 1\n"}
     files["pkg/g.py"] = "import helper\ndef f(x):\n    return helper.h + x\n"
-    own = CallRequest(files=files, module="pkg.g", function="f", arguments=("(1,)",))
+    nested = CallRequest(files=files, module="pkg.g", function="f", arguments=("(1,)",))
     shadow = CallRequest(files=files, module="heapq", function="f", arguments=("(7,)",))
-    assert executor.run([own, shadow]) == [(returned("2"),), (returned("7"),)]
+    assert executor.run([nested, shadow]) == [(returned("2"),), (returned("7"),)]
 
 
 def test_a_workspace_over_the_disk_limit_is_the_codes_fault(executor: SandboxExecutor) -> None:
@@ -160,7 +162,7 @@ def test_host_believes_only_well_formed_reports() -> None:
     fields = [["returned", 1], ["passed", "1"], ["returned", "\x1b[31m"], ["raised", "a b"], ["unreadable", "1"]]
     fields.append(["returned", "1" * (limits.output_bytes + 1)])
     odd = [b'["returned", "1"]', nonce + b"[" * 99999, b"\xff\xfe"]  # the first without its nonce
-    for line in [*odd, *(nonce + json.dumps(each).encode() for each in fields)]:
+    for line in [*odd, *(nonce + json.dumps(report).encode() for report in fields)]:
         assert decoded(ready + line + b"\n", 2) == (unreadable, not_run), line
         assert decoded(ready + good + line + b"\n", 2) == (returned("1"), unreadable), line
     assert decoded(ready + good + good, 1) == (unreadable,), "one result too many"
@@ -221,8 +223,8 @@ def test_a_slow_start_is_called_slow_and_not_impossible(monkeypatch: pytest.Monk
     with pytest.raises(SandboxSlow, match="the machine is busy"):
         SandboxExecutor()
     deadline = time.monotonic() + 20
-    while left := set(below(os.getpid())) - before:
-        assert time.monotonic() < deadline, left
+    while survivors := set(below(os.getpid())) - before:
+        assert time.monotonic() < deadline, survivors
         time.sleep(0.05)
 
 
@@ -253,11 +255,11 @@ def test_a_dead_machine_is_asked_a_bounded_number_of_times(monkeypatch: pytest.M
 
 @contextlib.contextmanager
 def overloaded(executor: SandboxExecutor) -> Iterator[None]:
-    """A busy machine on which a worker comes behind everything else."""
-    core, done = min(os.sched_getaffinity(0)), threading.Event()
+    """Keep the machine busy, so that a worker comes behind everything else."""
+    core, stop = min(os.sched_getaffinity(0)), threading.Event()
 
     def hold_down() -> None:
-        while not done.wait(0.005):
+        while not stop.wait(0.005):
             for pid in tree(executor)[3:]:  # past the resident
                 with contextlib.suppress(OSError):
                     for thread in (pid, *(int(name) for name in os.listdir(f"/proc/{pid}/task"))):
@@ -272,7 +274,7 @@ def overloaded(executor: SandboxExecutor) -> Iterator[None]:
         with hogs():
             yield
     finally:
-        done.set()
+        stop.set()
         holding.join()
 
 
@@ -309,7 +311,7 @@ STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "
 
 
 def hashed(request: CallRequest) -> tuple[CallOutcome, ...]:
-    """Outcomes that follow from everything in a request, each from all arguments before it, as with code that keeps state."""
+    """Return outcomes that depend on everything in a request, each on all arguments before it, as with code that keeps state."""
     outcomes = []
     state = hashlib.sha256(repr([sorted(request.files.items()), request.module, request.function]).encode())
     for argument in request.arguments:
@@ -350,9 +352,9 @@ REQUESTS = st.builds(
     every=st.integers(0, 3),
 )
 def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallRequest]], size: int, every: int) -> None:
-    inside = Unreliable(every)
-    memory = CachedExecutor(inside, size=size)
-    asked = 0
+    sandboxes = Unreliable(every)
+    memory = CachedExecutor(sandboxes, size=size)
+    total = 0
     for batch in batches:
         before = memory.executed
         try:
@@ -360,28 +362,28 @@ def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallReques
         except SandboxFailure:
             assert memory.executed == before
             continue
-        asked += len(batch)
+        total += len(batch)
         assert answers == [hashed(request) for request in batch]
         assert len(memory._known) <= size
-    assert memory.asked == asked and memory.executed == inside.requests <= asked
+    assert memory.asked == total and memory.executed == sandboxes.requests <= total
     if size == 1000 and not every:  # nothing is forgotten, and nothing known is executed again
         asked_for = [request for batch in batches for request in batch]
         distinct = {repr((sorted(r.files.items()), r.module, r.function, r.arguments)) for r in asked_for}
-        assert memory.executed == len(distinct) and inside.runs <= len(distinct)
+        assert memory.executed == len(distinct) and sandboxes.runs <= len(distinct)
 
 
 def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs_once() -> None:
-    inside, begun, going = Unreliable(0), threading.Event(), threading.Event()
+    sandboxes, begun, going = Unreliable(0), threading.Event(), threading.Event()
 
     class Slow:
         def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
             begun.set()
             assert going.wait(20)
-            return inside.run(requests)
+            return sandboxes.run(requests)
 
-    memory, known, fresh = CachedExecutor(Slow()), request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")
+    memory, cached, fresh = CachedExecutor(Slow()), request(IDENTITY, "(1,)"), request(IDENTITY, "(2,)")
     going.set()
-    answers = memory.run([known])
+    answers = memory.run([cached])
     for event in (begun, going):
         event.clear()
     threads = [threading.Thread(target=memory.run, args=([fresh],)) for _ in range(2)]
@@ -389,9 +391,9 @@ def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs
         thread.start()
     try:
         assert begun.wait(20)
-        assert memory.run([known]) == answers
+        assert memory.run([cached]) == answers
     finally:
         going.set()
         for thread in threads:
             thread.join()
-    assert (memory.asked, memory.executed, inside.requests) == (4, 2, 2)
+    assert (memory.asked, memory.executed, sandboxes.requests) == (4, 2, 2)

@@ -324,13 +324,13 @@ def test_a_fork_has_the_files_and_goes_its_own_way(backend: Backend, box: Sandbo
     shell(box, "chmod 000 closed secret; touch -d @9223372036854775 odd || true")
     look = "cat d/l odd; stat -c %a d x; stat -c %Y x"
     snapshot = box.snapshot()
-    with box.fork() as other:
-        assert other.snapshot().digest == snapshot.digest and shell(other, look) == shell(box, look)
-        other.write("d/f", b"two")
-        assert box.read("d/f") == b"one\n" and other.snapshot().digest != snapshot.digest
+    with box.fork() as fork:
+        assert fork.snapshot().digest == snapshot.digest and shell(fork, look) == shell(box, look)
+        fork.write("d/f", b"two")
+        assert box.read("d/f") == b"one\n" and fork.snapshot().digest != snapshot.digest
     box.write("d/f", b"three")
-    with backend.create(SMALL, snapshot) as again:
-        assert again.read("d/f") == b"one\n" and again.snapshot().digest == snapshot.digest, "it may be used again"
+    with backend.create(SMALL, snapshot) as second:
+        assert second.read("d/f") == b"one\n" and second.snapshot().digest == snapshot.digest, "it may be used again"
     shell(box, "chmod 700 closed secret")
 
 
@@ -403,8 +403,8 @@ def test_the_resident_program_is_out_of_reach(box: Sandbox) -> None:
 
 
 def test_devices_hold_nothing_for_another_sandbox(backend: Backend) -> None:
-    with backend.create(SMALL) as one, backend.create(SMALL) as two:
+    with backend.create(SMALL) as first, backend.create(SMALL) as second:
         change = "echo x > /dev/x; mkdir /dev/d; ln -sf /workspace /dev/stdout; rm /dev/null; ls /dev/pts"
-        result = one.exec(["bash", "-c", change])
-        assert b"x" not in two.exec(["ls", "/dev"]).stdout.split() and b"0" not in result.stdout.split()
-        assert shell(two, "echo on > /dev/null; echo on > /dev/stdout") == "on"
+        result = first.exec(["bash", "-c", change])
+        assert b"x" not in second.exec(["ls", "/dev"]).stdout.split() and b"0" not in result.stdout.split()
+        assert shell(second, "echo on > /dev/null; echo on > /dev/stdout") == "on"

@@ -24,8 +24,8 @@ SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, pro
 
 @pytest.fixture(scope="module")
 def backend(docker_client: Any) -> Iterator[DockerBackend]:
-    with DockerBackend(run_id="run-1") as made:
-        yield made
+    with DockerBackend(run_id="run-1") as docker_backend:
+        yield docker_backend
 
 
 # -- the attached streams ------------------------------------------------------------------------------------
@@ -33,11 +33,11 @@ def backend(docker_client: Any) -> Iterator[DockerBackend]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[DockerChannel, socket.socket]]:
-    here, there = socket.socketpair()
-    channel = DockerChannel(here)
-    yield channel, there
+    local, peer = socket.socketpair()
+    channel = DockerChannel(local)
+    yield channel, peer
     channel.close()
-    there.close()
+    peer.close()
 
 
 def piece(stream: int, data: bytes) -> bytes:
@@ -46,18 +46,18 @@ def piece(stream: int, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_output_is_told_from_the_errors_however_it_arrives(pair: tuple[DockerChannel, socket.socket], seed: int):
-    channel, there = pair
+    channel, peer = pair
     chance = random.Random(seed)
     pieces = [(chance.choice((1, 1, 2)), chance.randbytes(chance.choice((0, 1, 7, 3000)))) for _ in range(200)]
-    sent = b"".join(piece(*each) for each in pieces)
+    stream = b"".join(piece(*args) for args in pieces)
 
     def deliver() -> None:
-        left = sent
-        while left:
+        remaining = stream
+        while remaining:
             size = chance.choice((1, 3, 8, 9, 5000))
-            there.sendall(left[:size])
-            left = left[size:]
-        there.shutdown(socket.SHUT_WR)
+            peer.sendall(remaining[:size])
+            remaining = remaining[size:]
+        peer.shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=deliver)
     thread.start()
@@ -72,13 +72,13 @@ def test_the_output_is_told_from_the_errors_however_it_arrives(pair: tuple[Docke
 
 
 def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
-    channel, there = pair
+    channel, peer = pair
     with pytest.raises(TimeoutError):
         channel.receive(0.05)
     assert not channel.ended
-    there.sendall(piece(2, b"Traceback\n  line\n" * 1000 + b"MemoryError: full\n") + piece(1, b"last"))
+    peer.sendall(piece(2, b"Traceback\n  line\n" * 1000 + b"MemoryError: full\n") + piece(1, b"last"))
     assert channel.receive(5) == b"last"
-    there.shutdown(socket.SHUT_WR)
+    peer.shutdown(socket.SHUT_WR)
     with pytest.raises(OSError, match="^MemoryError: full$"):
         channel.receive(5)
     assert channel.ended
@@ -96,8 +96,8 @@ def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: Dock
     docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
     try:
         with backend.create(SandboxSpec(image=tag)) as box:
-            done = box.exec(["sh", "-c", 'said "$GREETING" $HOME'])
-            assert (done.exit_code, done.stdout) == (0, b"a = b /workspace\n")
+            result = box.exec(["sh", "-c", 'said "$GREETING" $HOME'])
+            assert (result.exit_code, result.stdout) == (0, b"a = b /workspace\n")
             assert box.exec(["sh", "-c", "echo $GREETING"], env={"GREETING": "mine"}).stdout == b"mine\n"
         with backend.create() as box:
             assert box.exec(["said"]).exit_code == 127
@@ -120,12 +120,12 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
         text = f"FROM {host}\nUSER 0\n{line}\n"
         docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
     try:
-        for image, told in (
+        for image, message in (
             ("composer-nb-none/such:1", "has no image composer-nb-none/such:1: `docker pull"),
             ("composer-nb-test:no-python", "composer-nb-test:no-python has no python3"),
             ("composer-nb-test:volume", "keeps /data on the engine's disk, without a limit: build it without VOLUME"),
         ):
-            with pytest.raises(SandboxUnavailable, match=told):
+            with pytest.raises(SandboxUnavailable, match=message):
                 backend.create(SandboxSpec(image=image))
     finally:
         for name in lines:
@@ -144,16 +144,16 @@ def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: A
     docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
     configuration = DockerBackend._configuration
     try:
-        for hard, held in ((1 << 14, True), (1024, False)):
+        for hard, expected in ((1 << 14, True), (1024, False)):
 
-            def limited(*given: Any, hard: int = hard) -> dict[str, Any]:
-                made = configuration(*given)
-                made["HostConfig"]["Ulimits"].append({"Name": "nofile", "Soft": 1024, "Hard": hard})
-                return made
+            def limited(*args: Any, hard: int = hard) -> dict[str, Any]:
+                config = configuration(*args)
+                config["HostConfig"]["Ulimits"].append({"Name": "nofile", "Soft": 1024, "Hard": hard})
+                return config
 
             monkeypatch.setattr(DockerBackend, "_configuration", limited)
-            with DockerBackend() as made, made.create(SandboxSpec(image=tag)):
-                assert made.capabilities().enforced["page_cache"] == held
+            with DockerBackend() as limited_backend, limited_backend.create(SandboxSpec(image=tag)):
+                assert limited_backend.capabilities().enforced["page_cache"] == expected
     finally:
         docker_client.images.remove(tag, force=True)
 
@@ -162,26 +162,26 @@ def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: A
 
 
 def ours(docker_client: Any, run_id: str = "run-1") -> list[str]:
-    found = docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
-    return [container.name for container in found]
+    containers = docker_client.containers.list(all=True, filters={"label": f"composer_nb.run={run_id}"})
+    return [container.name for container in containers]
 
 
 @pytest.mark.docker
 def test_closing_removes_what_is_left_and_keeps_no_connection(docker_client: Any) -> None:
-    with DockerBackend(run_id="run-2") as made:
-        boxes = [made.create(SMALL) for _ in range(2)]
+    with DockerBackend(run_id="run-2") as backend:
+        boxes = [backend.create(SMALL) for _ in range(2)]
         assert sorted(ours(docker_client, "run-2")) == sorted(box.id for box in boxes)
     assert ours(docker_client, "run-2") == []
     with pytest.raises(SandboxFailure):
         boxes[0].exec(["true"])
 
     with pytest.raises(SandboxFailure, match="this backend is closed"):  # as of a start that was under way
-        made._pin(boxes[0].spec.image)
-    assert not made._pins
+        backend._pin(boxes[0].spec.image)
+    assert not backend._pins
 
     before = len(os.listdir("/proc/self/fd"))
-    with DockerBackend(run_id="run-2") as made:
-        made.create(SMALL).exec(["true"])
+    with DockerBackend(run_id="run-2") as backend:
+        backend.create(SMALL).exec(["true"])
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -200,12 +200,12 @@ def test_memory_that_ends_the_sandbox_is_told(backend: DockerBackend, monkeypatc
     box = backend.create(SMALL)
     monkeypatch.setattr(box._machine, "group", None)
     assert box.stats().memory_bytes is None and box.stats().cpu_s is None
-    done = box.exec(["python3", "-c", "bytearray(400 << 20)"])
-    assert done.exit_code == 137
+    result = box.exec(["python3", "-c", "bytearray(400 << 20)"])
+    assert result.exit_code == 137
     backend._client.api.kill(box.id)
     assert backend.kills(box.id, True) == 1
-    told = itertools.count()  # as if it had ended within the request
-    monkeypatch.setattr(type(backend), "kills", lambda *_: next(told))
+    kills = itertools.count()  # as if it had ended within the request
+    monkeypatch.setattr(type(backend), "kills", lambda *_: next(kills))
     with pytest.raises(SandboxDied, match="its memory of 134217728 bytes was used up"):
         box.exec(["true"])
 

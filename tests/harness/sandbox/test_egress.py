@@ -55,35 +55,37 @@ class Server:
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    with open_backend("bwrap") as opened:
-        yield opened
+    with open_backend("bwrap") as sandboxes:
+        yield sandboxes
 
 
 @pytest.fixture
-def listed() -> Iterator[Server]:
+def listed_server() -> Iterator[Server]:
     server = Server("listed")
     yield server
     server.listener.close()
 
 
 @pytest.fixture
-def other() -> Iterator[Server]:
+def unlisted_server() -> Iterator[Server]:
     server = Server("other")
     yield server
     server.listener.close()
 
 
-def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: Server) -> None:
-    spec = SandboxSpec(egress=destinations(f"mirror.test=127.0.0.1:{listed.port}"))
+def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, unlisted_server: Server) -> None:
+    spec = SandboxSpec(egress=destinations(f"mirror.test=127.0.0.1:{listed_server.port}"))
     with backend.create(spec) as box:
 
         def call(host: str, port: int, message: str) -> tuple[int, str]:
             result = box.exec(["python3", "-c", CLIENT, host, str(port), message], timeout_s=30)
             return result.exit_code, (result.stdout or result.stderr.strip().rpartition(b"\n")[2]).decode().strip()
 
-        assert call("mirror.test", listed.port, "hello") == (0, "listed got hello")
-        smuggled = f"CONNECT 127.0.0.1:{other.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{other.port}\\r\\n\\r\\n"
-        assert call("mirror.test", listed.port, smuggled)[1].startswith("listed got CONNECT")
+        assert call("mirror.test", listed_server.port, "hello") == (0, "listed got hello")
+        smuggled = (
+            f"CONNECT 127.0.0.1:{unlisted_server.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{unlisted_server.port}\\r\\n\\r\\n"
+        )
+        assert call("mirror.test", listed_server.port, smuggled)[1].startswith("listed got CONNECT")
         # Names of other hosts, other ports of the listed one, this machine's addresses, and a list of one's own.
         for host in (
             "other.test",
@@ -94,15 +96,15 @@ def test_only_the_listed_host_answers(backend: Backend, listed: Server, other: S
             "169.254.169.254",
             "93.184.215.14",
         ):
-            assert call(host, other.port, "x")[0], host
+            assert call(host, unlisted_server.port, "x")[0], host
         changed = box.exec(["sh", "-c", "echo '127.80.0.1 other.test' > /etc/hosts || mount -t tmpfs none /etc"])
-        assert changed.exit_code and call("other.test", listed.port, "x")[0]
+        assert changed.exit_code and call("other.test", listed_server.port, "x")[0]
         query = "import socket; s = socket.socket(2, 2); s.sendto(b'q', ('8.8.8.8', 53))"
         assert b"unreachable" in box.exec(["python3", "-c", query]).stderr
         assert box.exec(["sh", "-c", "ls /proc/1/fd"]).exit_code  # where the sockets that accept came from
         first, second = box.egress_log
-    assert f"mirror.test:{listed.port} 127.0.0.1, 5 bytes out, {len('listed got hello')} in" in first
-    assert "refused" not in second and other.arrived == [] and len(listed.arrived) == 2
+    assert f"mirror.test:{listed_server.port} 127.0.0.1, 5 bytes out, {len('listed got hello')} in" in first
+    assert "refused" not in second and unlisted_server.arrived == [] and len(listed_server.arrived) == 2
 
 
 @pytest.mark.parametrize("answer", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"])
@@ -120,7 +122,7 @@ def test_a_name_with_a_private_address_is_refused(
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(
-    backend: Backend, listed: Server, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, listed_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["93.184.215.14", "127.0.0.1"])
     connected: list[str] = []
@@ -128,7 +130,7 @@ def test_a_connection_goes_to_the_address_that_was_checked(
 
     async def connect(host: str, port: int) -> object:
         connected.append(host)
-        return await open_connection("127.0.0.1", listed.port)
+        return await open_connection("127.0.0.1", listed_server.port)
 
     monkeypatch.setattr(egress.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (next(turns), 80))])
     monkeypatch.setattr(egress.asyncio, "open_connection", connect)
@@ -146,37 +148,39 @@ def test_wrong_entries_name_the_setting(entry: str) -> None:
         destinations(f"pypi.org:443,{entry}")
 
 
-def test_a_task_that_needs_a_network_runs_with_a_list_alone(tmp_path: Path, listed: Server) -> None:
+def test_a_task_that_needs_a_network_runs_with_a_list_alone(tmp_path: Path, listed_server: Server) -> None:
     folder = lay("plain", tmp_path)
     (folder / "task.toml").write_text("environment.allow_internet = true\n")
-    client = f"python3 -c '{CLIENT}' mirror.test {listed.port} x"
+    client = f"python3 -c '{CLIENT}' mirror.test {listed_server.port} x"
     (folder / "solution/solve.sh").write_text(f"#!/bin/bash\n{client} > fetched\n")
     (folder / "tests/test.sh").write_text(
         "#!/bin/bash\ngrep -q 'listed got x' fetched && echo 1 > /logs/verifier/reward.txt\n"
     )
-    allowed = f"mirror.test=127.0.0.1:{listed.port}"
+    destination = f"mirror.test=127.0.0.1:{listed_server.port}"
     [row] = check_tasks(read_tasks(folder))
     assert "allow_internet = true: sandboxes have no network; list the hosts" in row["problem"]
-    [row] = check_tasks(read_tasks(folder), egress=allowed)
+    [row] = check_tasks(read_tasks(folder), egress=destination)
     assert row["ok"] and row["gold"] and not row["none"]
     task = Task.from_harbor(folder)
     spoken = [
         turn([tool_call("run_terminal_cmd", command=f"{client} > fetched", is_background=False)]),
         Said(text="Done."),
     ]
-    with open_backend("bwrap", egress=allowed) as opened:
-        played = attempt(task, Environment(tools=ToolSet.cursor(), backend=opened), ScriptTurnPolicy(play(spoken)))
+    with open_backend("bwrap", egress=destination) as sandboxes:
+        played = attempt(task, Environment(tools=ToolSet.cursor(), backend=sandboxes), ScriptTurnPolicy(play(spoken)))
     save_attempts(tmp_path / "rollouts.parquet", [played])
     [stored] = load_attempts(tmp_path / "rollouts.parquet", {task.id: task})
-    assert played.grade.passed and f"mirror.test:{listed.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
+    assert (
+        played.grade.passed and f"mirror.test:{listed_server.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone enters the network of a container")
-def test_a_container_gets_its_sockets_from_outside(backend: Backend, listed: Server) -> None:
+def test_a_container_gets_its_sockets_from_outside(backend: Backend, listed_server: Server) -> None:
     """The way of the backend `docker`, tried on a sandbox of bubblewrap, which has a network of its own too."""
-    allowed = destinations(f"mirror.test=127.0.0.1:{listed.port}")
+    allowlist = destinations(f"mirror.test=127.0.0.1:{listed_server.port}")
     with backend.create() as box:
-        proxy = EgressProxy(allowed, listen_in(box._machine.channel.peer, allowed))
-        reply = box.exec(["python3", "-c", CLIENT, allowed[0].local, str(listed.port), "x"])
+        proxy = EgressProxy(allowlist, listen_in(box._machine.channel.peer, allowlist))
+        reply = box.exec(["python3", "-c", CLIENT, allowlist[0].local, str(listed_server.port), "x"])
         proxy.close()
     assert reply.stdout.strip() == b"listed got x" and "1 bytes out" in proxy.log[0]

@@ -27,20 +27,20 @@ PEAK = (0.125, 0.0)
 def test_no_host_has_more_than_it_may_and_none_is_stuck(
     limits: fleets.FleetLimits, events: list[tuple[str, int]]
 ) -> None:
-    """Against a count of its own: live use here is 0.125 of memory a sandbox."""
-    scheduler, now, alive, under_way = fleets.FleetScheduler(3, limits), 0.0, [0, 0, 0], []
+    """Compare with a separate count: live use here is 0.125 of memory a sandbox."""
+    scheduler, clock, alive, under_way = fleets.FleetScheduler(3, limits), 0.0, [0, 0, 0], []
     for event, host in events:
-        if event == "place" and (placement := scheduler.place(now, PEAK)) is not None:
+        if event == "place" and (placement := scheduler.place(clock, PEAK)) is not None:
             under_way.append(placement)
         elif event == "ready" and under_way:
             scheduler.ready(placement := under_way.pop(0))
             alive[placement.host] += 1
         elif event == "fail" and under_way:
-            scheduler.failed(under_way.pop(0), now, blame=host == 0)
+            scheduler.failed(under_way.pop(0), clock, blame=host == 0)
         elif event == "end" and alive[host]:
             alive[host] -= 1
         elif event == "report":
-            now += fleets.REST_S / 2
+            clock += fleets.REST_S / 2
             scheduler.report(host, fleets.HostUse(0.125 * alive[host], 0.0, 0.0), alive[host])
         starting = [sum(p.host == n for p in under_way) for n in range(3)]
         assert starting == scheduler.starting.tolist() and max(starting) <= limits.starts
@@ -49,7 +49,7 @@ def test_no_host_has_more_than_it_may_and_none_is_stuck(
         scheduler.ready(under_way.pop())
     for host in range(3):
         scheduler.report(host, fleets.HostUse(0.0, 0.0, 0.0), 0)
-    assert scheduler.place(now + fleets.REST_S, PEAK) is not None
+    assert scheduler.place(clock + fleets.REST_S, PEAK) is not None
 
 
 def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
@@ -72,10 +72,10 @@ def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
 
 def test_as_many_are_made_ahead_as_came_in_the_busiest_second() -> None:
     demand = fleets.Demand()
-    for now in (0.0, 5.1, 5.2, 5.9, 7.0):
-        demand.add(now)
+    for clock in (0.0, 5.1, 5.2, 5.9, 7.0):
+        demand.add(clock)
     assert [demand.ahead(7.0, 99), demand.ahead(7.0, 2), demand.ahead(7.0, 99, start_s=2.5)] == [3, 2, 8]
-    assert [demand.ahead(now, 99) for now in (64.9, 65.1, 68.1)] == [3, 1, 0], "a minute later"
+    assert [demand.ahead(clock, 99) for clock in (64.9, 65.1, 68.1)] == [3, 1, 0], "a minute later"
 
 
 class Fleet(fleets.SandboxFleet):
@@ -90,8 +90,8 @@ class Fleet(fleets.SandboxFleet):
 
 @pytest.fixture
 def backends() -> Iterator[list[BwrapBackend]]:
-    with BwrapBackend() as one, BwrapBackend() as other:
-        yield [one, other]
+    with BwrapBackend() as first, BwrapBackend() as second:
+        yield [first, second]
 
 
 def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[BwrapBackend]) -> None:

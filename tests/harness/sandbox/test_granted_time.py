@@ -60,15 +60,15 @@ OWN_DOING = {"sleeps": "import time\ntime.sleep(60)", "crowd": CROWD, "waves": W
 def box(backend: Backend) -> Iterator[Sandbox]:
     if not backend.capabilities().enforced["cpus"]:
         pytest.skip("no control groups here: time limits count wall time")
-    with backend.create(SandboxSpec(cpus=1.0)) as made:
-        yield made
+    with backend.create(SandboxSpec(cpus=1.0)) as sandbox:
+        yield sandbox
 
 
 def python(box: Sandbox, text: str, timeout_s: float) -> tuple[bool, float, float]:
     """Return whether a program timed out, and the seconds of wall time and of CPU time that it took."""
-    began, used = time.monotonic(), box.stats().cpu_s or 0.0
-    done = box.exec(["python3", "-c", text], timeout_s=timeout_s, granted=True)
-    return done.timed_out, time.monotonic() - began, (box.stats().cpu_s or 0.0) - used
+    started_at, cpu_before = time.monotonic(), box.stats().cpu_s or 0.0
+    result = box.exec(["python3", "-c", text], timeout_s=timeout_s, granted=True)
+    return result.timed_out, time.monotonic() - started_at, (box.stats().cpu_s or 0.0) - cpu_before
 
 
 def test_a_starved_command_is_not_slow(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

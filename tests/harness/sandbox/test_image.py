@@ -52,18 +52,18 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     (tmp_path / "c").chmod(0o6751)
     os.link(tmp_path / "b", tmp_path / "d")
     os.utime(tmp_path / "a.py", (1e9, 1e9))
-    files, again = ImageFiles(), ImageFiles()
+    files, same_files = ImageFiles(), ImageFiles()
     files.add_tree(str(tmp_path))
     for name in ("d", "c", "b", "a.py"):
-        again.add(f"{tmp_path}/{name}")
-    assert archive(files) == archive(again) and files.digest() == again.digest()
-    found = members(files)
-    assert list(found) == sorted(found)
-    where = str(tmp_path).lstrip("/")
-    assert all(info.uid == info.gid == 0 for name, info in found.items() if name != "workspace")
-    assert {name for name, info in found.items() if info.mtime} == {f"{where}/a.py"}
-    assert found[f"{where}/c"].mode == 0o555
-    assert found[f"{where}/d"].islnk() and found[f"{where}/d"].linkname == f"{where}/b"
+        same_files.add(f"{tmp_path}/{name}")
+    assert archive(files) == archive(same_files) and files.digest() == same_files.digest()
+    entries = members(files)
+    assert list(entries) == sorted(entries)
+    prefix = str(tmp_path).lstrip("/")
+    assert all(info.uid == info.gid == 0 for name, info in entries.items() if name != "workspace")
+    assert {name for name, info in entries.items() if info.mtime} == {f"{prefix}/a.py"}
+    assert entries[f"{prefix}/c"].mode == 0o555
+    assert entries[f"{prefix}/d"].islnk() and entries[f"{prefix}/d"].linkname == f"{prefix}/b"
 
     digest = files.digest()
     (tmp_path / "b").write_text("changed")
@@ -73,20 +73,20 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
 def test_what_the_host_image_holds() -> None:
     files = host_files()
     files.add_libraries()
-    found = members(files)
-    assert {"usr/bin/python3", "workspace", "tmp", "etc/passwd"} <= set(found)
-    assert any(name.rpartition("/")[2].startswith("ld-") for name in found), "no loader"
-    assert any(name.endswith("/os.py") for name in found)
-    assert found["workspace"].uid == found["workspace"].gid == image.UID
-    assert found["tmp"].mode == 0o1777
-    assert sum(info.size for info in found.values()) < 150e6
+    entries = members(files)
+    assert {"usr/bin/python3", "workspace", "tmp", "etc/passwd"} <= set(entries)
+    assert any(name.rpartition("/")[2].startswith("ld-") for name in entries), "no loader"
+    assert any(name.endswith("/os.py") for name in entries)
+    assert entries["workspace"].uid == entries["workspace"].gid == image.UID
+    assert entries["tmp"].mode == 0o1777
+    assert sum(info.size for info in entries.values()) < 150e6
 
-    outside = {name for name in found if name.startswith(("root", "home", "opt/", "srv", "mnt", "var/lib"))}
+    outside = {name for name in entries if name.startswith(("root", "home", "opt/", "srv", "mnt", "var/lib"))}
     assert not outside - {name.lstrip("/") for name in files.folders}
-    settings = {name for name, info in found.items() if name.startswith("etc/") and info.isreg()}
+    settings = {name for name, info in entries.items() if name.startswith("etc/") and info.isreg()}
     assert settings <= {"etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache"}
-    assert not [name for name in found if "-packages" in name or "customize." in name]
-    assert not [name for name, info in found.items() if info.mode & (stat.S_ISUID | stat.S_ISGID)]
+    assert not [name for name in entries if "-packages" in name or "customize." in name]
+    assert not [name for name, info in entries.items() if info.mode & (stat.S_ISUID | stat.S_ISGID)]
 
 
 @pytest.mark.docker

@@ -34,7 +34,7 @@ def test_requests_get_the_answers_of_separate_processes(sandboxes: SandboxExecut
     tests = [
         parse_tests(f"test_{m}.py", f"from {m} import f\ndef test_0():\n    assert f(2) == 3\n") for m in ("f", "g")
     ]
-    several = [request_tests({"f.py": GOOD, "g.py": other}, sum(tests, ())) for other in (*ENDINGS.values(), GOOD)]
+    several = [request_tests({"f.py": GOOD, "g.py": source}, sum(tests, ())) for source in (*ENDINGS.values(), GOOD)]
     requests = [request(GOOD.replace("1", str(n))) for n in range(MOST + 3)] + [
         *map(request, ENDINGS.values()),
         *several,
@@ -71,9 +71,9 @@ def test_a_slow_machine_gives_the_same_answers(boxes: Callable[..., Executor], s
         [text] = merged.files.values()
         costs = [int(cost) for cost in re.findall(r"costs ([0-9]+)", text) for _ in range(2)]
         spent = [slow * sum(costs[: call + 1]) for call in range(len(costs))]
-        ran = [CallOutcome(status="returned", text="1") for total in spent if total <= 100]
-        over = [CallOutcome(status="not_run")] * (len(costs) - len(ran))
-        return (*ran, *[CallOutcome(status="timeout"), *over][: len(over)])
+        in_time = [CallOutcome(status="returned", text="1") for total in spent if total <= 100]
+        over = [CallOutcome(status="not_run")] * (len(costs) - len(in_time))
+        return (*in_time, *[CallOutcome(status="timeout"), *over][: len(over)])
 
     costs = Random(slow).choices([0, 1, 2, 5, 1000], k=3 * MOST)
     requests = [request(f"def f(x):\n    return 1  # costs {cost}") for cost in costs]

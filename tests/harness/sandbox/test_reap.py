@@ -63,7 +63,7 @@ class Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
-    """`owner(*kinds)` makes one resource of each kind, for the run directory `tmp_path/runs/one`."""
+    """Return `owner(*kinds)`, which makes one resource of each kind for the run directory `tmp_path/runs/one`."""
     owners: list[Owner] = []
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
@@ -73,9 +73,9 @@ def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
         return owners[-1]
 
     yield make
-    for each in owners:
-        if each.process.poll() is None:
-            each.kill()
+    for instance in owners:
+        if instance.process.poll() is None:
+            instance.kill()
     reap(tmp_path / "runs")
 
 
@@ -102,16 +102,16 @@ def test_what_an_owner_holds_is_left_alone_while_it_lives_and_ended_once_it_is_k
 
 def test_whoever_has_the_name_now_is_spared(owner: Callable[..., Owner], tmp_path: Path) -> None:
     """A number that was given out again, a folder that somebody else made: other marks."""
-    left = owner("process", "directory")
-    left.kill()
-    pid, folder = left.names
+    holder = owner("process", "directory")
+    holder.kill()
+    pid, folder = holder.names
     [file] = journal_files(tmp_path)
-    kept = file.read_text()
-    entries = map(json.loads, kept.splitlines())
+    text = file.read_text()
+    entries = map(json.loads, text.splitlines())
     file.write_text("".join(json.dumps(entry | {"mark": entry["mark"] + "1"}) + "\n" for entry in entries))
     assert reap(tmp_path / "runs") == Reaped()
     assert started(int(pid)) and Path(folder).is_dir() and journal_files(tmp_path) == []
-    file.write_text(kept)
+    file.write_text(text)
     assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
 
 
@@ -127,9 +127,9 @@ def test_who_counts_as_dead() -> None:
 @pytest.mark.parametrize("kind", ["a link to it", "a folder"])
 def test_what_stands_in_place_of_a_directory_is_spared(owner: Callable[..., Owner], tmp_path: Path, kind: str) -> None:
     """Even with the same inode: file systems give those out again at once."""
-    left = owner("directory")
-    folder = Path(left.names[0])
-    left.kill()
+    holder = owner("directory")
+    folder = Path(holder.names[0])
+    holder.kill()
     if kind == "a link to it":
         folder.rename(tmp_path / "other")
         folder.symlink_to(tmp_path / "other")
@@ -141,15 +141,15 @@ def test_what_stands_in_place_of_a_directory_is_spared(owner: Callable[..., Owne
 
 
 def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("directory")
-    left.kill()
+    holder = owner("directory")
+    holder.kill()
     [file] = journal_files(tmp_path)
-    with file.open("a") as cut:
-        cut.write('{"event": "made", "kind": "proc')
+    with file.open("a") as journal_file:
+        journal_file.write('{"event": "made", "kind": "proc')
     (file.parent / "rubbish.jsonl").write_text("rubbish\n")
-    found = reap(tmp_path / "runs")
-    assert found.directories == tuple(left.names)
-    [failure] = found.failed
+    reaped = reap(tmp_path / "runs")
+    assert reaped.directories == tuple(holder.names)
+    [failure] = reaped.failed
     assert "rubbish.jsonl:1: no line of a journal" in failure
     assert not file.exists()
     with pytest.raises(FileNotFoundError, match="no such folder of runs"):
@@ -161,9 +161,9 @@ CAN_MOUNT = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capt
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="only root can mount")
 def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: Callable[..., Owner], tmp_path: Path):
-    left = owner("directory", "process")
-    folder, pid = left.names
-    left.kill()
+    holder = owner("directory", "process")
+    folder, pid = holder.names
+    holder.kill()
     foreign = Path(folder, "foreign")
     foreign.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(foreign)], check=True)
@@ -179,46 +179,46 @@ def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: C
 
 
 def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    if isinstance(found := Cgroups.find(), str):
-        pytest.skip(found)
-    place = found.folders(f"composer_nb-test-{os.getpid()}")[0]
-    left = owner("cgroup", cgroup=str(place))
-    left.kill()
-    [inside] = [int(pid) for pid in (place / "inner" / "cgroup.procs").read_text().split()]
-    assert started(inside)
-    assert reap(tmp_path / "runs") == Reaped(cgroups=(str(place),))
-    assert not place.exists() and not started(inside)
+    if isinstance(groups := Cgroups.find(), str):
+        pytest.skip(groups)
+    group = groups.folders(f"composer_nb-test-{os.getpid()}")[0]
+    holder = owner("cgroup", cgroup=str(group))
+    holder.kill()
+    [member_pid] = [int(pid) for pid in (group / "inner" / "cgroup.procs").read_text().split()]
+    assert started(member_pid)
+    assert reap(tmp_path / "runs") == Reaped(cgroups=(str(group),))
+    assert not group.exists() and not started(member_pid)
 
 
 def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owner: Callable[..., Owner], tmp_path):
     """Orphans of a killed parent, as Ray's workers are while they start."""
-    left = owner("directory")
-    [folder] = map(Path, left.names)
+    holder = owner("directory")
+    [folder] = map(Path, holder.names)
     mark = (folder / reaping.LABEL).read_text()
     anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
-    writer, other = (
+    writer, bystander = (
         subprocess.Popen(["sh", "-c", text], env=os.environ | {reaping.WRITER: word}, stdout=subprocess.PIPE, text=True)
         for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
     )
-    with writer, other:
-        assert writer.stdout is not None and other.stdout is not None
+    with writer, bystander:
+        assert writer.stdout is not None and bystander.stdout is not None
         below = int(writer.stdout.readline())
-        other.stdout.readline()
-        left.kill()
+        bystander.stdout.readline()
+        holder.kill()
         assert reap(tmp_path / "runs").directories == (str(folder),)
         time.sleep(0.2)
         assert not folder.exists() and started(writer.pid) is None and started(below) is None
-        assert other.poll() is None
-        other.kill()
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 def test_a_container_stays_in_the_journal_while_no_engine_answers(owner: Callable[..., Owner], tmp_path, monkeypatch):
-    left = owner("container", "directory", container="composer_nb-1")
-    left.kill()
+    holder = owner("container", "directory", container="composer_nb-1")
+    holder.kill()
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-    found = reap(tmp_path / "runs")
-    assert found.directories == (left.names[1],) and not found.containers
-    [failure] = found.failed
+    reaped = reap(tmp_path / "runs")
+    assert reaped.directories == (holder.names[1],) and not reaped.containers
+    [failure] = reaped.failed
     assert failure.startswith("container composer_nb-1: no Docker Engine answers at")
     assert len(journal_files(tmp_path)) == 1 and reap(tmp_path / "runs").failed == (failure,)
 
@@ -234,8 +234,8 @@ def test_only_the_container_that_was_noted_is_removed(owner: Callable[..., Owner
         for name in names:
             owner("container", container=name).kill()
         assert reap(tmp_path / "runs") == Reaped(containers=(names[0],)) and journal_files(tmp_path) == []
-        [left] = docker_client.containers.list(all=True, filters={"name": f"composer_nb-test-{tmp_path.name}"})
-        assert left.name == names[1]
+        [remaining] = docker_client.containers.list(all=True, filters={"name": f"composer_nb-test-{tmp_path.name}"})
+        assert remaining.name == names[1]
     finally:
         for name in names:
             remove_container(docker_client, name)

@@ -34,12 +34,12 @@ def forks() -> Iterator[Backend]:
 
 @pytest.fixture
 def box(forks: Backend) -> Iterator[Sandbox]:
-    with forks.create(WARM) as made:
-        assert made.warm
-        yield made
+    with forks.create(WARM) as sandbox:
+        assert sandbox.warm
+        yield sandbox
 
 
-def ran(box: Sandbox, *, warm: bool = True, **environment: str) -> ExecResult:
+def run_pytest(box: Sandbox, *, warm: bool = True, **environment: str) -> ExecResult:
     return box.exec(PYTEST, env={"PYTHONPATH": f"{PLACE}/{TESTING}"} | environment, warm=warm)
 
 
@@ -50,11 +50,11 @@ def code(box: Sandbox, text: str, *, seed: str = "0", stdin: bytes = b"", timeou
 
 def test_tests_say_what_they_say_in_a_new_interpreter(box: Sandbox) -> None:
     box.write("test_all.py", TESTS)
-    copy, new = ran(box), ran(box, warm=False)
+    copy, new = run_pytest(box), run_pytest(box, warm=False)
     assert copy.exit_code == new.exit_code == 1 and copy.stderr == new.stderr == b""
     assert copy.stdout.split(b" in ")[0] == new.stdout.split(b" in ")[0] and b"1 failed, 2 passed" in copy.stdout
     box.write("test_all.py", b"def test_now():\n    pass\n")
-    assert b"1 passed" in ran(box).stdout, "nothing is left of the first run"
+    assert b"1 passed" in run_pytest(box).stdout, "nothing is left of the first run"
 
 
 CONFIGURED = b"""
@@ -72,7 +72,7 @@ def test_what_the_session_knows(pytestconfig):
 def test_a_configuration_that_was_made_ahead_is_like_a_new_one(box: Sandbox) -> None:
     box.write("test_configured.py", CONFIGURED)
     box.write("pytest.ini", b"[pytest]\naddopts = -s -vv\nmarkers =\n    own: a mark\n")
-    copy, new = ran(box), ran(box, warm=False)
+    copy, new = run_pytest(box), run_pytest(box, warm=False)
     assert copy.exit_code == new.exit_code == 0, copy.stdout
     assert copy.stdout.split(b" in ")[0] == new.stdout.split(b" in ")[0]
 
@@ -81,11 +81,11 @@ def test_what_would_differ_gets_a_new_interpreter(box: Sandbox) -> None:
     """Variables that an interpreter starts with, and a workspace with modules of the same names."""
     box.write("test_where.py", b"def test():\n    import sys\n    assert sys.flags.no_site == 1\n")
     values = {"PYTHONHASHSEED": "7", "PYTHONWARNINGS": "ignore", "LC_ALL": "C.UTF-8", "PATH": "/bin:/usr/local/bin"}
-    assert [ran(box, **{name: value}).exit_code for name, value in values.items()] == [1] * 4
+    assert [run_pytest(box, **{name: value}).exit_code for name, value in values.items()] == [1] * 4
     for path in ("packaging/__init__.py", "shlex.py", "src/tarfile.py", ".local/x"):
-        assert ran(box).exit_code == 0
+        assert run_pytest(box).exit_code == 0
         box.write(path, b"")
-        assert ran(box).exit_code != 0
+        assert run_pytest(box).exit_code != 0
         box.remove(path)
         box.exec(["rm", "-r", path.split("/")[0]])
 
@@ -96,14 +96,14 @@ def test_code_ends_as_in_a_new_interpreter(box: Sandbox) -> None:
         assert copy.exit_code == new.exit_code, text
         assert copy.stderr.split(b"\n")[-2:] == new.stderr.split(b"\n")[-2:], text
     assert code(box, COPIED).stdout == b"True\n" and code(box, COPIED, seed="1").stdout == b"False\n"
-    said = code(box, "import sys; print(sys.argv, sys.stdin.read(), sys.flags.hash_randomization)", stdin=b"given")
-    assert said.stdout == b"['-c', 'one', 'two'] given 0\n"
+    result = code(box, "import sys; print(sys.argv, sys.stdin.read(), sys.flags.hash_randomization)", stdin=b"given")
+    assert result.stdout == b"['-c', 'one', 'two'] given 0\n"
     assert code(box, "import atexit; atexit.register(print, 'bye')").stdout == b"bye\n"
 
 
 def test_a_copy_is_ended_with_all_that_it_started(box: Sandbox) -> None:
-    done = code(box, "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)", timeout_s=0.5)
-    assert done.timed_out and box.stats().processes == 0
+    result = code(box, "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)", timeout_s=0.5)
+    assert result.timed_out and box.stats().processes == 0
     assert code(box, "print(1)").stdout == b"1\n"
 
 
@@ -120,5 +120,5 @@ kinds = (bytes, bytearray, memoryview)
 held = [type(each) for each in values if isinstance(each, kinds) and each is not secret and secret in bytes(each)]
 print(names, held, sorted(os.listdir("/proc/self/fd"))[:-1])
 """
-    done = code(box, text, stdin=b"secret-of-the-request")
-    assert done.stdout == b"['<module>', 'run', 'main', '<module>', '<module>'] [] ['0', '1', '2']\n", done
+    result = code(box, text, stdin=b"secret-of-the-request")
+    assert result.stdout == b"['<module>', 'run', 'main', '<module>', '<module>'] [] ['0', '1', '2']\n", result

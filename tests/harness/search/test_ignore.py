@@ -31,18 +31,18 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def git_ignores(root: Path, rules: dict[str, str], paths: list[str]) -> set[str]:
     for folder in ("", "sub"):
-        place = root / folder / ".gitignore"
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(rules.get(folder, ""), encoding="utf-8")
+        path = root / folder / ".gitignore"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(rules.get(folder, ""), encoding="utf-8")
     command = ["git", "-C", str(root), "-c", "core.excludesFile=/dev/null"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *"check-ignore --no-index -z --stdin".split()],
         input="\0".join(paths).encode(),
         capture_output=True,
         check=False,
     )
-    assert done.returncode in (0, 1), done.stderr
-    return set(done.stdout.decode().split("\0")) - {""}
+    assert process.returncode in (0, 1), process.stderr
+    return set(process.stdout.decode().split("\0")) - {""}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,8 +52,8 @@ def git_ignores(root: Path, rules: dict[str, str], paths: list[str]) -> set[str]
 def test_as_git_does(repository: Path, top: list[str], nested: list[str], paths: list[str]) -> None:
     rules = {"": "\n".join(top), "sub": "\n".join(nested)}
     files = {".gitignore": rules[""].encode(), "sub/.gitignore": rules["sub"].encode()}
-    found = read_ignore(files)
-    assert {each for each in paths if found.ignored(each)} == git_ignores(repository, rules, paths)
+    ignore = read_ignore(files)
+    assert {path for path in paths if ignore.ignored(path)} == git_ignores(repository, rules, paths)
 
 
 def test_defaults_and_their_exception() -> None:
@@ -66,6 +66,6 @@ def test_defaults_and_their_exception() -> None:
 def test_no_pattern_takes_long(unit: str) -> None:
     """One that tries all ways in which stars may match never ends here."""
     hostile = f"{12 * unit}*b\n" + "**/" * 60 + "x\n" + "a\n" * 3000 + "c\n"
-    found = read_ignore({".gitignore": hostile.encode()})
-    assert not found.ignored("/".join(["a(" * 60] * 40))
-    assert found.ignored("a") and not found.ignored("c"), "rules beyond the bound do not apply"
+    ignore = read_ignore({".gitignore": hostile.encode()})
+    assert not ignore.ignored("/".join(["a(" * 60] * 40))
+    assert ignore.ignored("a") and not ignore.ignored("c"), "rules beyond the bound do not apply"

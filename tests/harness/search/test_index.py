@@ -16,11 +16,11 @@ WORDS = ["open", "reader", "matrix", "rotate", "cache", "evict", "parser"]
 
 
 def embedding(seed: int = 0) -> Embedding:
-    """Random vectors, but for `evict` and `rotate`, which mean the same."""
+    """Return random vectors, except that `evict` and `rotate` mean the same."""
     ids = np.array(sorted(term_id(stem(word)) for word in WORDS), np.uint64)
     vectors = np.random.default_rng(seed).standard_normal((len(ids), 8)).astype(np.float32)
-    place = {int(each): number for number, each in enumerate(ids)}
-    vectors[place[term_id("evict")]] = vectors[place[term_id("rotat")]]
+    row_of = {int(term): number for number, term in enumerate(ids)}
+    vectors[row_of[term_id("evict")]] = vectors[row_of[term_id("rotat")]]
     return Embedding(terms=ids, vectors=vectors)
 
 
@@ -34,13 +34,13 @@ FILES = {
 
 
 def test_finds_by_words_and_by_meaning() -> None:
-    found = CodeIndex.build(FILES, embedding()).search("rotate it", limit=2)
-    assert [(hit.path, hit.first_line, hit.last_line) for hit in found] == [
+    hits = CodeIndex.build(FILES, embedding()).search("rotate it", limit=2)
+    assert [(hit.path, hit.first_line, hit.last_line) for hit in hits] == [
         ("src/geometry.py", 1, 2),
         ("src/cache.py", 2, 3),
     ]
-    assert found[0].text == "def rotate(matrix):\n    return matrix[::-1]"
-    assert found[0].score > found[1].score > 0
+    assert hits[0].text == "def rotate(matrix):\n    return matrix[::-1]"
+    assert hits[0].score > hits[1].score > 0
 
 
 def test_files_that_hold_no_text_are_left_out() -> None:
@@ -61,10 +61,13 @@ def test_bm25_is_the_formula() -> None:
     built = CodeIndex.build({path: text.encode() for path, text in texts.items()}, embedding())
     bags = [weigh([(text, 1.0), (path, 1.0)]) for path, text in texts.items()]
     mean = sum(sum(bag.values()) for bag in bags) / 3
-    asked = {term_id("open"): 1.0, term_id("read"): 2.0, term_id("absent"): 1.0}
-    held = {term: sum(term in bag for bag in bags) for term in asked}
-    idf = {term: weight * math.log(1 + (3 - held[term] + 0.5) / (held[term] + 0.5)) for term, weight in asked.items()}
-    wanted = [
+    query = {term_id("open"): 1.0, term_id("read"): 2.0, term_id("absent"): 1.0}
+    document_counts = {term: sum(term in bag for bag in bags) for term in query}
+    idf = {
+        term: weight * math.log(1 + (3 - document_counts[term] + 0.5) / (document_counts[term] + 0.5))
+        for term, weight in query.items()
+    }
+    expected = [
         sum(
             rare * bag[term] * (K1 + 1) / (bag[term] + K1 * (1 - B + B * sum(bag.values()) / mean))
             for term, rare in idf.items()
@@ -72,7 +75,7 @@ def test_bm25_is_the_formula() -> None:
         )
         for bag in bags
     ]
-    np.testing.assert_allclose(built.scores("open reader reader absent")[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(built.scores("open reader reader absent")[0], expected, rtol=1e-5)
 
 
 paths = st.sampled_from(["a.py", "src/b.py", "src/c.md", "d.txt"])
@@ -82,26 +85,26 @@ edits = st.lists(st.tuples(paths, st.none() | contents.map(lambda parts: "".join
 
 @settings(deadline=None, max_examples=30)
 @given(edits, edits, st.sampled_from(WORDS), st.sampled_from(WORDS))
-def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, one: str, two: str) -> None:  # type: ignore[type-arg]
+def test_edits_leave_what_a_new_index_would_hold(first: list, second: list, first_word: str, second_word: str) -> None:  # type: ignore[type-arg]
     files = {path: data for path, data in first if data is not None}
     edited = CodeIndex.build(files, embedding())
     before = edited.fork()
-    now = dict(files)
+    current = dict(files)
     for path, data in second:
         edited.edit(path, data)
-        now.pop(path, None)
-        now |= {path: data} if data is not None else {}
-    fresh = CodeIndex.build(now, embedding())
-    query = f"{one} {two}"
+        current.pop(path, None)
+        current |= {path: data} if data is not None else {}
+    fresh = CodeIndex.build(current, embedding())
+    query = f"{first_word} {second_word}"
 
-    def found(some: CodeIndex) -> set[tuple[str, int, int, str]]:
-        return {(hit.path, hit.first_line, hit.last_line, hit.text) for hit in some.search(query, limit=200)}
+    def hits(index: CodeIndex) -> set[tuple[str, int, int, str]]:
+        return {(hit.path, hit.first_line, hit.last_line, hit.text) for hit in index.search(query, limit=200)}
 
-    assert found(edited) == found(fresh)
-    assert found(before) == found(CodeIndex.build(files, embedding()))
-    edited.sync(now)
-    before.sync(now)
-    assert found(edited) == found(before) == found(fresh)
+    assert hits(edited) == hits(fresh)
+    assert hits(before) == hits(CodeIndex.build(files, embedding()))
+    edited.sync(current)
+    before.sync(current)
+    assert hits(edited) == hits(before) == hits(fresh)
 
 
 def test_an_embedding_survives_storing(tmp_path: Path) -> None:
@@ -109,12 +112,12 @@ def test_an_embedding_survives_storing(tmp_path: Path) -> None:
     save_embedding(tmp_path / "e.safetensors", ["open", "read", "cach"], vectors, {"source": "here"})
     save_embedding(tmp_path / "again.safetensors", ["open", "read", "cach"], vectors, {"source": "here"})
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "e.safetensors").read_bytes()
-    read = load_embedding(tmp_path / "e.safetensors")
-    place = np.searchsorted(read.terms, np.uint64(term_id("read")))
-    assert np.abs(read.vectors[place] - vectors[1]).max() <= np.abs(vectors[1]).max() / 100
-    assert dict(read.provenance) == {"source": "here"}
-    [one] = read.encode(np.array([term_id("read"), 5], np.uint64), np.ones(2, np.float32), [2])
-    np.testing.assert_allclose(one, read.vectors[place] / np.linalg.norm(read.vectors[place]), atol=1e-6)
+    loaded = load_embedding(tmp_path / "e.safetensors")
+    row = np.searchsorted(loaded.terms, np.uint64(term_id("read")))
+    assert np.abs(loaded.vectors[row] - vectors[1]).max() <= np.abs(vectors[1]).max() / 100
+    assert dict(loaded.provenance) == {"source": "here"}
+    [vector] = loaded.encode(np.array([term_id("read"), 5], np.uint64), np.ones(2, np.float32), [2])
+    np.testing.assert_allclose(vector, loaded.vectors[row] / np.linalg.norm(loaded.vectors[row]), atol=1e-6)
     (tmp_path / "e.safetensors").write_bytes(b"something else")
     with pytest.raises(ValueError, match="make_retrieval"):
         load_embedding(tmp_path / "e.safetensors")

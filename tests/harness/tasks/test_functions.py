@@ -38,9 +38,9 @@ def test_rendered_cases_are_parsed_to_the_same_values(cases: list[tuple[tuple[An
     tests = parse_tests("test_f.py", render_tests("pkg.mod", "g", cases))
     assert [test.id for test in tests] == [f"test_f.py::test_{n}" for n in range(len(cases))]
     assert {(test.module, test.function) for test in tests} == {("pkg.mod", "g")}
-    for test, (arguments, wanted) in zip(tests, cases, strict=True):
+    for test, (arguments, expected) in zip(tests, cases, strict=True):
         assert value_text(ast.literal_eval(test.arguments)) == value_text(arguments)
-        assert test.expected == value_text(wanted)
+        assert test.expected == value_text(expected)
     CallRequest(files={}, module="pkg.mod", function="g", arguments=tuple(test.arguments for test in tests))
 
 

@@ -26,9 +26,9 @@ def git_diff(before: dict[str, str], after: dict[str, str], *options: str) -> st
                 target.write_bytes(text.encode())
             Path(folder, name).mkdir(exist_ok=True)
         command = ["git", "-c", "core.quotePath=off", "diff", "--no-index", "--no-color", *options, "one", "two"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
-        assert done.returncode in (0, 1), done.stderr
-        return done.stdout.decode().replace("one/", "").replace("two/", "")  # in paths alone, those of renames too
+        process = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+        assert process.returncode in (0, 1), process.stderr
+        return process.stdout.decode().replace("one/", "").replace("two/", "")  # in paths alone, those of renames too
 
 
 @settings(max_examples=10)
@@ -39,8 +39,8 @@ def test_a_diff_of_git_leads_there(before: dict[str, str], after: dict[str, str]
         return
     patch = git_diff(before, after, *options)
     changed = apply_patch(before, patch)
-    there = {path: text for path, text in (before | changed).items() if text is not None}
-    assert there == after
+    patched = {path: text for path, text in (before | changed).items() if text is not None}
+    assert patched == after
 
 
 @pytest.mark.parametrize(

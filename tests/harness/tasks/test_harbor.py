@@ -35,9 +35,9 @@ def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str
     assert loaded == task and contents(loaded.to_harbor(tmp_path / "third")) == contents(path)
     changes = {"id": "new", "metadata": {'a"b': "[x]\n"}, "instruction": "other"}
     out = task.model_copy(update=changes).to_harbor(tmp_path / "out")
-    again = Task.from_harbor(out)
+    reread = Task.from_harbor(out)
     same = ("files", "tests", "source_scope", "image")
-    assert {field: getattr(again, field) for field in (*changes, *same)} == changes | {
+    assert {field: getattr(reread, field) for field in (*changes, *same)} == changes | {
         field: getattr(task, field) for field in same
     }
     before, after = contents(path), contents(out)
@@ -54,9 +54,9 @@ def test_our_table_may_go_into_an_inline_one(tmp_path: Path) -> None:
     (path / "task.toml").write_text("metadata = {a = 1}\n")
     task = Task.from_harbor(path)
     assert contents(task.to_harbor(tmp_path / "same")) == contents(path)
-    other = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
-    assert Task.from_harbor(other).id == "other"
-    assert tomllib.loads((other / "task.toml").read_text())["metadata"]["a"] == 1
+    folder = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
+    assert Task.from_harbor(folder).id == "other"
+    assert tomllib.loads((folder / "task.toml").read_text())["metadata"]["a"] == 1
 
 
 KEY = st.text(max_size=6)
@@ -81,24 +81,24 @@ PATH = st.lists(PART, min_size=1, max_size=3).map(lambda parts: "/".join(["x", *
 def test_any_directory_comes_out_as_it_was(
     unknown: dict[str, object], timeout: float, files: dict[str, bytes], instruction: str, others: str
 ) -> None:
-    files = {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
+    files = {path: data for path, data in files.items() if not any(inner.startswith(path + "/") for inner in files)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
         toml = f"{tomlkit.item(unknown).as_string()}\n"  # tables come last
-        held = {
+        entries = {
             "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
             "instruction.md": instruction.encode(),
         }
-        held |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
-        for name, data in held.items():
+        entries |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
+        for name, data in entries.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(data)
         task = Task.from_harbor(path)
         assert task.settings.verifier.timeout_sec == timeout
         out = task.to_harbor(Path(folder, "two"))
         assert contents(out) == contents(path)
-        again = Task.from_harbor(out)
-        assert again.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
+        reread = Task.from_harbor(out)
+        assert reread.model_copy(update={"id": task.id, "kept": None}) == task.model_copy(update={"kept": None})
 
 
 def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_for_foreign(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_the_package_harbor_reads_what_is_written_here_and_what_the_tests_take_f
     )
     OURS.to_harbor(tmp_path / "ours")
     assert task.Task.is_valid_dir(tmp_path / "ours")
-    read = task.Task(tmp_path / "ours")
-    assert read.instruction.strip() == OURS.instruction and read.config.schema_version == "1.4"
-    assert read.config.environment.network_mode.value == "no-network"
-    assert read.config.metadata["composer_nb"]["source_scope"] == ["f.py"]
+    harbor_task = task.Task(tmp_path / "ours")
+    assert harbor_task.instruction.strip() == OURS.instruction and harbor_task.config.schema_version == "1.4"
+    assert harbor_task.config.environment.network_mode.value == "no-network"
+    assert harbor_task.config.metadata["composer_nb"]["source_scope"] == ["f.py"]
     for name in FOREIGN:
         path = lay(name, tmp_path)
         assert task.Task.is_valid_dir(path), name

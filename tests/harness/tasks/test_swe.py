@@ -54,17 +54,21 @@ def test_a_row_with_its_repository_is_graded_by_pytest() -> None:
 )
 def test_such_tasks_are_valid(task: Task) -> None:
     with BwrapBackend() as backend:
-        found = validate_task(task, backend)
-    assert found.valid and found.fail_to_pass == ("tests/test_sums.py::test_two",) and found.plan is not None
-    assert len(found.plan.tests) == 2
+        validation = validate_task(task, backend)
+    assert (
+        validation.valid
+        and validation.fail_to_pass == ("tests/test_sums.py::test_two",)
+        and validation.plan is not None
+    )
+    assert len(validation.plan.tests) == 2
 
 
 @pytest.mark.parametrize("make", [Task.from_swebench, Task.from_swesmith])
 def test_a_row_alone_is_a_script_in_its_image(make: Any, tmp_path: Path) -> None:
     task = make(SMITH)
     assert task.grader == "script" and task.image and task.files == {}
-    again = Task.from_harbor(task.to_harbor(tmp_path / task.id))
-    assert again.model_copy(update={"kept": None}) == task.model_copy(update={"kept": None})
+    reread = Task.from_harbor(task.to_harbor(tmp_path / task.id))
+    assert reread.model_copy(update={"kept": None}) == task.model_copy(update={"kept": None})
     dockerfile = (tmp_path / task.id / "environment/Dockerfile").read_text()
     smith = make == Task.from_swesmith
     image = "images/org__lib:1" if smith else "swebench/sweb.eval.x86_64.org_1776_lib-1:latest"

@@ -33,18 +33,20 @@ NAME = st.text(st.characters(exclude_characters="/\0\\", exclude_categories=["Cs
 
 @st.composite
 def tasks(draw: st.DrawFn) -> Task:
-    """Any task with the tests of MINIMAL: every text in it may be anything."""
+    """Draw any task with the tests of MINIMAL: every text in it may be anything."""
     folders = st.lists(NAME, min_size=1, max_size=3, unique=True).map(lambda parts: "/".join(["x", *parts]))
-    extra = draw(st.dictionaries(folders, TEXT, max_size=3))
-    extra = {path: text for path, text in extra.items() if not any(other.startswith(path + "/") for other in extra)}
-    changed = draw(st.dictionaries(st.sampled_from(sorted({"f.py", *extra})), TEXT, max_size=2))
+    more_files = draw(st.dictionaries(folders, TEXT, max_size=3))
+    more_files = {
+        path: text for path, text in more_files.items() if not any(inner.startswith(path + "/") for inner in more_files)
+    }
+    changed_files = draw(st.dictionaries(st.sampled_from(sorted({"f.py", *more_files})), TEXT, max_size=2))
     return Task(
         id=draw(TEXT),
         instruction=draw(TEXT),
-        files=MINIMAL["files"] | {"f.py": draw(TEXT)} | extra,
+        files=MINIMAL["files"] | {"f.py": draw(TEXT)} | more_files,
         tests=MINIMAL["tests"],
-        solution=changed,
-        source_scope=("f.py", *extra),
+        solution=changed_files,
+        source_scope=("f.py", *more_files),
         metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
         strictness=draw(st.sampled_from(["tests", "twins", "scope", "lints"])),
         tools=draw(st.sampled_from([(), ("read_file", "finish")])),
@@ -144,18 +146,18 @@ def test_an_unfit_toml_is_named(harbor: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["task.toml", "instruction.md", "environment", WORKSPACE, f"{WORKSPACE}/f.py", "tests", "solution/f.py"]
+    "path", ["task.toml", "instruction.md", "environment", WORKSPACE, f"{WORKSPACE}/f.py", "tests", "solution/f.py"]
 )
-def test_links_are_refused(harbor: Path, tmp_path: Path, place: str) -> None:
+def test_links_are_refused(harbor: Path, tmp_path: Path, path: str) -> None:
     """A task from elsewhere must not make the host read files that are not the task's."""
     target = tmp_path / "elsewhere"
-    (harbor / place).rename(target)
-    (harbor / place).symlink_to(target)
-    with pytest.raises(ValueError, match=rf"{place}: links and devices have no place in a task"):
+    (harbor / path).rename(target)
+    (harbor / path).symlink_to(target)
+    with pytest.raises(ValueError, match=rf"{path}: links and devices have no place in a task"):
         Task.from_harbor(harbor)
-    (harbor / place).unlink()
-    os.mkfifo(harbor / place)  # not opened, for that would block
-    with pytest.raises(ValueError, match=rf"{place}: links and devices"):
+    (harbor / path).unlink()
+    os.mkfifo(harbor / path)  # not opened, for that would block
+    with pytest.raises(ValueError, match=rf"{path}: links and devices"):
         Task.from_harbor(harbor)
 
 

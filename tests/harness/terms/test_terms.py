@@ -35,12 +35,12 @@ def top_item(items):
 AGAIN = UTIL[: UTIL.index("\n\n\ndef mean_of")].replace("load_rows", "read_table").replace("rows", "found") + "\n"
 
 
-def left(before: dict[str, str], after: dict[str, str]) -> Rollout:
+def rollout_of(before: dict[str, str], after: dict[str, str]) -> Rollout:
     return Rollout(task_id="t", segments=(), turns=(), files=before | after, stop="finished", before=before)
 
 
 def value(name: str, before: dict[str, str], after: dict[str, str]) -> float:
-    return term_named(name)(left(before, after), GRADE)
+    return term_named(name)(rollout_of(before, after), GRADE)
 
 
 LINTED = [
@@ -92,9 +92,9 @@ NAMES = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_names_keep_the_convention(case: str) -> None:
-    text, wanted = NAMES[case]
-    assert value("odd_names", {"a.py": UTIL}, {"a.py": UTIL + "\n\n" + text}) == wanted
-    assert value("odd_names", {"a.py": UTIL}, {"new.py": text}) == wanted  # a new module has the code's convention
+    text, expected = NAMES[case]
+    assert value("odd_names", {"a.py": UTIL}, {"a.py": UTIL + "\n\n" + text}) == expected
+    assert value("odd_names", {"a.py": UTIL}, {"new.py": text}) == expected  # a new module has the code's convention
 
 
 SPLITS = "\n\ndef load_rows({}):\n    return [r.split() for r in file.read().splitlines()]\n"
@@ -115,8 +115,8 @@ HELPERS: dict[str, tuple[dict[str, str], float]] = {
 
 @pytest.mark.parametrize("case", HELPERS)
 def test_a_helper_that_is_there_is_not_written_again(case: str) -> None:
-    after, wanted = HELPERS[case]
-    assert value("rewritten_helpers", {"a.py": CLEAN, "util.py": UTIL}, after) == wanted
+    after, expected = HELPERS[case]
+    assert value("rewritten_helpers", {"a.py": CLEAN, "util.py": UTIL}, after) == expected
 
 
 def test_the_table_in_the_docs_names_every_term() -> None:
@@ -135,16 +135,16 @@ EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 
 
 def talk(*turns: tuple[Any, ...]) -> Rollout:
-    """A rollout of these turns: (tool, arguments), with fields of `Turn` after them; a text alone is the final message."""
-    made = []
-    for each in turns:
-        if len(each) == 1:
-            made.append(Turn(call="", observation="", said=each[0]))
+    """Return a rollout of these turns: (tool, arguments, fields of `Turn`), or a text alone for the final message."""
+    records = []
+    for spec in turns:
+        if len(spec) == 1:
+            records.append(Turn(call="", observation="", said=spec[0]))
             continue
-        name, arguments, *rest = each
+        name, arguments, *rest = spec
         fields = {"observation": "", **(rest[0] if rest else {})}
-        made.append(Turn(call=json.dumps({"name": name, "arguments": arguments}), **fields))
-    return replace(EMPTY, turns=tuple(made))
+        records.append(Turn(call=json.dumps({"name": name, "arguments": arguments}), **fields))
+    return replace(EMPTY, turns=tuple(records))
 
 
 def todos(merge: bool, **status: str) -> tuple[str, dict[str, Any]]:
@@ -184,13 +184,15 @@ CONDUCT: list[tuple[str, list[tuple[Any, ...]], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "turns", "value"), CONDUCT, ids=lambda each: each if isinstance(each, str) else None)
+@pytest.mark.parametrize(
+    ("name", "turns", "value"), CONDUCT, ids=lambda parameter: parameter if isinstance(parameter, str) else None
+)
 def test_conduct(name: str, turns: list[tuple[Any, ...]], value: float) -> None:
     assert term_named(name)(talk(*turns), FAILED) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    ("said", "value"),
+    ("message", "value"),
     [
         ("I fixed the sum in a.py.", 0.0),
         ("I fixed the sum in `src/a.py`.", 0.0),
@@ -200,9 +202,9 @@ def test_conduct(name: str, turns: list[tuple[Any, ...]], value: float) -> None:
         ("", 0.0),
     ],
 )
-def test_a_claim_names_a_file_that_differs(said: str, value: float) -> None:
+def test_a_claim_names_a_file_that_differs(message: str, value: float) -> None:
     files = {"before": {"src/a.py": "1", "data.py": "x"}, "files": {"src/a.py": "2", "data.py": "x"}}
-    assert term_named("vague_claims")(replace(talk((said,)), **files), FAILED) == value
+    assert term_named("vague_claims")(replace(talk((message,)), **files), FAILED) == value
 
 
 def acts(*calls: tuple[str, dict[str, str]]) -> Rollout:
@@ -216,7 +218,7 @@ ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right si
 
 
 @pytest.mark.parametrize(
-    ("written", "share"),
+    ("arguments", "share"),
     [
         ({"contents": PLAIN}, 0.0),
         ({"contents": "#!/bin/sh\n#include <a.h>\n"}, 0.0),
@@ -228,9 +230,9 @@ ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right si
         ({"command": "ls # list"}, 0.0),
     ],
 )
-def test_reasoning_in_comments(written: dict[str, str], share: float) -> None:
-    name = "run_terminal_cmd" if "command" in written else "search_replace" if "old_string" in written else "write"
-    assert term_named("reasoning_in_comments")(acts((name, written)), GRADE) == pytest.approx(share, abs=0.1)
+def test_reasoning_in_comments(arguments: dict[str, str], share: float) -> None:
+    name = "run_terminal_cmd" if "command" in arguments else "search_replace" if "old_string" in arguments else "write"
+    assert term_named("reasoning_in_comments")(acts((name, arguments)), GRADE) == pytest.approx(share, abs=0.1)
     patch = "*** Begin Patch\n*** Update File: a.py\n" + "".join(f"+{line}\n" for line in THOUGHT.splitlines())
     assert term_named("reasoning_in_comments")(acts(("apply_patch", {"patch": patch})), GRADE) > 0.9
 
@@ -250,6 +252,6 @@ def test_reasoning_in_comments(written: dict[str, str], share: float) -> None:
     ],
 )
 def test_work_of_tools_by_the_terminal(command: str, counts: bool) -> None:
-    terminal, read = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
-    assert term_named("terminal_only")(acts(terminal), GRADE) == float(counts)
-    assert term_named("terminal_only")(acts(terminal, read, read, read), GRADE) == counts / 4
+    terminal_call, read_call = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
+    assert term_named("terminal_only")(acts(terminal_call), GRADE) == float(counts)
+    assert term_named("terminal_only")(acts(terminal_call, read_call, read_call, read_call), GRADE) == counts / 4

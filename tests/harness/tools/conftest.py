@@ -29,8 +29,8 @@ class FixedSearch:
 
 @pytest.fixture
 def box(backend: Backend) -> Iterator[Sandbox]:
-    with backend.create(SPEC) as made:
-        yield made
+    with backend.create(SPEC) as sandbox:
+        yield sandbox
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +45,11 @@ def session(tools: ToolSet, box: Sandbox) -> Session:
 
 @pytest.fixture
 def call(tools: ToolSet, session: Session) -> Call:
-    """Calls one tool; what went wrong is of the kind `error`."""
+    """Return a function that calls one tool and asserts that its error is of the kind `error`, if any."""
 
-    def one(name: str, *, error: str | None = None, **arguments: object) -> Reply:
+    def call_tool(name: str, *, error: str | None = None, **arguments: object) -> Reply:
         [reply] = tools.run(session, [ToolCall(name=name, arguments=arguments)])
         assert reply.error == error, reply.text
         return reply
 
-    return one
+    return call_tool

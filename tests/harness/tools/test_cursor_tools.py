@@ -19,9 +19,9 @@ OUTSIDE = ["..", "../a", "/etc/passwd", "a/../../b", "/", "out", "out/passwd", "
 
 @pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    made = make(request.param, request)
-    yield made
-    made.close()
+    backend = make(request.param, request)
+    yield backend
+    backend.close()
 
 
 class TestFiles:
@@ -106,8 +106,8 @@ class TestFiles:
         patch += "*** Delete File: b\n*** Update File: {}\n-2\n+y\n*** End Patch"
         before = box.snapshot().digest
         call("apply_patch", patch=patch.format("c"), **NOT_THERE)
-        for twice in ("a", "./a", "d/../b"):
-            call("apply_patch", patch=patch.format(twice), **NEVER)
+        for path in ("a", "./a", "d/../b"):
+            call("apply_patch", patch=patch.format(path), **NEVER)
         assert box.snapshot().digest == before
         box.write("c", b"2\n", mode=0o755)
         assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"
@@ -180,11 +180,11 @@ class TestTerminal:
     def test_tests_are_counted_as_pytest_sums_them_up(self, box: Sandbox, call: Call) -> None:
         box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
         counts = {"pytest test_a.py": (1, 2), "python -m pytest -q -x --tb=short -rN -k test_b": (0, 1)}
-        for command, wanted in (
+        for command, expected in (
             counts | dict.fromkeys(("pytest -qq test_a.py", "echo 5 passed"), (None, None))
         ).items():
             reply = call("run_terminal_cmd", command=command, is_background=False)
-            assert (reply.tests_passed, reply.tests_run) == wanted
+            assert (reply.tests_passed, reply.tests_run) == expected
 
     def test_a_shell_that_tells_nothing_changes_nothing(self, session: Session, call: Call) -> None:
         self.run(call, "mkdir d; cd d; export A=1")

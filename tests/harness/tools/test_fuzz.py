@@ -63,7 +63,7 @@ def trapped(backend: Backend, spec: SandboxSpec) -> Sandbox:
 
 
 class Monkey:
-    """Writes calls: a tool's own arguments, each as it should be, or not."""
+    """Writes calls with a tool's own arguments, each valid or not."""
 
     def __init__(self, tools: ToolSet, seed: int) -> None:
         self.lot = random.Random(seed)
@@ -79,8 +79,8 @@ class Monkey:
         [name] = lot.choices(list(self.schemas), self.weights)
         schema = self.schemas[name]
         chance = dict.fromkeys(schema["properties"], 0.2) | dict.fromkeys(schema.get("required", ()), 0.97)
-        given = {key: part for key, part in schema["properties"].items() if lot.random() < chance[key]}
-        arguments: typing.Any = {key: self.value(key, part) for key, part in given.items()}
+        fields = {key: part for key, part in schema["properties"].items() if lot.random() < chance[key]}
+        arguments: typing.Any = {key: self.value(key, part) for key, part in fields.items()}
         if lot.random() < 0.05:
             arguments[lot.choice(["path", "cmd", "\udcff", "x" * 9999, "", "self", "__class__"])] = lot.choice(HOSTILE)
         if lot.random() < 0.01:
@@ -117,10 +117,10 @@ def well_formed(reply: Reply, call: ToolCall) -> None:
 
 
 def test_two_thousand_calls(backend: Backend) -> None:
-    """In turns of one to six, in a fresh workspace from time to time."""
+    """Calls are made in turns of one to six, in a fresh workspace from time to time."""
     counts: Counter[tuple[str, str]] = Counter()
-    lot, done = random.Random(1), 0  # with 0, no call of the sixteen of `glob_file_search` is invalid
-    while done < 2000:
+    lot, calls = random.Random(1), 0  # with 0, no call of the sixteen of `glob_file_search` is invalid
+    while calls < 2000:
         tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: []))
         monkey = Monkey(tools, lot.randrange(1 << 30))
         with trapped(backend, SandboxSpec(disk_bytes=48 << 20, processes=64)) as box:
@@ -132,6 +132,6 @@ def test_two_thousand_calls(backend: Backend) -> None:
                 for reply, call in zip(replies, turn, strict=True):
                     well_formed(reply, call)
                     counts[call.name if call.name in tools.tools else "unknown", reply.error or "ok"] += 1
-                done += len(turn)
+                calls += len(turn)
     fared = {tool: {kind for name, kind in counts if name == tool} for tool, _ in counts}
     assert all({"ok", "InvalidArguments"} <= kinds for tool, kinds in fared.items() if tool != "unknown"), fared

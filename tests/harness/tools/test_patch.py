@@ -25,11 +25,11 @@ def begin_patch(old: Sequence[str], new: Sequence[str], context: int) -> str:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 60).map(str), unique=True, min_size=2, max_size=40), st.data())
 def test_begin_patch_makes_the_new_text(old: list[str], data: st.DataObject) -> None:
-    """With lines that are there once, so that there is one place for each hunk."""
+    """Each line occurs once, so that each hunk fits in one place."""
     new = list(old)
     for _ in range(data.draw(st.integers(1, 5))):
-        place = data.draw(st.integers(0, len(new) - 1))
-        new[place : place + data.draw(st.integers(0, 1))] = data.draw(st.lists(st.sampled_from("xyz"), max_size=2))
+        start = data.draw(st.integers(0, len(new) - 1))
+        new[start : start + data.draw(st.integers(0, 1))] = data.draw(st.lists(st.sampled_from("xyz"), max_size=2))
         if len(new) < 2:
             return
     if old == new:

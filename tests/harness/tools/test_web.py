@@ -27,10 +27,10 @@ def test_a_search_shows_passages_and_a_url_its_page(tmp_path: Path, backend: Bac
     with backend.create() as box:
         session = tools.open(box)
         queries = ["priority queue heappush", PAGES[0]["url"], "zzyzx"]
-        found, page, nothing = tools.run(session, [call("web_search", search_term=query) for query in queries])
-    assert found.text.startswith("https://docs.test/heapq\nheapq\n") and "\x1b" not in found.text
+        result, page, no_result = tools.run(session, [call("web_search", search_term=query) for query in queries])
+    assert result.text.startswith("https://docs.test/heapq\nheapq\n") and "\x1b" not in result.text
     assert page.text == f"{PAGES[0]['url']}\nbisect\n{PAGES[0]['text']}"
-    assert nothing.error is None and nothing.text == "(nothing found)"
+    assert no_result.error is None and no_result.text == "(nothing found)"
     assert "web_search" not in EnvSettings(tools="cursor").toolset.tools
 
 

@@ -14,17 +14,19 @@ from composer_nb.harness.sandbox.guest.commands import Commands
 
 def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
     me, later = os.getpid(), 1 << 40
-    both, orphan = [(10, me, 5), (11, 10, 6)], [(11, me, 6)]
-    tables = [both, [*both, (12, 11, 7)], orphan, orphan, [(11, me, 9)]]  # at last its number is another's
+    children, orphan = [(10, me, 5), (11, 10, 6)], [(11, me, 6)]
+    tables = [children, [*children, (12, 11, 7)], orphan, orphan, [(11, me, 9)]]  # at last its number is another's
     killed: list[tuple[int, int]] = []
     commands: Any = Commands.__new__(Commands)
     commands.running = {10}
     monkeypatch.setattr(commands, "reap", lambda: None)
     monkeypatch.setattr(guest_commands, "processes", lambda: iter(tables.pop(0)))
-    monkeypatch.setattr(os, "kill", lambda pid, what: killed.append((pid, what)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal_number: killed.append((pid, signal_number)))
     assert commands.end(10, later)
     assert tables == []
-    assert {pid for pid, what in killed if what == signal.SIGKILL} == {10, 11, 12}, "what was forked meanwhile as well"
+    assert {pid for pid, signal_number in killed if signal_number == signal.SIGKILL} == {10, 11, 12}, (
+        "what was forked meanwhile as well"
+    )
 
 
 def test_a_command_that_dies_late_is_ended_although_nothing_is_left_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ Verdict = Callable[..., int]
 def reader(program: bytes, arch: int) -> Verdict:
     def verdict(number: int, *arguments: int, arch: int = arch) -> int:
         data, accumulator, at = {0: number, 4: arch}, 0, 0
-        for place, value in enumerate((*arguments, *6 * (0,))):
-            data |= {16 + 8 * place: value & 0xFFFFFFFF, 20 + 8 * place: value >> 32}
+        for index, value in enumerate((*arguments, *6 * (0,))):
+            data |= {16 + 8 * index: value & 0xFFFFFFFF, 20 + 8 * index: value >> 32}
         while True:
             code, yes, no, k = struct.unpack_from("=HBBI", program, 8 * at)
             at += 1

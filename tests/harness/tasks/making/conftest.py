@@ -167,7 +167,7 @@ def files() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository in a folder, with history, caches and copies beside it."""
+    """Return the repository in a folder, with history, caches and copies beside it."""
     root = write(tmp_path_factory.mktemp("making") / "shapes", FILES | LEAKS)
     (root / "shapes" / "link.py").symlink_to("/etc/passwd")
     (root / "logo.png").write_bytes(b"\x89PNG\x00\xff")

@@ -94,7 +94,7 @@ def package(folder: Path, version: str) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Project]:
-    """The recipe of a made-up tests4py with one project of three bugs, one of which is refused and another has no effect."""
+    """Return the recipe of a made-up tests4py: one project of three bugs, of which one is refused and one has no effect."""
     data = tmp_path / "tests4py"
     fixes = [FIX, FIX, FIX.replace("values", "numbers")]
     for number, fix in enumerate(fixes, 1):
@@ -130,19 +130,19 @@ def test_a_reversed_fix_is_a_task_with_the_fix_as_its_solution(
     assert task.files == {"sums/__init__.py": "", "sums/core.py": WRONG} and task.solution == {"sums/core.py": RIGHT}
     assert apply_patch(task.files, FIX.partition("diff --git a/tests")[0]) == task.solution
     assert task.tests == {"test_bug.py": TESTS} and task.metadata["repository"] == "sums"
-    shown = re.findall(r"mean\(.*?\)", task.instruction)
-    assert shown == ["mean([])"] and "return" not in task.instruction, task.instruction
+    calls = re.findall(r"mean\(.*?\)", task.instruction)
+    assert calls == ["mean([])"] and "return" not in task.instruction, task.instruction
     right, wrong = (grade(task, files, backend) for files in (gold_files(task), workspace(task)))
     assert right.passed and sorted(wrong.failed) == [f"test_bug.py::TestsFailing::test_{n}" for n in (1, 2)]
 
     for path in (tmp_path / "index").iterdir():
         path.unlink()  # nothing is downloaded or tried again
-    again = make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
-    assert again["tasks"] == 1 and load_tasks(out) == [task]
-    other = task.model_copy(update={"id": "other-1"})
-    save_tasks([other], out / "other" / "tasks.jsonl")
+    second_summary = make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
+    assert second_summary["tasks"] == 1 and load_tasks(out) == [task]
+    other_task = task.model_copy(update={"id": "other-1"})
+    save_tasks([other_task], out / "other" / "tasks.jsonl")
     make_bugs(out, cast(Backend, None), recipe, lambda doing, counts: None)
-    assert load_tasks(out) == [other, task], "what was made of another project stays"
+    assert load_tasks(out) == [other_task, task], "what was made of another project stays"
 
 
 def test_what_is_missing_or_changed_is_named_before_anything_runs(
@@ -176,10 +176,10 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
 def test_the_recipe_has_a_release_or_a_reason_for_each_bug() -> None:
     recipe = read_recipe()
     rows = [bug for project in recipe.values() for bug in project.bugs.values()]
-    kept = [bug for bug in rows if not bug.refused]
-    assert all(bug.release and re.fullmatch("[0-9a-f]{64}", bug.sha256) for bug in kept)
+    usable = [bug for bug in rows if not bug.refused]
+    assert all(bug.release and re.fullmatch("[0-9a-f]{64}", bug.sha256) for bug in usable)
     assert not any(bug.release or bug.sha256 for bug in rows if bug.refused)
-    assert len(kept) >= 60 and sum(any(not bug.refused for bug in row.bugs.values()) for row in recipe.values()) >= 6
+    assert len(usable) >= 60 and sum(any(not bug.refused for bug in row.bugs.values()) for row in recipe.values()) >= 6
     assert json.loads(bugs.RECIPE.read_text()) == {
         name: row.model_dump(mode="json", exclude_defaults=True) for name, row in recipe.items()
     }

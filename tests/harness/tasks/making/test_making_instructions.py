@@ -65,7 +65,7 @@ class TestStack(unittest.TestCase):
 )
 
 
-def heard(
+def symptom_of(
     name: str,
     needle: str,
     why: str = "AssertionError",
@@ -84,23 +84,23 @@ LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresul
 @pytest.mark.parametrize(
     ("report", "facts"),
     [
-        (heard("test_chunks", "assert chunks", compared=["==", "[[1], [2]]", "[[1, 2]]"]),
+        (symptom_of("test_chunks", "assert chunks", compared=["==", "[[1], [2]]", "[[1, 2]]"]),
          {"call": "chunks([1, 2], 2)", "expected": "[[1, 2]]", "actual": "[[1], [2]]"}),
-        (heard("test_param", "clamp(value)", values={"value": "1", "wanted": "2"}, compared=["==", "5", "2"]),
+        (symptom_of("test_param", "clamp(value)", values={"value": "1", "wanted": "2"}, compared=["==", "5", "2"]),
          {"call": "clamp(1)", "expected": "2", "actual": "5", "code": ""}),
-        (heard("test_chunks", "assert chunks", "TypeError", "/box/run0/a.py: no\x1b[1m such thing" + "x" * 300),
+        (symptom_of("test_chunks", "assert chunks", "TypeError", "/box/run0/a.py: no\x1b[1m such thing" + "x" * 300),
          {"call": "chunks([1, 2], 2)", "exception": "TypeError", "expected": "[[1, 2]]", "actual": ""}),
-        (heard("test_pop_after_two_pushes", "result ==", values={"result": "1"}, compared=["==", "1", "2"]),
+        (symptom_of("test_pop_after_two_pushes", "result ==", values={"result": "1"}, compared=["==", "1", "2"]),
          {"code": f"{LINES}\nassert result == 2", "call": "result", "expected": "2", "actual": "1"}),
-        (heard("test_pop_after_two_pushes", "result = ", "IndexError", "empty"),
+        (symptom_of("test_pop_after_two_pushes", "result = ", "IndexError", "empty"),
          {"code": LINES, "exception": "IndexError", "message": "empty"}),
-        (heard("test_refuses", "pytest.raises(", "Failed", "DID NOT RAISE <class 'ValueError'>"),
+        (symptom_of("test_refuses", "pytest.raises(", "Failed", "DID NOT RAISE <class 'ValueError'>"),
          {"call": "chunks([1], 0)", "missing": "ValueError"}),
-        (heard("test_refuses", "chunks([1], 0)", "TypeError", "no"),
+        (symptom_of("test_refuses", "chunks([1], 0)", "TypeError", "no"),
          {"call": "chunks([1], 0)", "exception": "TypeError", "missing": "ValueError"}),
-        (heard("TestStack::test_order", "clamp(3)", message="3 != 4"),
+        (symptom_of("TestStack::test_order", "clamp(3)", message="3 != 4"),
          {"call": "clamp(3)", "expected": "4", "actual": "3"}),
-        (heard("test_full", "full.size", compared=["==", "'test_full.<locals>.x'", "2"]),
+        (symptom_of("test_full", "full.size", compared=["==", "'test_full.<locals>.x'", "2"]),
          {"code": "from shapes import Stack\n@pytest.fixture\ndef full():\n    return Stack([1, 2])\n"
                   "assert full.size == 2", "actual": "'x'", "setup": ()}),
     ],
@@ -115,10 +115,10 @@ def test_what_is_seen_of_a_failure(report: Symptom, facts: dict[str, Any]) -> No
 
 
 def test_a_failure_that_nothing_explains_or_reproduces_tells_nothing() -> None:
-    assert heard("TestStack::test_most_recent_item_goes_first", "self.check", "KeyError", "'a' at 0x7f12") is None
-    assert heard("TestStack::test_made", "self.made()", compared=["==", "0", "1"]) is None
-    assert heard("test_size_of_the_empty_one", "full.size == 0", compared=["==", "1", "0"]) is None
-    assert heard("test_gone", "assert chunks") is None
+    assert symptom_of("TestStack::test_most_recent_item_goes_first", "self.check", "KeyError", "'a' at 0x7f12") is None
+    assert symptom_of("TestStack::test_made", "self.made()", compared=["==", "0", "1"]) is None
+    assert symptom_of("test_size_of_the_empty_one", "full.size == 0", compared=["==", "1", "0"]) is None
+    assert symptom_of("test_gone", "assert chunks") is None
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,17 @@ def test_a_feature_is_asked_for_by_its_signature_documentation_and_examples(
     documented: str, examples: int, styles: int
 ):
     text = f'def f(x):\n    """{documented}"""\n    return range(0, x)\n'
-    some = [Symptom(call=f"f({n})", expected=str(n), exception="NotImplementedError") for n in range(examples)]
-    texts = {write_feature("a.py", "f", text, str(seed), some) for seed in range(30)} - {""}
+    symptoms = [Symptom(call=f"f({n})", expected=str(n), exception="NotImplementedError") for n in range(examples)]
+    texts = {write_feature("a.py", "f", text, str(seed), symptoms) for seed in range(30)} - {""}
     assert len(texts) == styles
     assert all(request.count("should give") == min(examples, 2) and "range(0" not in request for request in texts)
 
 
 def test_failing_tests_are_taken_out_of_a_module(files: dict[str, str]) -> None:
     text = files["tests/test_core.py"]
-    left = without_tests(text, ["t.py::test_clamp#1", "t.py::TestStack::test_size#0", "t.py::nowhere#0"])
-    assert "def test_clamp(" not in left and "parametrize" not in left and "def test_size" not in left
-    assert "def test_clamp_range(" in left and "def test_order" in left
+    remaining = without_tests(text, ["t.py::test_clamp#1", "t.py::TestStack::test_size#0", "t.py::nowhere#0"])
+    assert "def test_clamp(" not in remaining and "parametrize" not in remaining and "def test_size" not in remaining
+    assert "def test_clamp_range(" in remaining and "def test_order" in remaining
     empty = without_tests(text, [f"t.py::TestStack::{name}#0" for name in ("test_order", "test_size", "test_empty")])
     [stack] = [node for node in ast.parse(empty).body if isinstance(node, ast.ClassDef)]
-    assert all(isinstance(each, ast.Pass) for each in stack.body)
+    assert all(isinstance(statement, ast.Pass) for statement in stack.body)

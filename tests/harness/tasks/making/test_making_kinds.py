@@ -72,7 +72,7 @@ Tasks = Mapping[str, list[Task]]
 
 
 @pytest.fixture(scope="module")
-def made(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+def tasks_by_kind(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Tasks:
     folder, kinds = tmp_path_factory.mktemp("kinds"), list(KINDS)
     more = {"shapes/report.py": REPORT, "tests/test_report.py": TESTS_OF_REPORT}
     out = folder / "out"
@@ -109,8 +109,8 @@ def test_a_kind_without_a_candidate_is_refused(checkout: Path, tmp_path: Path, b
 
 
 @pytest.mark.slow
-def test_each_kind_is_made_and_fit(made: Tasks, backend: Backend) -> None:
-    for kind, tasks in made.items():
+def test_each_kind_is_made_and_fit(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for kind, tasks in tasks_by_kind.items():
         assert len(tasks) == LIMIT, kind
         for task in tasks:
             row = check_task(task, backend)
@@ -118,9 +118,9 @@ def test_each_kind_is_made_and_fit(made: Tasks, backend: Backend) -> None:
 
 
 @pytest.mark.slow
-def test_tests_must_notice_the_mutants_by_what_they_do(made: Tasks, backend: Backend) -> None:
+def test_tests_must_notice_the_mutants_by_what_they_do(tasks_by_kind: Tasks, backend: Backend) -> None:
     """`assert True` notices nothing. A test that knows the text of the code also refuses the same code in other words."""
-    for task in made["tests"]:
+    for task in tasks_by_kind["tests"]:
         [(path, right)] = task.solution.items()
         start = task.files[path]
         assert right.count("def test_") > start.count("def test_") and len(task.mutants) > 1
@@ -138,8 +138,8 @@ def test_tests_must_notice_the_mutants_by_what_they_do(made: Tasks, backend: Bac
 
 
 @pytest.mark.slow
-def test_lints_are_mended_without_a_change_of_behaviour(made: Tasks, backend: Backend) -> None:
-    for task in made["lint"]:
+def test_lints_are_mended_without_a_change_of_behaviour(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["lint"]:
         for path, right in task.solution.items():
             start = task.files[path]
             assert {*lints(start)} - {*lints(right)}
@@ -151,14 +151,14 @@ def test_lints_are_mended_without_a_change_of_behaviour(made: Tasks, backend: Ba
 
 
 @pytest.mark.slow
-def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -> None:
-    for task in made["rename"]:
+def test_a_rename_leaves_no_way_to_the_old_name(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["rename"]:
         [[_, _, old], [_, path, name]] = json.loads(task.metadata[RULES])
         holder, _, new = name.rpartition(".")
         right, sources = task.solution[path], {at: text for at, text in task.solution.items() if "test" not in at}
         assert old in task.instruction and new in task.instruction
-        gone = f"\n\ndef test_gone():\n    assert not hasattr(int, {old!r})\n"
-        tests = {at: text + gone for at, text in task.solution.items() if at not in sources}
+        extra_test = f"\n\ndef test_gone():\n    assert not hasattr(int, {old!r})\n"
+        tests = {at: text + extra_test for at, text in task.solution.items() if at not in sources}
         assert passes(task, backend, task.solution) and passes(task, backend, sources | tests)
         assert tests and not passes(task, backend, sources), "tests that were not renamed"
         alias = f"{holder}.{old} = {holder}.{new}\n" if holder else f"{old} = {new}\n"
@@ -168,25 +168,28 @@ def test_a_rename_leaves_no_way_to_the_old_name(made: Tasks, backend: Backend) -
 
 
 @pytest.mark.slow
-def test_a_moved_function_is_defined_once(made: Tasks, backend: Backend) -> None:
-    for task in made["move"]:
+def test_a_moved_function_is_defined_once(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["move"]:
         [[_, old, name], _, [_, new, _]] = json.loads(task.metadata[RULES])
         assert new not in task.files and f"import {name}" in task.solution[old]
         lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
-        twice = {**task.solution, old: task.files[old]}
-        lost = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
-        inside, source = f"{old[:-3].replace('/', '.')}", task.files[old].replace(f"def {name}(", f"def {name}_old(")
+        duplicated = {**task.solution, old: task.files[old]}
+        renamed_import = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
+        old_module, source = (
+            f"{old[:-3].replace('/', '.')}",
+            task.files[old].replace(f"def {name}(", f"def {name}_old("),
+        )
         thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
         thin[new] = (
-            f"def {name}(*items, **more):\n    from {inside} import {name}_old\n\n    return {name}_old(*items, **more)\n"
+            f"def {name}(*items, **more):\n    from {old_module} import {name}_old\n\n    return {name}_old(*items, **more)\n"
         )
-        for changed in (lazy, twice, lost, thin):
+        for changed in (lazy, duplicated, renamed_import, thin):
             assert not passes(task, backend, changed)
 
 
 @pytest.mark.slow
-def test_an_extracted_piece_is_gone_from_where_it_was(made: Tasks, backend: Backend) -> None:
-    for task in made["extract"]:
+def test_an_extracted_piece_is_gone_from_where_it_was(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["extract"]:
         [[_, path, name], [_, _, new]] = json.loads(task.metadata[RULES])
         right, start, short = task.solution[path], task.files[path], new.rpartition(".")[2]
         assert f"`{short}`" in task.instruction and f"`{name}`" in task.instruction
@@ -198,8 +201,8 @@ def test_an_extracted_piece_is_gone_from_where_it_was(made: Tasks, backend: Back
 
 
 @pytest.mark.slow
-def test_a_feature_over_several_files_needs_each_of_them(made: Tasks, backend: Backend) -> None:
-    for task in made["features"]:
+def test_a_feature_over_several_files_needs_each_of_them(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["features"]:
         assert len(task.solution) > 1 and all(path in task.instruction for path in task.solution)
         for path, text in task.solution.items():
             assert "raise NotImplementedError" in task.files[path] and not passes(task, backend, {path: text})
@@ -216,20 +219,22 @@ def passes_after(task: Task, backend: Backend, script: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_history_is_mended_on_top_of_every_commit(made: Tasks, backend: Backend) -> None:
+def test_a_history_is_mended_on_top_of_every_commit(tasks_by_kind: Tasks, backend: Backend) -> None:
     """Files alone are not enough, nor is a history without the commits that were there."""
-    forms = {len(task.commits): task for task in made["git"]}
+    forms = {len(task.commits): task for task in tasks_by_kind["git"]}
     assert {*forms} == {3, 5}
-    [place] = json.loads(forms[5].metadata["places"])
-    [bad] = [n for n, (_, message, _) in enumerate(forms[5].commits) if message == f"Rework {place.partition('::')[2]}"]
-    at, other = f"main~{4 - bad}", f"main~{int(bad == 4)}"
+    [target] = json.loads(forms[5].metadata["places"])
+    [bad] = [
+        n for n, (_, message, _) in enumerate(forms[5].commits) if message == f"Rework {target.partition('::')[2]}"
+    ]
+    at, other_commit = f"main~{4 - bad}", f"main~{int(bad == 4)}"
     [path] = {*forms[3].solution} - {GIT_REPORT}
-    both, commit = f"sed -i '/^[<=>]\\{{7\\}}/d' {path}", "git commit -qam x"
+    keep_both, commit = f"sed -i '/^[<=>]\\{{7\\}}/d' {path}", "git commit -qam x"
     one_side = [f"git checkout --{side} .; {commit}" for side in SIDES]
-    right = {5: f"git revert --no-edit {at}", 3: f"{both} && {commit}"}
+    right = {5: f"git revert --no-edit {at}", 3: f"{keep_both} && {commit}"}
     wrong = {
-        5: ("true", f"git revert -n {at}", f"git reset -q --hard {at}~1", f"git revert --no-edit {other}"),
-        3: (commit, both, f"{both}; rm .git/MERGE_HEAD; {commit}", *one_side),
+        5: ("true", f"git revert -n {at}", f"git reset -q --hard {at}~1", f"git revert --no-edit {other_commit}"),
+        3: (commit, keep_both, f"{keep_both}; rm .git/MERGE_HEAD; {commit}", *one_side),
     }
     for count, task in forms.items():
         assert passes_after(task, backend, right[count])
@@ -239,8 +244,8 @@ def test_a_history_is_mended_on_top_of_every_commit(made: Tasks, backend: Backen
 
 
 @pytest.mark.slow
-def test_an_answer_is_compared_word_by_word(made: Tasks, backend: Backend) -> None:
-    for task in made["question"]:
+def test_an_answer_is_compared_word_by_word(tasks_by_kind: Tasks, backend: Backend) -> None:
+    for task in tasks_by_kind["question"]:
         names = task.solution["ANSWER.txt"].strip().split(", ")
         assert len(names) == 2 and "ANSWER.txt" in task.instruction
         for text in (f"- `{names[1]}()`, {names[0]}.", f"\"{names[1]}\"; '{names[0]}'"):
@@ -254,9 +259,9 @@ def test_only_functions_with_one_answer_are_asked_about_and_renamed() -> None:
     functions = units("q.py", QUESTIONS)
     repository = SimpleNamespace(files={"q.py": QUESTIONS}, sources=("q.py",), scope=("q.py",))
     subject = cast(Any, SimpleNamespace(repository=repository, units=functions, reached=functions, seed="0"))
-    asked = {candidate.build.args[1].name for candidate in questions(subject)}
-    assert asked == {"widen", "clean", "plain"}
-    assert {unit.name for unit in renameable(subject)} == {*asked, "quoted", "tally", "build"}
+    names = {candidate.build.args[1].name for candidate in questions(subject)}
+    assert names == {"widen", "clean", "plain"}
+    assert {unit.name for unit in renameable(subject)} == {*names, "quoted", "tally", "build"}
 
 
 def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
@@ -284,8 +289,8 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     wrong += [("b.py", "try: x\nexcept: \n def moved(): pass\n"), ("test_a.py", "def test_a(): A().old()\n")]
     wrong += [("a.py", f"if 0:\n class A:\n  def new(): 0\n{line}\n") for line in ("from d import *", "new = d")]
     more = ("import old", "x = {'old': 1}", "(", "def f(old): pass", "f(old=1)", "from a import b as old", "x.__dict__")
-    made = ("x.f_globals", "globals()['o' + 'ld'] = 1", "setattr(A, 'dlo'[::-1], 1)", "def __getattr__(name): pass")
-    for path, text in [*wrong, *(("c.py", line) for line in (*more, *made))]:
+    dynamic = ("x.f_globals", "globals()['o' + 'ld'] = 1", "setattr(A, 'dlo'[::-1], 1)", "def __getattr__(name): pass")
+    for path, text in [*wrong, *(("c.py", line) for line in (*more, *dynamic))]:
         assert not all(structure(task, right | {path: text}).values()), text
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})

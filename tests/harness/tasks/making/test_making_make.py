@@ -40,16 +40,16 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def made(checkout: Path, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out_folder(checkout: Path, backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
-    found = make(checkout, out, backend, limit=LIMIT)
-    assert found["tasks"] >= 6 and sum(kind["kept"] for kind in found["kinds"]) >= found["tasks"]
+    summary = make(checkout, out, backend, limit=LIMIT)
+    assert summary["tasks"] >= 6 and sum(kind["kept"] for kind in summary["kinds"]) >= summary["tasks"]
     return out
 
 
 @pytest.fixture(scope="module")
-def tasks(made: Path) -> list[Task]:
-    return load_tasks(made / TASKS)
+def tasks(out_folder: Path) -> list[Task]:
+    return load_tasks(out_folder / TASKS)
 
 
 @pytest.fixture(scope="module")
@@ -137,15 +137,15 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
     only its tasks have recorded calls."""
     (tmp_path / "a.py").write_text(TOTAL)
     sums = {(7, 30): 77, (41, -2): 85, (56,): 115, (19, 0, 4): 49}
-    calls = "".join(f"    assert total({numbers}) == {wanted}\n" for numbers, wanted in sums.items())
+    calls = "".join(f"    assert total({numbers}) == {expected}\n" for numbers, expected in sums.items())
     (tmp_path / "test_a.py").write_text(
         f"from a import Box, total\ndef test_total():\n{calls}def test_half():\n    assert Box(9).half() == 4\n"
     )
     out = tmp_path.with_name(f"{tmp_path.name}-out")
     free = make(tmp_path, out, backend, limit=3)
-    assert {"calls", "none"} == {each["by"] for each in free["guards"].values()}
+    assert {"calls", "none"} == {guard["by"] for guard in free["guards"].values()}
     strict = make(tmp_path, out, backend, limit=3, require="calls")
-    assert strict["tasks"] == len(strict["guards"]) > 0 and {each["by"] for each in strict["guards"].values()} == {
+    assert strict["tasks"] == len(strict["guards"]) > 0 and {guard["by"] for guard in strict["guards"].values()} == {
         "calls"
     }
     assert {task.id for task in load_tasks(out / TASKS)} == set(strict["guards"])
@@ -153,28 +153,28 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, backend: Backend, monkeypatch):
+def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, out_folder, tmp_path, backend: Backend, monkeypatch):
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
     def interrupt(doing: str, counts: str) -> None:
         if counts.startswith("3 of"):
             raise KeyboardInterrupt
 
-    wanted = [task.id for task in load_tasks(made / TASKS)]
-    shutil.copyfile(made / RECORD, tmp_path / RECORD)
+    task_ids = [task.id for task in load_tasks(out_folder / TASKS)]
+    shutil.copyfile(out_folder / RECORD, tmp_path / RECORD)
     with pytest.raises(KeyboardInterrupt):
         make(checkout, tmp_path, backend, limit=LIMIT, report=interrupt)
-    assert [task.id for task in load_tasks(tmp_path / TASKS)] == wanted[:3]
+    assert [task.id for task in load_tasks(tmp_path / TASKS)] == task_ids[:3]
     settled: list[str] = []
     real = making.settle
-    monkeypatch.setattr(making, "settle", lambda *given: settled.append(given[1].key) or real(*given))
-    lost = wanted[-1].rpartition("-")[2]
+    monkeypatch.setattr(making, "settle", lambda *args: settled.append(args[1].key) or real(*args))
+    last_key = task_ids[-1].rpartition("-")[2]
     with sqlite3.connect(tmp_path / RECORD) as record:
-        record.execute("delete from outcomes where key = ?", (lost,))
+        record.execute("delete from outcomes where key = ?", (last_key,))
     make(checkout, tmp_path, backend, limit=LIMIT)
-    assert settled == [lost] and [task.id for task in load_tasks(tmp_path / TASKS)] == wanted
+    assert settled == [last_key] and [task.id for task in load_tasks(tmp_path / TASKS)] == task_ids
     settled.clear()
-    again = make(checkout, tmp_path, backend, limit=LIMIT)
-    assert not settled and again["tasks"] == len(load_tasks(made / TASKS))
+    summary = make(checkout, tmp_path, backend, limit=LIMIT)
+    assert not settled and summary["tasks"] == len(load_tasks(out_folder / TASKS))
     with pytest.raises(ValueError, match="tasks of another repository"):
         make(checkout, tmp_path, backend, limit=LIMIT, seed="1")

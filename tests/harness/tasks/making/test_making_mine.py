@@ -74,8 +74,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_commits_become_tasks(checkout: Path, tmp_path: Path, backend: Backend) -> None:
     out = tmp_path / "out"
-    made = mine([checkout], out, backend)
-    assert made["verdicts"] == Counter({"kept": 2, "no source": 2, "no request": 1, "unseen": 1, "first": 1})
+    summary = mine([checkout], out, backend)
+    assert summary["verdicts"] == Counter({"kept": 2, "no source": 2, "no request": 1, "unseen": 1, "first": 1})
     tasks = {task.instruction.split()[0]: task for task in load_tasks(out)}
     mean, spread = tasks["Let"], tasks["A"]
     assert mean.instruction == "Let the mean of nothing be 0.0\n\nIt raised ZeroDivisionError."
@@ -95,7 +95,7 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "asked"),
+    ("message", "expected"),
     [
         ("Fix the parser of dates with one digit", "Fix the parser of dates with one digit"),
         ("Fix dates", ""),
@@ -105,8 +105,8 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
         ("Versioned files are read as they were\n\nCo-authored-by: X <x@y>", "Versioned files are read as they were"),
     ],
 )  # fmt: skip
-def test_requests(message: str, asked: str) -> None:
-    assert request_of(message) == asked.strip()
+def test_requests(message: str, expected: str) -> None:
+    assert request_of(message) == expected.strip()
 
 
 BROKEN = """
@@ -157,17 +157,17 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(path: Path) -> str:
+    def refusal(path: Path) -> str:
         assert main(["tasks", "mine", str(path), "--out", str(tmp_path / "out")]) == 2
         return capsys.readouterr().err
 
-    assert "no git checkout; for releases give two folders or more" in said(tmp_path)
+    assert "no git checkout; for releases give two folders or more" in refusal(tmp_path)
     broken = tmp_path / "broken"
     broken.mkdir()
     porcelain.init(broken)
     (broken / ".git/HEAD").write_text("ref: refs/heads/master\n")
     (broken / ".git/refs/heads/master").write_text("0" * 39 + "1\n")
-    assert "its history cannot be read" in said(broken)
+    assert "its history cannot be read" in refusal(broken)
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_what_a_shallow_or_partial_clone_lacks_is_named_and_taken_once_it_is_the
     options: list[str], usable: int, remedy: str, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commits with all objects are candidates; the others say what to fetch, and are not remembered as unfit."""
-    clone, whole = tmp_path / "sums", {c.id: c.unfit for c in history(checkout, 20)}
+    clone, full_history = tmp_path / "sums", {c.id: c.unfit for c in history(checkout, 20)}
     origin = shutil.copytree(checkout, tmp_path / "origin")
     (origin / ".git/config").write_text("[core]\n\trepositoryformatversion = 0\n[uploadpack]\n\tallowFilter = true\n")
     run = partial(subprocess.run, check=True, capture_output=True)
     run(["git", "clone", "-q", *options, f"file://{origin}", str(clone)])
-    found = {c.id: c.unfit for c in history(clone, 20)}
-    missing = {name for name, why in found.items() if why.startswith("not fetched: object ") and f"`{remedy}`" in why}
+    reasons = {c.id: c.unfit for c in history(clone, 20)}
+    missing = {name for name, why in reasons.items() if why.startswith("not fetched: object ") and f"`{remedy}`" in why}
     assert missing and sum(c.before is not None for c in history(clone, 20)) == usable
-    assert all(whole[name] == why for name, why in found.items() if name not in missing)
+    assert all(full_history[name] == why for name, why in reasons.items() if name not in missing)
     out = str(tmp_path / "out")
     assert main(["tasks", "mine", str(clone), "--out", out, "--limit=1", "--commits=3", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["verdicts"].get("not fetched", 0) == 3 - usable
     run(["git", "-C", str(clone), *remedy.split()[1:]])
-    assert {c.id: c.unfit for c in history(clone, 20)} == whole
+    assert {c.id: c.unfit for c in history(clone, 20)} == full_history
     assert main(["tasks", "mine", str(clone), "--out", out, "--commits=3", "--json"]) in (0, 1)
     assert "not fetched" not in json.loads(capsys.readouterr().out)["verdicts"]

@@ -31,7 +31,7 @@ SUITE = {"a.py": "", "tests/test_a.py": "", "tests/slow/test_b.py": ""}
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "wanted"),
+    ("files", "options", "expected"),
     [
         ({}, "", Options()),
         (
@@ -58,12 +58,12 @@ SUITE = {"a.py": "", "tests/test_a.py": "", "tests/slow/test_b.py": ""}
         ({"setup.cfg": "[tool:pytest]\ntestpaths = gone\n"}, "-p some.plugin", Options(ini="addopts = -p some.plugin\n")),
     ],
 )  # fmt: skip
-def test_options_are_read_where_pytest_would_read_them(files: dict[str, str], given: str, wanted: Options) -> None:
-    assert read_options(SUITE | files, given) == wanted
+def test_options_are_read_where_pytest_would_read_them(files: dict[str, str], options: str, expected: Options) -> None:
+    assert read_options(SUITE | files, options) == expected
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "message"),
+    ("files", "options", "message"),
     [
         ({}, "--maxfail=1", "--pytest-args: --maxfail=1 cannot be followed; these can: -m"),
         ({}, "gone", "--pytest-args: 'gone' is no file or folder"),
@@ -71,9 +71,9 @@ def test_options_are_read_where_pytest_would_read_them(files: dict[str, str], gi
         ({"pytest.toml": "addopts = '-x'\n"}, "", r"pytest.toml cannot be read for pytest's options: .*table"),
     ],
 )
-def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given: str, message: str) -> None:
+def test_options_that_cannot_be_followed_are_named(files: dict[str, str], options: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_options(SUITE | files, given)
+        read_options(SUITE | files, options)
 
 
 HELPER = {
@@ -123,18 +123,18 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     assert plugins_in(tmp_path / "packages") == ["helper.plugin"]
     running = RunOptions(suite_s=40.0)
     options = read_options(REPOSITORY, "", plugins_in(tmp_path / "packages"))
-    found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
-    assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
+    measurement = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
+    assert list(measurement.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not measurement.left_out
     bare = Repository(name="shapes", files=REPOSITORY, settings={})
     at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})
     usual, slowly = read_options(REPOSITORY), Options(ini=repository.settings["pytest.ini"])
-    for unfit, limits, way, message in (
+    for unfit, limits, suite_options, message in (
         (bare, running, usual, r"only 0 of .*Bring helper by --packages FOLDER"),
         (at_once, running, usual, r"early, before its first test: ModuleNotFoundError.*Bring helper"),
         (repository, RunOptions(suite_s=3.0), slowly, r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"),
     ):
         with pytest.raises(ValueError, match=message):
-            measure(unfit, backend, SandboxSpec(), lambda doing: None, limits, way)
+            measure(unfit, backend, SandboxSpec(), lambda doing: None, limits, suite_options)
 
 
 def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
@@ -150,8 +150,8 @@ def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp
     fields = {"id": "t", "instruction": "-", "files": REPOSITORY, "tests": {"tests/test_shapes.py": NEEDS}}
     task = Task(**fields, source_scope=("shapes.py",), grader="pytest", metadata=prepared(tmp_path).settings)
     with runtime.start_sandbox(task, backend) as box:
-        done = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
-    assert done.stdout == b"3\n"
+        result = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
+    assert result.stdout == b"3\n"
     with pytest.raises(ValueError, match="missing or not those that it was made with"):
         runtime.packages_of(
             task.model_copy(update={"metadata": task.metadata | {runtime.PACKAGES: str(tmp_path / "gone")}})

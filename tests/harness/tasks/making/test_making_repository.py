@@ -10,10 +10,10 @@ from tests.harness.tasks.making.conftest import write
 
 
 def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[str, str]) -> None:
-    found = read_repository(checkout)
-    assert found.files == files and found.name == "shapes"
-    assert found.sources == ("shapes/__init__.py", "shapes/core.py")
-    assert set(found.tests) == {"tests/test_core.py", "tests/test_odd.py"} and found.scope == ("shapes/**",)
+    repository = read_repository(checkout)
+    assert repository.files == files and repository.name == "shapes"
+    assert repository.sources == ("shapes/__init__.py", "shapes/core.py")
+    assert set(repository.tests) == {"tests/test_core.py", "tests/test_odd.py"} and repository.scope == ("shapes/**",)
 
 
 def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
