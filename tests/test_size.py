@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 48_480, "core": 32_080, "rl": 5_820, "tests": 30_490}
+SIZES = {"package": 48_600, "core": 32_250, "rl": 5_820, "tests": 31_030}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""

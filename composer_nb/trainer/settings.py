@@ -214,7 +214,7 @@ class RlSettings:
     uncalibrated: bool = False
     """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Sharpness is set again after
     RL."""
-    start_weight: Share = 0.3
+    start_weight: Share = 0.5
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
     keeps solutions that RL alone would lose. 0: the trained weights."""
     max_seconds: NotNegative = 330.0

@@ -10,20 +10,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from network import HOME, Host, Link, Network, ObjectStore
+from nodes import RUN, START_S, UP, address_of, join, send_run, start_head
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.settings import Settings, override
-from tests.conftest import TINY
 
 pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
 pytestmark = pytest.mark.slow
 
-RUN = ("python", "-m", "composer_nb.trainer.services.run")
-UP = ("python", "-P", "-m", "composer_nb.cli", "up", "node")
-START_S = 300.0
-TOKEN = ".ray/auth_token"
 # The services of the newest run, and where they are or were.
 NODES = """
 import json, sys
@@ -58,23 +52,6 @@ def head(network: Network, store: ObjectStore) -> Host:
 @pytest.fixture(scope="module")
 def address(head: Host) -> str:
     return address_of(head)
-
-
-def start_head(network: Network, store: ObjectStore, name: str) -> Host:
-    host = network.host(name)
-    host.run(*UP, "--host", host.address, seconds=START_S, env=store.environment)
-    return host
-
-
-def address_of(head: Host) -> str:
-    return str(json.loads(head.run("cat", "node/head.json"))["address"])
-
-
-def join(host: Host, head: Host, store: ObjectStore, roles: str) -> None:
-    """Have a host join a head as a node, with the head's token. It is a region, with a relay, of its own."""
-    host.run("sh", "-c", f"umask 77; mkdir -p .ray; printf %s $TOKEN > {TOKEN}", env={"TOKEN": head.run("cat", TOKEN)})
-    options = f"--join {address_of(head)} --host {host.address} --roles {roles} --relay {host.address}:8700"
-    host.run(*UP, *options.split(), seconds=START_S, env=store.environment)
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +98,6 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
     print(output, info["store"])
-
-
-def send_run(tiny_run: RunDir, head: Host, store: ObjectStore, tmp_path: Path, changes: dict[str, Any]) -> str:
-    """Send a run that is about to begin RL to its head, and return its path there."""
-    changes |= {
-        "services.on": True, "services.address": f"{HOME}/node", "services.store": store.url, "rl.prompts": 2,
-        "rl.max_seconds": 0.0, "rl.evaluate_every": 0,
-    }  # fmt: skip
-    source = fork(tiny_run, override(Settings(), TINY | changes), runs=tmp_path, name="far")
-    head.send(source.path, f"{HOME}/{source.path.name}")
-    return f"{HOME}/{source.path.name}"
 
 
 def assert_whole(run: RunDir, steps: int) -> dict[str, Any]:

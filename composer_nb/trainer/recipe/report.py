@@ -119,8 +119,8 @@ def hosts(run: RunDir) -> dict[str, dict[str, dict[str, int]]]:
     """Return what each service of asynchronous RL did, by host and name; nothing for runs without such a record."""
     if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'service'"):
         return {}
-    taken = "SELECT engine, COUNT(*), SUM(bytes) FROM served WHERE version > 0 GROUP BY engine"
-    versions = {engine: {"versions": count, "bytes": total or 0} for engine, count, total in run.query(taken)}
+    by_engine = "SELECT engine, COUNT(*), SUM(bytes) FROM served WHERE version > 0 GROUP BY engine"
+    versions = {engine: {"versions": count, "bytes": total or 0} for engine, count, total in run.query(by_engine)}
     services: dict[str, dict[str, dict[str, int]]] = {}
     for host, name, *work in run.query("SELECT host, name, rollouts, tokens FROM service ORDER BY host, name"):
         figures = dict(zip(("rollouts", "tokens"), work, strict=True)) if name.startswith("environment") else {}
