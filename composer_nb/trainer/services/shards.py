@@ -46,7 +46,7 @@ def fetch_shard(store: VersionStore, files: Mapping[str, PayloadFile], folder: P
 def record(run: RunDir, store: VersionStore, name: str, files: Mapping[str, PayloadFile]) -> None:
     """Record a checkpoint of RL that is whole in the store, and remove there what neither it nor the previous one needs. Raises
     StoreError."""
-    folder = run.path / "checkpoints" / name
+    folder = beneath(run.path / "checkpoints", name)
     folder.mkdir(parents=True, exist_ok=True)
     # SQLite syncs the pointer, which must not outlive the file in a power failure.
     with replacing(folder / INDEX, sync=True) as part:

@@ -114,9 +114,9 @@ def test_another_tree_or_task_is_graded_anew(ask: Any) -> None:
     grade_tree()
     for number, arguments in enumerate(
         (
-            {"left": files(TARGET, **{MODULE: RIGHT})},
-            {"left": tree | {"util/more.py": b""}},
-            {"left": {path: data for path, data in tree.items() if path != "util/__init__.py"}},
+            {"final_files": files(TARGET, **{MODULE: RIGHT})},
+            {"final_files": tree | {"util/more.py": b""}},
+            {"final_files": {path: data for path, data in tree.items() if path != "util/__init__.py"}},
             {"task": TARGET.model_copy(update={"id": "another"})},
             {"task": TARGET.model_copy(update={"tests": TARGET.tests | {"tests/test_more.py": ""}})},
             {"task": TARGET.model_copy(update={"files": TARGET.files | {"conftest.py": ""}})},

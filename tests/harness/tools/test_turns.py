@@ -127,28 +127,28 @@ WRONG = "def f(xs, k):\n    return [x for x in xs if x < k]\n"
 
 
 @pytest.fixture
-def session(box: Sandbox) -> Session:
+def tiny_session(box: Sandbox) -> Session:
     for path, text in (("f.py", WRONG), ("test_f.py", TESTS), ("latin.txt", "a\xe9\r\n  b\r\n")):
         box.write(path, text.encode("latin-1"))
     return ToolSet.tiny().open(box)
 
 
-def tiny(session: Session, name: str, **arguments: object) -> Reply:
-    [reply] = ToolSet.tiny().run(session, [call(name, **arguments)])
+def tiny(tiny_session: Session, name: str, **arguments: object) -> Reply:
+    [reply] = ToolSet.tiny().run(tiny_session, [call(name, **arguments)])
     return reply
 
 
-def test_a_tiny_model_mends_a_file_in_a_sandbox(session: Session, box: Sandbox) -> None:
-    assert tiny(session, "read_file", path="f.py").text == "1def f(xs, k):\n2    return [x for x in xs if x < k]"
-    reply = tiny(session, "run_tests")
+def test_a_tiny_model_mends_a_file_in_a_sandbox(tiny_session: Session, box: Sandbox) -> None:
+    assert tiny(tiny_session, "read_file", path="f.py").text == "1def f(xs, k):\n2    return [x for x in xs if x < k]"
+    reply = tiny(tiny_session, "run_tests")
     assert reply.text == "fail 1/2: f([1,5,3],2) = [1] want [5,3]" and (reply.tests_passed, reply.tests_run) == (1, 2)
-    assert tiny(session, "edit_line", path="./f.py", line=2, text="return [x for x in xs if x > k]").text == "ok"
-    assert box.read("f.py").decode() == WRONG.replace("<", ">") and session.touched == {"f.py"}
-    reply = tiny(session, "run_tests")
+    assert tiny(tiny_session, "edit_line", path="./f.py", line=2, text="return [x for x in xs if x > k]").text == "ok"
+    assert box.read("f.py").decode() == WRONG.replace("<", ">") and tiny_session.touched == {"f.py"}
+    reply = tiny(tiny_session, "run_tests")
     assert (reply.text, reply.tests_passed, reply.tests_run, reply.error) == ("pass 2", 2, 2, None)
 
 
-def test_what_the_tests_say(session: Session, box: Sandbox) -> None:
+def test_what_the_tests_say(tiny_session: Session, box: Sandbox) -> None:
     for code, tests, text in (
         ("", TESTS, "fail 1/1: ImportError: cannot import name 'f'"),
         ("def f(*x): return x", TESTS, "fail 2/2: f([1,5,3],2) = ([1,5,3],2) want [5,3]"),
@@ -159,14 +159,14 @@ def test_what_the_tests_say(session: Session, box: Sandbox) -> None:
     ):
         box.write("f.py", code.encode())
         box.write("test_f.py", tests.encode())
-        reply = tiny(session, "run_tests")
+        reply = tiny(tiny_session, "run_tests")
         assert reply.error == (None if text else "UnexpectedEnvironment")
         assert reply.text.startswith(text or "") and len(reply.text) <= 110 and "\n" not in reply.text
 
 
-def test_nothing_is_carried_out_after_the_end(session: Session, box: Sandbox) -> None:
+def test_nothing_is_carried_out_after_the_end(tiny_session: Session, box: Sandbox) -> None:
     edit_call, read_call = call("edit_line", path="f.py", line=1, text="x"), call("read_file", path="f.py")
-    replies = ToolSet.tiny().run(session, [invalid("bad call"), read_call, call("finish"), read_call, edit_call])
+    replies = ToolSet.tiny().run(tiny_session, [invalid("bad call"), read_call, call("finish"), read_call, edit_call])
     assert [reply.error for reply in replies] == ["InvalidArguments", None, None] and replies[2].ends
     assert replies[0].text == "bad call" and not replies[1].ends
     assert box.read("f.py").decode() == WRONG
