@@ -106,7 +106,9 @@ class RemotePolicy:
 class EnvironmentService:
     """Agents with their sandboxes and a connection to one engine. `work` starts agents and reports those that have ended."""
 
-    host = staticmethod(socket.gethostname)
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def __init__(
         self,

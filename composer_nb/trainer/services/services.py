@@ -44,7 +44,9 @@ from composer_nb.trainer.settings import Settings
 class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
 
-    host = staticmethod(socket.gethostname)
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         run = local_run(run, settings.services.store)

@@ -50,7 +50,9 @@ class TrainerRank:
     """A rank of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It is
     uninitialized until `begin` is called."""
 
-    host = staticmethod(socket.gethostname)
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         self._rank, self._run, self._settings = rank, local_run(run, settings.services.store, weights=True), settings
