@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """RL over hosts behind links, beside the same on one host: `scripts/bench/hosts_rl.py RUN [--steps 16]`. Run it as root.
 
-RUN is a finished run; its copies begin with RL. Trainer and engine are nodes (`composer-nb up --join`) behind a link each, the
-environments beside the engine, the head and S3 behind none. Nothing but Ray and the store is shared. The prediction simulates
-the run on one host (`composer-nb plan --run`) with the seconds of a version over the link (`plan --link`).
+RUN is a finished run; its copies begin with RL. The engine and its environments are a node behind the link (`composer-nb up
+--join`), with a relay; head, trainer and S3 are behind none. Nothing but Ray and the store is shared. The prediction is what
+was measured on one host, times what the simulation (`composer-nb plan --run`) loses by the seconds of a delta over the link
+(`plan --link`); Ray's calls over the link are not in it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def over(link: RegionLink | None, source: RunDir, steps: int, folder: Path) -> R
         head = start_head(network, store, "head")
         if link:
             wire = Link(rate=link.rate, delay=link.round_trip * 500)
-            for name, roles in (("trainer", "trainer"), ("engine", "engine,environment")):
-                join(network.host(name, wire), head, store, roles)
+            join(network.host("trainer"), head, store, "trainer")
+            join(network.host("engine", wire), head, store, "engine,environment")
         changes: dict[str, Any] = {"rl.steps": steps, "services.ahead": 1, "services.bound": 2}
         run = send_run(source, head, store, folder, changes)
         head.run(*RUN, run, seconds=1800, env=store.environment)
@@ -60,11 +61,12 @@ def main() -> None:
             near = near or speed
             version_s = near.load.publish_s
             if link:
-                version_s, _ = deliveries(info["store"]["delta"], link, 1, version_s)
-            predicted = simulate(near.schedule, replace(near.load, publish_s=version_s))["samples_s"]
+                _, version_s = deliveries(info["store"]["delta_bytes"], link, 1, version_s)
+            loads = near.load, replace(near.load, publish_s=version_s)
+            at_home, away = (simulate(near.schedule, load)["samples_s"] for load in loads)
         name = f"{link.rate:g} Mbit/s, {1000 * link.round_trip:g} ms" if link else "one host"
         print(
-            f"| {name} | {predicted:.2f} | {speed.reached:.2f} | {figures['staleness_mean']:.2f} "
+            f"| {name} | {near.reached * away / at_home:.2f} | {speed.reached:.2f} | {figures['staleness_mean']:.2f} "
             f"| {figures['engine_idle']:.2f} | {speed.load.publish_s:.2f} |",
             flush=True,
         )

@@ -42,7 +42,7 @@ HELDOUT_TASKS, STRUCTURE_TASKS, DEMONSTRATIONS = 48, 16, 64
 WEIGHTS = ("start", "before_final", "final")
 LIMIT = 20_000_000
 """Bytes; a larger result is refused."""
-LEFT_OVER = ("rollout", "checkpoint", "orchestrator")
+LEFT_OVER = ("rollout", "checkpoint", "orchestrator", "service")
 """Tables of what a run works with and no reader needs."""
 TEXTS = ("*.json", "*.jsonl", "run.db")
 
@@ -51,6 +51,7 @@ def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]
     """Make `out` from `run` and return what it contains. Raises ValueError for a run that is not complete, for an `out` that is
     something else than an excerpt, and when the result is too large or names the machine."""
     report = build_report(run)
+    report.pop("hosts", None)
     if not report["complete"]:
         raise ValueError(f"{run.path} is not complete; resume it first")
     if out.exists() and not (out / EXCERPT).is_file():

@@ -4,8 +4,10 @@ The backend is gloo on CPUs and nccl on GPUs (by `device`); the program is the s
 sum divided by the denominator of the whole batch, so uneven shares of tokens need no correction.
 """
 
+import socket
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,8 +21,18 @@ PATIENCE = timedelta(minutes=10)
 
 
 def meeting_place(host: str) -> dist.TCPStore:
-    """Open the meeting place of the ranks at a free port of this machine. The first rank calls this."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    """Open the meeting place of the ranks at a free port of this address. The first rank calls this."""
+    listener = socket.create_server((host, 0))  # the store's own would listen on all interfaces
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=descriptor
+    )
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this machine's network interface with an address; empty if none has it."""
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, entries in addresses if any(entry.address == address for entry in entries)), "")
 
 
 def join(rank: int, world: int, store: dist.Store, device: str = "cpu", patience: timedelta = PATIENCE) -> None:

@@ -48,7 +48,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `weights`          versions published in RL; bytes of the last one, in full and as a delta
     `ledger`           RL's sampled tokens by their use
     `hosts`            services of asynchronous RL by the name of their host: graded `rollouts` and sampled `tokens` of an
-                       environment; number of `versions` that an engine took, and `bytes` that it read for them
+                       environment; new `versions` that an engine took, and `bytes` that it read for them
     `changed_live`     live changes of settings, by the step from which each applied
     `wall_s`           seconds of stages. `total` sums all stages, including those not listed, without the start of processes
                        and without steps that a killed process lost
@@ -119,12 +119,11 @@ def hosts(run: RunDir) -> dict[str, dict[str, dict[str, int]]]:
     """Return what each service of asynchronous RL did, by host and name; nothing for runs without such a record."""
     if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'service'"):
         return {}
-    by_engine = "SELECT engine, COUNT(*), SUM(bytes) FROM served WHERE version > 0 GROUP BY engine"
-    versions = {engine: {"versions": count, "bytes": total or 0} for engine, count, total in run.query(by_engine)}
+    names = {"environment": ("rollouts", "tokens"), "engine": ("versions", "bytes")}
     services: dict[str, dict[str, dict[str, int]]] = {}
-    for host, name, *work in run.query("SELECT host, name, rollouts, tokens FROM service ORDER BY host, name"):
-        figures = dict(zip(("rollouts", "tokens"), work, strict=True)) if name.startswith("environment") else {}
-        services.setdefault(host, {})[name] = versions.get(name, figures)
+    for host, name, *work in run.query("SELECT host, name, results, volume FROM service ORDER BY host, name"):
+        figures = dict(zip(names.get(name.partition("-")[0], ()), work, strict=False))  # a trainer has none
+        services.setdefault(host, {})[name] = figures
     return services
 
 

@@ -77,6 +77,8 @@ class ClusterNode:
             raise ValueError(f"--join {self.join}: also give --host, this machine's address for the other machines")
         if unknown := [role for role in self.roles if not re.fullmatch(rf"({'|'.join(ROLES)})(=[1-9]\d*)?", role)]:
             raise ValueError(f"--roles {','.join(unknown)}: the roles are {', '.join(ROLES)}, or ROLE=N")
+        if len({role.partition("=")[0] for role in self.roles}) < len(self.roles):
+            raise ValueError(f"--roles {','.join(self.roles)}: give each role once")
         if self.relay and not re.fullmatch(r"[^:]+:\d+", self.relay):
             raise ValueError(
                 f"--relay {self.relay}: give HOST:PORT, with the --host of the node that is to be the relay"

@@ -31,6 +31,7 @@ from composer_nb.trainer.records.batches import batch_file, load_batch, save_bat
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services import orchestrator as fsm
+from composer_nb.trainer.services import shards
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
 from composer_nb.trainer.services.capacity import planned_engines
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
@@ -42,7 +43,7 @@ from composer_nb.trainer.services.services import EngineService, EvaluationServi
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
-from composer_nb.trainer.versions.store import stored_bytes
+from composer_nb.trainer.versions.store import VersionStore, stored_bytes
 
 # Handles the reply of a service, and returns the resulting events.
 OnReply = Callable[[Any], list[fsm.Event] | None]
@@ -160,7 +161,7 @@ class Coordinator:
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version)
-        self._expect(engine.call("host"), pair, partial(self._on_host, name))
+        self._expect(engine.call("host"), pair, partial(self._on_engine_host, pair))
         self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
         self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
 
@@ -248,6 +249,10 @@ class Coordinator:
         for rank, host in enumerate(hosts):
             self._on_host(f"trainer-{rank}", host)
 
+    def _on_engine_host(self, pair: EnginePair, host: str) -> None:
+        pair.engine_host = host
+        self._on_host(pair.name, host)
+
     def _on_worker_host(self, pair: EnginePair, host: str) -> None:
         pair.worker_host = host
         self._on_host(pair.worker_name, host)
@@ -314,6 +319,7 @@ class Coordinator:
                 "look at services.store"
             )
         self.records.append(partial(self.journal.log_served, pair.name, report))
+        self.records.append(partial(self.journal.log_work, pair.name, pair.engine_host, 1, report.read_bytes))
         pair.version = report.version
         self.running.append(report)
         waits = pair.waits(report.idle)
@@ -451,6 +457,8 @@ class Coordinator:
         """Bring the run's copy in the store up to date."""
         if self.copy is not None:
             self.copy.push()
+            if self.started_with.meshed and all(on_reply != self._on_state for _, on_reply in self.pending.values()):
+                shards.prune(self.run, VersionStore(store_url(self.run.path, self.started_with)))
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
         self.push()

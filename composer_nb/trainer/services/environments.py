@@ -44,7 +44,7 @@ class EnginePair:
         state: `standby` from the worker's first answer; `working` while it gets rollouts; `draining` when it gets no more.
         work: The worker's next reports, asked for at the time `since`.
         update: The engine's next version.
-        worker_host: Name of the worker's host, once it has answered.
+        engine_host: Name of the engine's host, once it has answered; `worker_host` is the worker's.
     """
 
     name: str
@@ -57,6 +57,7 @@ class EnginePair:
     update: Future[Any] | None = None
     start: list[tuple[Dispatch, Task]] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
+    engine_host: str = ""
     worker_host: str = ""
     _counted: float = field(default_factory=time.perf_counter)
     _reported: float = field(default_factory=time.perf_counter)

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS batch (step INTEGER PRIMARY KEY, train TEXT NOT NULL)
 CREATE TABLE IF NOT EXISTS version (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, hash TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS served
   (version INTEGER, engine TEXT, hash TEXT NOT NULL, bytes INTEGER, seconds REAL, paused REAL);
-CREATE TABLE IF NOT EXISTS service (host TEXT, name TEXT, rollouts INTEGER, tokens INTEGER, PRIMARY KEY (host, name));
+CREATE TABLE IF NOT EXISTS service (host TEXT, name TEXT, results INTEGER, volume INTEGER, PRIMARY KEY (host, name));
 CREATE TABLE IF NOT EXISTS orchestrator (id INTEGER PRIMARY KEY CHECK (id = 0), snapshot TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS change
   (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
@@ -114,10 +114,11 @@ class Journal:
         """Log that a service has started on a host."""
         self._db.execute("INSERT OR IGNORE INTO service VALUES (?, ?, 0, 0)", (host, name))
 
-    def log_work(self, name: str, host: str, rollouts: int, tokens: int) -> None:
-        """Add graded rollouts, and their sampled tokens, to those of an environment service."""
-        sums = "rollouts = rollouts + ?, tokens = tokens + ?"
-        self._db.execute(f"UPDATE service SET {sums} WHERE host = ? AND name = ?", (rollouts, tokens, host, name))
+    def log_work(self, name: str, host: str, results: int, volume: int) -> None:
+        """Add to what a service did: an environment's graded rollouts and their sampled tokens, an engine's new versions and the
+        bytes that it read for them."""
+        sums = "results = results + ?, volume = volume + ?"
+        self._db.execute(f"UPDATE service SET {sums} WHERE host = ? AND name = ?", (results, volume, host, name))
 
     # Live settings
 

@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that do not see the run directory.
+"""Checkpoints of ranks that share a store, because not all of them see the run directory.
 
 rank ── put_shards ──▶ <store>/<run>/checkpoints/<hash>             its own files
 TrainerGroup ── record ──▶ RUN/checkpoints/<name>/shards.json       all ranks' files, which the run's copy takes along
@@ -6,6 +6,7 @@ rank ◀── fetch_shard ──                                             on
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from composer_nb.harness.files import file_digest, replacing
@@ -38,25 +39,30 @@ def _put(store: VersionStore, path: Path) -> PayloadFile:
 
 def fetch_shard(store: VersionStore, files: Mapping[str, PayloadFile], folder: Path, name: str) -> None:
     """Copy a file of a checkpoint from the store into `folder`, unless it is there. Raises WeightFault or StoreError."""
-    if name in files and not (path := beneath(folder, name)).is_file():
-        hash = files[name].hash
+    if name not in files:
+        return
+    path, hash = beneath(folder, name), files[name].hash
+    if not (path.is_file() and file_digest(path, BLAKE) == hash):  # a rank that was killed may have left another
         store.patiently(lambda: store.copy(f"{FOLDER}/{hash}", hash, path))
 
 
-def record(run: RunDir, store: VersionStore, name: str, files: Mapping[str, PayloadFile]) -> None:
-    """Record a checkpoint of RL that is whole in the store, and remove there what neither it nor the previous one needs. Raises
-    StoreError."""
+def record(run: RunDir, name: str, files: Mapping[str, PayloadFile]) -> None:
+    """Record a checkpoint that is whole in the store."""
     folder = beneath(run.path / "checkpoints", name)
     folder.mkdir(parents=True, exist_ok=True)
     # SQLite syncs the pointer, which must not outlive the file in a power failure.
     with replacing(folder / INDEX, sync=True) as part:
         part.write_bytes(Shards(files={**files}).dump())
+
+
+def prune(run: RunDir, store: VersionStore) -> None:
+    """Remove all files but those of RL's newest checkpoint, while no rank writes one and the run's copy knows it. Raises
+    StoreError."""
     pointer = run.pointer("rl")
-    previous = read(pointer[1]) if pointer else {}
-    needed = {file.hash for file in [*files.values(), *previous.values()]}
-    for hash in store.names(FOLDER):
+    needed = {file.hash for file in read(pointer[1]).values()} if pointer else set()
+    for hash in store.patiently(lambda: store.names(FOLDER)):
         if hash not in needed:
-            store.remove_file(f"{FOLDER}/{hash}")
+            store.patiently(partial(store.remove_file, f"{FOLDER}/{hash}"))
 
 
 def read(folder: Path) -> dict[str, PayloadFile]:

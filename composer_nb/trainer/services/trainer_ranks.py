@@ -2,7 +2,6 @@
 and live and die together."""
 
 import os
-import shutil
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_nb.harness.environment import carry
+from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
@@ -28,7 +28,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import load_sharded, published_share, restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
+from composer_nb.trainer.parallel.team import PATIENCE, Team, interface_of, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import shards
 from composer_nb.trainer.services.actors import ActorDied, RayActors
@@ -56,8 +56,8 @@ class TrainerRank:
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         self._rank, self._run, self._settings = rank, local_run(run, settings.services.store, weights=True), settings
-        # Ranks that share a model and see the run directory write its checkpoints there, others into the store.
-        self._sees_run = self._run == run
+        # All ranks that share a model follow one rule, whichever of them see the run directory.
+        self._shares_folder = not settings.services.store
         self._store = VersionStore(store_url(run, settings))
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._meeting: dist.Store | None = None
@@ -66,13 +66,18 @@ class TrainerRank:
 
     def meet(self) -> str:
         """Return the "host:port" at which the other ranks find this one."""
-        cluster, host = self._settings.services.address, LOOPBACK
-        if cluster and not cluster.startswith(LOOPBACK):
-            import ray
-
-            host = str(ray.util.get_node_ip_address())
+        host = self._address()
         self._meeting = store = meeting_place(host)
         return f"{host}:{store.port}"
+
+    def _address(self) -> str:
+        """Return the address of this machine for the other ranks."""
+        cluster = self._settings.services.address
+        if not cluster or cluster.startswith(LOOPBACK):
+            return LOOPBACK
+        import ray
+
+        return str(ray.util.get_node_ip_address())
 
     def begin(self, address: str = "", sharpness: float = 1.0, checkpoint: Any = None) -> None:
         """Load the checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet; their
@@ -99,8 +104,9 @@ class TrainerRank:
         """Join the other ranks, and load this one's share of the model. Return the group of their publishers."""
         s = self._settings
         host, _, port = address.rpartition(":")
-        if host == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # By default gloo takes the address that the host's name resolves to, which may be the loopback.
+        if interface := interface_of(self._address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = self._meeting or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
         if s.mesh.device == "cuda":
             torch.cuda.set_device(0)  # the only one that Ray shows to this process
@@ -115,10 +121,15 @@ class TrainerRank:
         if checkpoint is not None:
             self.step, name, files = checkpoint
             folder = self._run / "checkpoints" / name
+            if not files and not (folder / ".metadata").is_file():
+                here = socket.gethostname()
+                raise ValueError(
+                    f"{name} is in the run directory, which {here} does not see: resume where all ranks see it"
+                )
             restore(self._sharded, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
             self._saved_step = self.step
-            if not self._sees_run:
-                shutil.rmtree(folder, ignore_errors=True)  # ranks of one machine share it
+            for file in files:  # all ranks have read by now
+                beneath(folder, file).unlink(missing_ok=True)
         return dist.new_group(backend="gloo")
 
     def _load(self, team: Team) -> Model:
@@ -187,7 +198,7 @@ class TrainerRank:
 
     def _stored(self, saving: Future[Any], folder: Path) -> dict[str, PayloadFile]:
         saving.result()
-        return {} if self._sees_run else shards.put_shards(self._store, folder, self._rank)
+        return {} if self._shares_folder else shards.put_shards(self._store, folder, self._rank)
 
     def saved(self) -> dict[str, PayloadFile]:
         """Wait until the checkpoint is written, while the next batch is learned. Return this rank's files of it in the store."""
@@ -223,7 +234,7 @@ class TrainerGroup:
         # With a mesh, `saved` runs beside other calls.
         args: dict[str, Any] = {"threads": 3 if settings.meshed else 1, "gpus": settings.mesh.gpus}
         self._members = actors.make_ranks(TrainerRank, settings.trainers, run, settings, name="trainer", **args)
-        self._run, self._meshed, self._store = RunDir(run), settings.meshed, VersionStore(store_url(run, settings))
+        self._run, self._meshed = RunDir(run), settings.meshed
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="trainer", daemon=True).start()
 
@@ -273,7 +284,7 @@ class TrainerGroup:
     def _save(self, state: tuple[int, str], reply: Future[Any]) -> None:
         try:
             if files := {name: file for part in self._everywhere("saved") for name, file in part.items()}:
-                shards.record(self._run, self._store, state[1], files)
+                shards.record(self._run, state[1], files)
             reply.set_result(state)
         except Exception as error:
             reply.set_exception(error)
