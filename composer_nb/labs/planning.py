@@ -311,8 +311,8 @@ class RunSpeed:
 
 # Requests to S3, one after another, before an engine has the files of a version, as s3fs makes them: half a look in vain, which
 # takes four, and one that finds it; two for anchors; two each, of which one asks for the size, for manifest, config.json and
-# payload. A relay has config.json, which is the same in all versions. That is 11 and 9; the seconds over links of 40 and 160 ms
-# differ by 15 and 12.5 round trips (scripts/bench/hosts_bench.py), since connections are opened, too.
+# payload. A relay has config.json, which is the same in all versions. That is 11 and 9. The seconds over links of 40 and 160 ms
+# (`measure` of scripts/bench/hosts_bench.py, one engine, a million weights) differ by 15 and 12.5; what the others are is open.
 ROUNDS, RELAY_ROUNDS = 15.0, 12.5
 # TCP's first window (RFC 6928), and the share of payload in its frames.
 FIRST_WINDOW, PAYLOAD = 14_600, 1448 / 1514

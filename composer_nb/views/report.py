@@ -174,14 +174,12 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "harness", "policies were scored by different harnesses, so their differences do not count"
     if errors := report.get("errors"):
         yield "errors of tools in RL", errors_line(errors)
-    for host, services in report.get("hosts", {}).items() if len(report.get("hosts", {})) > 1 else ():
-        yield (
-            f"host {host}",
-            "; ".join(
-                " ".join([name, *(f"{amount:,} {what}" for what, amount in work.items())])
-                for name, work in services.items()
-            ),
-        )
+    if len(hosts := report.get("hosts", {})) > 1:
+        for host, services in hosts.items():
+            figures = {
+                name: ", ".join(f"{count:,} {what}" for what, count in work.items()) for name, work in services.items()
+            }
+            yield f"host {host}", "; ".join(f"{name} {text}".rstrip() for name, text in figures.items())
     for name, score in report.get("eval", {}).items():
         if errors := score.get("errors"):
             yield f"errors of tools, {name}", errors_line(errors)

@@ -116,9 +116,8 @@ class RayActors:
         )
         if not group.wait(PLACE_S):
             self._release(name)
-            needs = (
-                f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}{' and a place of the role' if _role(name) else ''}"
-            )
+            role = f" and 1 of the role {name} (up --roles)" if _role(name) else ""
+            needs = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}{role}"
             fewer = f"lower ranks={count}, " if count > 1 else ""
             raise ValueError(
                 f"services.address: the cluster had no room for {count} trainer rank(s) of {needs} each within {PLACE_S:g} s; "

@@ -107,10 +107,6 @@ class RemotePolicy:
 class EnvironmentService:
     """Agents with their sandboxes and a connection to one engine. `work` starts agents and reports those that have ended."""
 
-    def host(self) -> str:
-        """Return the name of this host."""
-        return socket.gethostname()
-
     def __init__(
         self,
         run: Path,
@@ -142,6 +138,10 @@ class EnvironmentService:
         # Gradings that were given up and go on.
         self._in_vain: list[Future[Finished | Faulted]] = []
         self._most = env.sandboxes if env.boxed else math.inf
+
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def work(
         self, start: Sequence[tuple[Dispatch, Task]], cancel: Sequence[tuple[int, int]], seconds: float

@@ -44,10 +44,6 @@ from composer_nb.trainer.settings import Settings
 class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
 
-    def host(self) -> str:
-        """Return the name of this host."""
-        return socket.gethostname()
-
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         run = local_run(run, settings.services.store)
         set_up_process(settings.seed, settings.matmul)
@@ -79,6 +75,10 @@ class EngineService(Inference):
         training = trained_in(s.env, s.limits)
         server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version, trained=training)
         return server.__enter__()
+
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def stop(self) -> None:
         if self._front is not None:

@@ -27,7 +27,7 @@ class Shards(SealedRecord):
 def put_shards(store: VersionStore, folder: Path, rank: int) -> dict[str, PayloadFile]:
     """Move the files that a rank has written for a checkpoint from `folder` to the store. Raises StoreError."""
     paths = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-    files = {path.name: store.patiently(lambda path=path: _put(store, path)) for path in paths}  # type: ignore[misc]
+    files = {path.name: store.patiently(partial(_put, store, path)) for path in paths}
     for path in paths:
         path.unlink()
     return files

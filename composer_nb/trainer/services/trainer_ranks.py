@@ -50,10 +50,6 @@ class TrainerRank:
     """A rank of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It is
     uninitialized until `begin` is called."""
 
-    def host(self) -> str:
-        """Return the name of this host."""
-        return socket.gethostname()
-
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         self._rank, self._run, self._settings = rank, local_run(run, settings.services.store, weights=True), settings
         # All ranks that share a model follow one rule, whichever of them see the run directory.
@@ -63,6 +59,10 @@ class TrainerRank:
         self._meeting: dist.Store | None = None
         self._team: Team | None = None
         self._saving: Future[dict[str, PayloadFile]] | None = None
+
+    def host(self) -> str:
+        """Return the name of this host."""
+        return socket.gethostname()
 
     def meet(self) -> str:
         """Return the "host:port" at which the other ranks find this one."""
@@ -122,9 +122,8 @@ class TrainerRank:
             self.step, name, files = checkpoint
             folder = self._run / "checkpoints" / name
             if not files and not (folder / ".metadata").is_file():
-                here = socket.gethostname()
                 raise ValueError(
-                    f"{name} is in the run directory, which {here} does not see: resume where all ranks see it"
+                    f"{name} is in the run directory, which {self.host()} does not see: resume where all ranks see it"
                 )
             restore(self._sharded, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
             self._saved_step = self.step
