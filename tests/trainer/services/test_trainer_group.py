@@ -10,11 +10,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.models.checkpoint import save_pretrained
+from composer_nb.trainer.parallel.team import interface_of, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import coordinator, environments, shards, trainer_ranks
 from composer_nb.trainer.services.cluster import NODE
@@ -142,3 +144,22 @@ def test_ray_sees_every_method_that_is_called() -> None:
     called = {name for source in sources for name in re.findall(r'(?:\.call|_everywhere)\("(\w+)"', source)}
     assert {"host", "learn", "update", "work"} <= called <= set.union(*methods)
     assert all("host" in of_kind for of_kind in (methods[0], methods[1], methods[3]))
+
+
+def test_ranks_meet_at_one_address_alone() -> None:
+    meeting = meeting_place("127.0.0.1")
+    listeners = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listeners if address.port == meeting.port] == ["127.0.0.1"]
+    assert interface_of("127.0.0.1").startswith("lo") and interface_of("192.0.2.1") == ""
+
+
+def test_a_file_that_a_killed_rank_left_is_fetched_anew(tmp_path: Path) -> None:
+    store, folder = VersionStore(tmp_path / "store"), tmp_path / "node"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"whole")
+    (folder / ".metadata").write_bytes(b"metadata")
+    files = shards.put_shards(store, folder, 0)
+    assert {*files} == {".metadata", "__0_0.distcp"} and list(folder.iterdir()) == []
+    (folder / "__0_0.distcp").write_bytes(b"torn")
+    shards.fetch_shard(store, files, folder, "__0_0.distcp")
+    assert (folder / "__0_0.distcp").read_bytes() == b"whole"
