@@ -130,6 +130,12 @@ def test_a_node_is_its_region_s_relay_and_tells_its_services(
         ClusterNode(relay="8700")
 
 
+@pytest.mark.parametrize("roles", [("pilot",), ("trainer=0",), ("trainer=x",), ("engine", "engine=2")])
+def test_roles_that_a_node_cannot_have_are_refused(roles: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="--roles"):
+        ClusterNode(roles=roles)
+
+
 def test_who_holds_it_and_is_killed_holds_it_no_more(carried: Path, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     up(folder, 1.0)
