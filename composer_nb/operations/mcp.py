@@ -162,7 +162,7 @@ def mcp(args: argparse.Namespace) -> int:
         from mcp import stdio_server, types
         from mcp.server.lowlevel import Server
     except ImportError:
-        raise ValueError("mcp: the SDK is not installed; pip install 'composer-nb[mcp]' brings it") from None
+        raise ValueError("mcp: the SDK is not installed; pip install -e '.[mcp]' brings it") from None
 
     names = {name.replace(" ", "_"): name for name in (*READS, *WRITES[: 2 * args.allow_writes])}
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 def make(args: argparse.Namespace) -> int:
     """Make tasks from a repository with tests."""
     if find_spec("libcst") is None:
-        raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
+        raise ValueError("tasks make needs libcst: pip install -e '.[tasks]'")
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.make import make
     from composer_nb.harness.tasks.making.options import RunOptions
@@ -131,7 +131,7 @@ def _made(summary: Mapping[str, Any]) -> Group:
 def mine(args: argparse.Namespace) -> int:
     """Make tasks from the commits of a checkout, or from consecutive releases."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
-        raise ValueError("tasks mine needs dulwich and libcst: pip install 'composer_nb[tasks]'")
+        raise ValueError("tasks mine needs dulwich and libcst: pip install -e '.[tasks]'")
     from rich.console import Group
 
     from composer_nb.harness.sandbox import open_backend
@@ -167,7 +167,7 @@ def mine(args: argparse.Namespace) -> int:
 def bugs(args: argparse.Namespace) -> int:
     """Make tasks from real bugs of published projects, which pip downloads."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
-        raise ValueError("tasks bugs needs dulwich and libcst: pip install 'composer_nb[tasks]'")
+        raise ValueError("tasks bugs needs dulwich and libcst: pip install -e '.[tasks]'")
     from rich.console import Group
 
     from composer_nb.harness.sandbox import open_backend
@@ -281,7 +281,7 @@ def audit(args: argparse.Namespace) -> int:
     if args.path.startswith(("verifiers:", "openenv:")):
         return _audit_foreign(args)
     if find_spec("libcst") is None:
-        raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
+        raise ValueError("audit plants bugs with libcst: pip install -e '.[tasks]'")
     from rich.console import Group
 
     from composer_nb.harness.environment import EnvSettings, tasks_of

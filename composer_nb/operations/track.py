@@ -109,7 +109,7 @@ def parse(names: str) -> list[str]:
         if name not in TRACKERS:
             raise ValueError(f"--track {name}: there are {', '.join(TRACKERS)}")
         if find_spec(name) is None:
-            raise ValueError(f"--track {name}: it is not installed; pip install 'composer-nb[trackers]' brings it")
+            raise ValueError(f"--track {name}: it is not installed; pip install -e '.[trackers]' brings it")
     return trackers
 
 

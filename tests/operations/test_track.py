@@ -192,4 +192,4 @@ def test_an_unknown_tracker_is_named_and_nothing_is_written_into_an_excerpt(
     assert board(home)["rl/reward"]
     monkeypatch.setattr(track, "find_spec", lambda name: None)
     assert cli.main(["track", str(stored), "--to", "wandb"]) == 2
-    assert "pip install 'composer-nb[trackers]'" in capsys.readouterr().err
+    assert "pip install -e '.[trackers]'" in capsys.readouterr().err

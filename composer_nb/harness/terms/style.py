@@ -39,7 +39,7 @@ def findings(text: str) -> tuple[int, int]:
     """Return what ruff finds in a module: probable errors, and faults of style. A text that is too large for the linter, or
     ends it, is one of each. Raises ValueError where there is no ruff."""
     if (ruff := host_programs().get("ruff")) is None:
-        raise ValueError("lint_delta and style_delta need ruff: pip install 'composer_nb[agent]'")
+        raise ValueError("lint_delta and style_delta need ruff: pip install -e '.[agent]'")
     rules = ",".join((*LINTS, *STYLE))
     command = [ruff, "check", "--isolated", "--no-cache", "--quiet", "--ignore-noqa", "--output-format=json"]
     command += [f"--select={rules}", "--stdin-filename=module.py", "-"]

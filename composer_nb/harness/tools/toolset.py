@@ -145,7 +145,7 @@ class ToolSet:
         root, testing, modules, *missing = result.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
-            advice = f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
+            advice = f"pip install -e '.[agent]', or {install_hint(packages)}"
             if sandbox.spec.image:
                 advice = f"add {packages} to the image {sandbox.spec.image}"
             raise SandboxUnavailable(f"no {' and no '.join(missing)} in the sandbox, which tools need: {advice}")

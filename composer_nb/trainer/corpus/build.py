@@ -74,7 +74,7 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     dropped.csv (each dropped file, its filter and the reason) and report.json, which is returned. Its `yields` has a row for each
     filter, with the dropped and the remaining files. Raises ValueError if fewer than two files are left, or without a library."""
     if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
-        raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
+        raise ValueError("a corpus needs datasketch and identify: pip install -e '.[corpus]'")
     readings = list(read_files(root, settings.suffixes, settings.bytes))
     files, secret = [file for file, _ in readings], secrets(tasks, settings.run)
     yields, dropped = [_row("found", files, [])], list[tuple[str, str, str, str]]()

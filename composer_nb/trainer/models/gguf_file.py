@@ -57,7 +57,7 @@ def read_gguf(file: Path) -> Model:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ValueError(f"{file}: reading GGUF needs the library gguf: pip install 'composer-nb[gguf]'") from None
+        raise ValueError(f"{file}: reading GGUF needs the library gguf: pip install -e '.[gguf]'") from None
     try:
         fields, tensors = _read(file)
     except Exception as error:  # of many kinds: the library checks little

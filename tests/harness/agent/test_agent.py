@@ -162,6 +162,7 @@ def test_agents_start_when_there_is_room_and_a_caller_that_stops_early_leaves_no
     agent: Agent, task: Task, typist: Make, boxes: Make
 ) -> None:
     started: list[int] = []
+    earlier = set(threading.enumerate())
 
     def agents() -> Any:
         for n in range(5):
@@ -173,7 +174,7 @@ def test_agents_start_when_there_is_room_and_a_caller_that_stops_early_leaves_no
     assert next(results)[0] == 0
     results.close()
     assert started == [0, 1, 2] == sorted(policy.released)
-    for thread in [thread for thread in threading.enumerate() if thread.name == "agent"]:
+    for thread in {thread for thread in threading.enumerate() if thread.name == "agent"} - earlier:
         thread.join(20)  # its result may have been taken a moment before its last line
         assert not thread.is_alive()
     assert [a.rollout.stop for a in run(agent, task, policy, boxes("1"), 3)] == ["finished", "turns", "turns"]

@@ -109,7 +109,7 @@ def resources() -> Path:
     try:
         package = distribution("tests4py")
     except PackageNotFoundError:
-        raise ValueError("tasks bugs needs the data of tests4py: pip install 'composer_nb[bugs]'") from None
+        raise ValueError("tasks bugs needs the data of tests4py: pip install -e '.[bugs]'") from None
     folder = Path(str(package.locate_file("tests4py/projects/resources")))
     files = sorted(file for file in folder.glob("*/bug_*/*") if file.name in (FIX, TESTS))
     if hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() != SHA256:

@@ -170,7 +170,7 @@ def test_what_is_missing_or_changed_is_named_before_anything_runs(
     (tmp_path / "tests4py/projects/resources/sums/bug_1/fix.patch").write_text(FIX.replace("0.0", "1.0"))
     assert "of tests4py 0.9, or changed; reinstall tests4py==1.0.0" in error()
     monkeypatch.setattr(bugs, "distribution", lambda name: distribution("no-such-package"))
-    assert "composer_nb[bugs]" in error()
+    assert "-e '.[bugs]'" in error()
 
 
 def test_the_recipe_has_a_release_or_a_reason_for_each_bug() -> None:
