@@ -32,7 +32,7 @@ COMPLETE = "the run is complete"
 # Stages of a complete run, in the order of the recipe.
 STAGES = (
     *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
-    *("rl", "eval_final", "numerics"),
+    *("rl", "finish", "eval_final", "numerics"),
 )
 
 
@@ -52,7 +52,10 @@ def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
     if (until := settings.get("until", "rl")) != "rl":
         return STAGES[: STAGES.index(until) + 1]
-    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
+    if settings.get("control_steps"):
+        return (*STAGES[: STAGES.index("rl")], "control", "eval_control")
+    is_finished = any(settings.get("rl", {}).get(name) for name in ("start_weight", "uncalibrated"))
+    return tuple(name for name in STAGES if name != "finish" or is_finished)
 
 
 def start_or_resume(

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe.launch import STAGES
+from composer_nb.trainer.recipe.launch import STAGES, stages_of
 from composer_nb.trainer.recipe.reader import read_status, solved_by_task, telling_step, weights_before
 from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_stored_attempts(tiny_run, report):
 def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], RunDir], reached: int):
     run = copy_of(tiny_run)
     order = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
-    assert order == [*STAGES[:-2], "finish", *STAGES[-2:]]
+    assert order == [*STAGES] == [*stages_of(run.settings())]
     with closing(sqlite3.connect(run.path / "run.db")) as db, db:
         for name in order[reached:]:
             db.execute("DELETE FROM stage WHERE name = ?", (name,))
@@ -80,6 +80,7 @@ def test_a_run_that_ends_before_rl_is_complete(tmp_path: Path, changes: dict[str
         assert not build_report(run)["complete"] and read_status(run.path).stage == name
         run.finish(name, 1.0, {})
     assert build_report(run)["complete"] and read_status(run.path).state == "complete"
+    assert stages_of({"rl": {"start_weight": 0.0}}) == tuple(name for name in STAGES if name != "finish")
     Console(file=(run.path / "shown").open("w"), width=130).print(table(build_report(run) | {"eval": {}}))
     assert "still to come" not in (run.path / "shown").read_text()
 
