@@ -1,4 +1,4 @@
-"""Commands for tasks and their sandboxes: tasks make, tasks mine, tasks bugs, tasks check, tasks from, audit,
+"""Commands for tasks and their sandboxes: tasks install, tasks make, tasks mine, tasks bugs, tasks check, tasks from, audit,
 sandbox check."""
 
 from __future__ import annotations
@@ -26,6 +26,33 @@ GUARDS = ["calls", "twins", "none"]
 REQUIRE = arg("--require", "weakest guard of a task: calls, twins of tests run alone, or none", "none", choices=GUARDS)
 LINE_S = 30.0  # Seconds between lines where there is no terminal.
 log = logging.getLogger(__name__)
+
+
+@command(
+    "tasks install",
+    arg("path PATH", "a folder or checkout whose tests do not run yet", type=Path),
+    arg("--out DIR", "new folder for the checkout and its packages", required=True, type=Path),
+    arg("--packages FOLDER", "installed packages that may be brought; by default those of this Python", type=Path),
+    arg("--policy POLICY", "have an agent do it, as in composer-nb agent, and no script", ""),
+    arg("--seconds S", "time limit of a try of the agent", 600.0),
+    BACKEND,
+    JSON,
+)
+def install(args: argparse.Namespace) -> int:
+    """Make the commands of a repository work that should, in at most five tries."""
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.production.install import ScriptedInstaller, agent_installer, install
+
+    agent = agent_installer(args.policy, args.backend, args.seconds) if args.policy else None
+    with open_backend(args.backend) as backend, _progress() as report:
+        summary = install(args.path, args.out, backend, agent or ScriptedInstaller(args.packages), report)
+    lines = [f"try {number}: {', '.join(tried['changes'])}" for number, tried in enumerate(summary["tries"], 1)]
+    lines += [
+        f"{summary['repository']}: {summary['verdict']}; of {summary['goals']} goals {summary['passed_before']} worked before, "
+        f"{summary['passed_after']} work now",
+        f"kept: {args.out}; go on with composer-nb tasks make {args.out}/repository --packages {args.out}/packages",
+    ]
+    return emit(args, summary, lambda: "\n".join(map(visible_lines, lines)), int(summary["verdict"] != "kept"))
 
 
 @command(

@@ -34,7 +34,7 @@ QUICK_S = 30.0
 THREADS = {"RAYON_NUM_THREADS": "2"}
 # Time limit of a run of all visible tests.
 TESTS_S = 120.0
-_SUMMARY = re.compile(r"=* ?((?:\d{1,9} [a-z]+,? )+)in [\d.]+s.*")
+_SUMMARY = re.compile(r"=* ?((?:\d{1,9} (?:subtests )?[a-z]+,? )+)in [\d.]+s.*")
 _ERROR = re.compile(r"^E   (\S.*)$", re.M)
 # File system errors that the call itself causes; all others, such as a missing file, depend on the workspace.
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
@@ -252,9 +252,10 @@ class Session:
 
 
 def summary_counts(line: str) -> dict[str, int]:
-    """Return the numbers of tests by outcome in a line that is pytest's summary; none in any other."""
+    """Return the numbers of tests by outcome in a line that is pytest's summary; none in any other. Subtests are left out: their
+    test fails with them."""
     match = _SUMMARY.fullmatch(line)
-    pairs = re.findall(r"(\d+) ([a-z]+)", match[1]) if match else ()
+    pairs = re.findall(r"(\d+) (?!subtests )([a-z]+)", match[1]) if match else ()
     return {outcome.rstrip("s"): int(count) for count, outcome in pairs}
 
 

@@ -180,6 +180,7 @@ class TestTerminal:
     def test_tests_are_counted_as_pytest_sums_them_up(self, box: Sandbox, call: Call) -> None:
         box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
         counts = {"pytest test_a.py": (1, 2), "python -m pytest -q -x --tb=short -rN -k test_b": (0, 1)}
+        counts["echo 1 failed, 7 passed, 16 subtests passed in 0.24s"] = (7, 8)
         for command, expected in (
             counts | dict.fromkeys(("pytest -qq test_a.py", "echo 5 passed"), (None, None))
         ).items():

@@ -1,0 +1,248 @@
+"""Make the commands of a repository work: goals, tries, and a check from the start.
+
+Of the commands that should work in a checkout, `goals` lists at most GOALS: imports of its packages, the collection of its tests,
+and its test modules one by one. An installer sees TARGETS of those that fail and changes what it likes: it writes files that are
+missing, imitates a service, or brings packages. Then a new sandbox gets the result, and the targets run again. After TRIES
+without success the repository is discarded. The installer never sees the other goals, which tell how much else works.
+
+Source: "Bootstrapping Composer with autoinstall" (cursor.com/blog, 6 May 2026). There, an agent proposes the goals, too.
+
+OUT/repository/    the checkout with what was written
+OUT/packages/      what was brought, for `--packages` of other commands
+OUT/install.json   goals, tries with outputs, and the verdict
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.toolchain import MODULES, PLACE, TESTING
+from composer_nb.harness.tasks.making.repository import Repository, read_repository
+from composer_nb.harness.tasks.runtime import PACKAGES_AT, read_packages
+from composer_nb.harness.tools.terminal import tested
+from composer_nb.production.agents import run_agent
+from composer_nb.production.checkout import read_checkout
+from composer_nb.production.policies import equipment
+
+GOALS, TARGETS, TRIES = 10, 3, 5
+GOAL_S = 120.0  # CPU time limit of a goal.
+OUTPUT_BYTES = 16_000  # What is kept of a goal's output.
+SHOWN_CHARACTERS = 2000  # Of an output that an agent sees.
+REQUEST = """These commands should succeed in this repository, and they fail. Make them succeed. There is no network. Write files
+that a build would write, and stand-ins for packages and services that are missing. Changes to test modules are undone.
+
+"""
+VERSION_FILES = ("_version", "version", "__version__", "_version_info", "__about__")  # That builds write.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalResult:
+    """The result of a command that should work. `output` has both streams, cut in the middle."""
+
+    command: str
+    passed: bool
+    output: str
+
+
+# Changes the checkout and the packages in a folder, having seen the results of targets that fail. Returns what it did, in words;
+# nothing if it knows no more.
+Installer = Callable[[Path, Sequence[GoalResult]], list[str]]
+
+
+def goals(repository: Repository) -> list[str]:
+    """Return commands that should succeed in a checkout, at most GOALS: test modules are taken evenly from all."""
+    imports = [f"python3 -c 'import {name}'" for name in sorted(own_packages(repository))[:2]]
+    room = GOALS - len(imports) - 1
+    step = max(1, -(-len(repository.tests) // room))
+    pytest = (
+        "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads the project's own from its files
+    )
+    return [*imports, f"{pytest} --collect-only", *(f"{pytest} {path}" for path in repository.tests[::step])]
+
+
+def own_packages(repository: Repository) -> dict[str, str]:
+    """Return the folder that each top-level package of a repository lies in."""
+    folders = {path.rpartition("/")[0] for path in repository.sources if path.endswith("/__init__.py")}
+    tops = {folder for folder in folders if folder.rpartition("/")[0] not in folders}
+    return {top.rpartition("/")[2]: top.rpartition("/")[0] for top in tops}
+
+
+def run_goals(out: Path, backend: Backend, commands: Sequence[str]) -> list[GoalResult]:
+    """Run commands in a new sandbox with the checkout and packages in `out`. Raises SandboxFailure."""
+    packages = read_packages.__wrapped__(out / "packages")  # a folder that changes is not to be cached
+    roots = sorted({f"{WORKSPACE}/{folder}" for folder in own_packages(read_repository(out / "repository")).values()})
+    variables = {"PYTHONPATH": ":".join([*roots, PACKAGES_AT, f"{PLACE}/{TESTING}"])}
+    results = []
+    with read_checkout(out / "repository").start(backend, packages=packages) as box:
+        for command in commands:
+            result = box.exec(
+                ["sh", "-c", command], env=variables, timeout_s=GOAL_S, granted=True, output_bytes=OUTPUT_BYTES
+            )
+            output = (result.stdout + result.stderr).decode("utf-8", "replace")
+            # A module whose tests are all skipped does not work.
+            has_tests = not command.endswith(".py") or tested(result.stdout.decode("utf-8", "replace")).get(
+                "tests_passed"
+            )
+            results.append(GoalResult(command=command, passed=bool(result.exit_code == 0 and has_tests), output=output))
+    return results
+
+
+def install(
+    path: Path, out: Path, backend: Backend, installer: Installer, report: Callable[[str, str], None]
+) -> dict[str, Any]:
+    """Make the commands of the checkout at `path` work, and keep the result in the new folder `out`. Return what is in
+    install.json.
+
+    Raises FileNotFoundError and ValueError for an unfit repository, FileExistsError for a folder that exists, SandboxFailure.
+    """
+    source, repository = read_checkout(path), read_repository(path)
+    commands = goals(repository)
+    if out.exists():
+        raise FileExistsError(f"{out}: exists already; give --out a new folder")
+    (out / "packages").mkdir(parents=True)
+    files = {
+        name: data for name, data in source.files.items() if not name.endswith(".gitignore")
+    }  # hides what builds write
+    for name, data in files.items():
+        (out / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / "repository" / name).write_bytes(data)
+    report("running the goals", "")
+    before = run_goals(out, backend, commands)
+    failed = [result for result in before if not result.passed][:TARGETS]
+    targets, tries = [result.command for result in failed], list[dict[str, Any]]()
+    while failed and len(tries) < TRIES:
+        report(f"try {len(tries) + 1} of {TRIES}", f"{len(failed)} of {len(targets)} targets fail")
+        if not (changes := installer(out, failed)):
+            break
+        for name in repository.tests:  # an installer may not make tests easier
+            (out / "repository" / name).write_bytes(files[name])
+        results = run_goals(out, backend, targets)
+        tries.append({"changes": changes, "results": [asdict(result) for result in results]})
+        failed = [result for result in results if not result.passed]
+    after = run_goals(out, backend, commands) if tries else before
+    summary = {
+        "repository": path.resolve().name,
+        "verdict": "discarded" if failed else "kept",
+        "goals": len(commands),
+        "passed_before": sum(result.passed for result in before),
+        "passed_after": sum(result.passed for result in after),
+        "targets": targets,
+        "before": [asdict(result) for result in before],
+        "tries": tries,
+        "after": [asdict(result) for result in after],
+    }
+    write_json(out / "install.json", summary)
+    return summary
+
+
+def agent_installer(policy: str, backend: str, seconds: float) -> Installer:
+    """Return an installer that has an agent work on the checkout. `seconds` limits each try."""
+
+    def run(out: Path, failed: Sequence[GoalResult]) -> list[str]:
+        number = len([*out.glob("try-*")]) + 1
+        packages = out / "packages" if any((out / "packages").iterdir()) else None
+        parts = [f"$ {result.command}\n{result.output[-SHOWN_CHARACTERS:]}" for result in failed]
+        limits = replace(equipment(policy)[1], seconds=seconds)
+        options: dict[str, Any] = {"backend": backend, "packages": packages, "limits": limits}
+        work = run_agent(out / "repository", REQUEST + "\n\n".join(parts), policy, out / f"try-{number}", **options)
+        if work.changes:
+            work.accept()
+        return [f"{'removed' if blob is None else 'wrote'} {name}" for name, blob in work.changes.items()]
+
+    return run
+
+
+class ScriptedInstaller:
+    """Knows the usual reasons: packages and pytest plugins that are not there, a version that a build writes, and metadata of a
+    project that is not installed.
+
+    `folder` holds installed packages that may be brought; None: those of this Python.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        search = [str(folder)] if folder else sys.path
+        self._available = {_plain(dist.name): dist for dist in distributions(path=search)}
+
+    def __call__(self, out: Path, failed: Sequence[GoalResult]) -> list[str]:
+        own, output = own_packages(read_repository(out / "repository")), "\n".join(result.output for result in failed)
+        changes = list[str]()
+        for module in dict.fromkeys(re.findall(r"No module named '([\w.]+)'", output)):
+            top, _, rest = module.partition(".")
+            if top not in own:
+                changes += self._bring(out, (dist for dist in self._available.values() if top in _modules(dist)))
+            elif rest.rpartition(".")[2] in VERSION_FILES:
+                path = Path(out / "repository", own[top], *module.split(".")).with_suffix(".py")
+                version = self._version(out)
+                parts = tuple(int(part) for part in re.findall(r"\d+", version))
+                path.write_text(f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n")
+                changes.append(f"wrote {path.relative_to(out / 'repository')}")
+        for project in dict.fromkeys(re.findall(r"No package metadata was found for ([\w.-]*\w)", output)):
+            if _plain(project) in self._available and _plain(project) not in map(_plain, own):
+                changes += self._bring(out, [self._available[_plain(project)]])
+                continue
+            folder = out / "packages" / f"{_plain(project).replace('-', '_')}-{self._version(out)}.dist-info"
+            folder.mkdir(exist_ok=True)
+            shipped = out / "repository" / "PKG-INFO"
+            text = f"Metadata-Version: 2.1\nName: {project}\nVersion: {self._version(out)}\n"
+            (folder / "METADATA").write_text(shipped.read_text("utf-8", "replace") if shipped.is_file() else text)
+            changes.append(f"wrote {folder.name}")
+        for name in dict.fromkeys(re.findall(r"fixture '(\w+)' not found", output)):
+            plugins = (dist for dist in self._available.values() if _is_plugin_with(dist, rf"^(def )?{name}\s*[(=]"))
+            changes += self._bring(out, plugins)
+        return changes
+
+    def _version(self, out: Path) -> str:
+        """Return the version that the project names, or 0.0."""
+        for name in ("PKG-INFO", "pyproject.toml", "setup.cfg"):
+            if (path := out / "repository" / name).is_file():
+                text = path.read_text("utf-8", "replace")
+                if match := re.search(r"^version\s*[:=]\s*[\"']?(\d[\w.+-]*)", text, re.MULTILINE | re.IGNORECASE):
+                    return match[1]
+        return "0.0"
+
+    def _bring(self, out: Path, dists: Iterator[Distribution] | list[Distribution]) -> list[str]:
+        """Copy the first of these packages, with what it requires, and return what was not there before."""
+        changes, queue = list[str](), list(dists)[:1]
+        for dist in queue:  # grows
+            folder = f"{dist.name} {dist.version}"
+            files = [file for file in dist.files or [] if ".." not in file.parts and file.suffix != ".pyc"]
+            fresh = [file for file in files if not (out / "packages" / file).exists()]
+            if not fresh or _plain(dist.name) in MODULES:
+                continue
+            for file in fresh:
+                (out / "packages" / file).parent.mkdir(parents=True, exist_ok=True)
+                (out / "packages" / file).write_bytes(Path(str(dist.locate_file(file))).read_bytes())
+            changes.append(f"brought {folder}")
+            required = [Requirement(text) for text in dist.requires or []]
+            names = [
+                _plain(need.name) for need in required if need.marker is None or need.marker.evaluate({"extra": ""})
+            ]
+            queue += [self._available[name] for name in names if name in self._available]
+        return changes
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _modules(dist: Distribution) -> set[str]:
+    """Return the top-level modules and packages of a distribution."""
+    return {file.parts[0].removesuffix(".py") for file in dist.files or [] if file.suffix in (".py", ".so")}
+
+
+def _is_plugin_with(dist: Distribution, pattern: str) -> bool:
+    """Return whether a distribution is a plugin of pytest with a line of this pattern in its source."""
+    if not any(entry.group == "pytest11" for entry in dist.entry_points):
+        return False
+    sources = [Path(str(dist.locate_file(file))) for file in dist.files or [] if file.suffix == ".py"]
+    return any(re.search(pattern, path.read_text("utf-8", "replace"), re.MULTILINE) for path in sources)
