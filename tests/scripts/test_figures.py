@@ -20,7 +20,7 @@ def test_only_zigzag_chunks_balance_a_context() -> None:
 
 
 def test_training_with_rounded_products_follows_bf16() -> None:
-    """The losses are of a text that repeats itself, so that some steps suffice to learn it."""
+    """A text that repeats itself is learnt in 30 steps."""
     text = torch.arange(8000) ** 2 % 251
     bf16, mxfp8, nvfp4 = (figures.losses(recipe, text, 0, 30) for recipe in ("bf16", "mxfp8", "nvfp4"))
-    assert bf16 < 5 and 0 < abs(mxfp8 / bf16 - 1) < 0.01 and 0 < abs(nvfp4 / bf16 - 1) < 0.05
+    assert bf16 < 1 and 0 < abs(mxfp8 - bf16) < 0.1 and 0 < abs(nvfp4 - bf16) < 0.3

@@ -128,6 +128,8 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
     parts = [gradient(model, streams, ranks=Part(rank, 3))[0] for rank in range(3)]
     torch.testing.assert_close(sum(parts), expected, atol=2e-5, rtol=1e-3)
     assert all(part.norm() > 1e-4 for part in parts), "each rank has its share"
+    learner = Learner(model, FlatOptimizer(model), LossSettings())
+    assert learner._loss(flatten([]), 50.0)[0] == 0, "that of ranks that wait for others"
 
 
 @pytest.mark.parametrize("changes", [{"length_norm": True}, {"ratio": "gspo"}, {"ratio": "cispo", "length_norm": True}])
