@@ -22,6 +22,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.kernels.moe.routing import Replay
 from composer_nb.tour.expert import ScriptedPolicy, one
+from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import learner as learning
 from composer_nb.trainer.learning.learner import Learner
@@ -31,16 +32,7 @@ from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatte
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.recipe import sample_groups
-from composer_nb.trainer.rl import (
-    Batch,
-    Scored,
-    ledger,
-    measured,
-    score_groups,
-    shuffle_rewards,
-    streams_of,
-    to_streams,
-)
+from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 from tests.harness.conftest import Boxes
 
 NEVER = frozenset[int]()
@@ -269,9 +261,8 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     assert ledger(scored, LossSettings()) == {"trained": sum(written)}
     flat = [[Scored(attempt=s.attempt, reward=s.reward, advantage=0.0) for s in scored[0]], scored[1]]
     assert ledger(flat, LossSettings()) == {"zero_advantage": written[0], "trained": written[1]}
-    assert (
-        len(streams_of(flat, LossSettings())) == 3 and measured(flat, Batch(step=0), 1, Ranks())["live_groups"] == 0.5
-    )
+    assert len(rl.streams_of(flat, LossSettings())) == 3
+    assert rl.measured(flat, rl.Batch(step=0), 1, Ranks())["live_groups"] == 0.5
     assert ledger(flat, LossSettings(beta=0.1)) == {"trained": sum(written)}, "the KL weight trains on every token"
 
 
