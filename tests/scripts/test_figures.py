@@ -1,32 +1,9 @@
-"""docs/figures.md names every published figure once, with a command; scripts/docs/figures.py agrees with theory.
-
-`test_docs.py` says whether the commands exist."""
-
-import re
-from pathlib import Path
+"""scripts/docs/figures.py agrees with theory, and what it measures appears within seconds, too."""
 
 import pytest
+import torch
 
 from scripts.docs import figures
-
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
-ROWS = [
-    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in TEXT.splitlines() if line[:3] == "| A"
-]
-
-
-def test_every_figure_stands_there_once_with_a_verdict() -> None:
-    assert [row[0] for row in ROWS] == [f"A{n}" for n in range(1, 25)]
-    for number, figure, command, measured, verdict in ROWS:
-        kind = re.match(r"(Reproduced|Partly|Not)\b", verdict)
-        assert figure and kind and (command == "none") == (not measured), number
-        assert (
-            kind[0] == "Not"
-            if command == "none"
-            else re.match(r"`(composer-nb|make|pytest|scripts/|notebooks/)", command)
-        ), number
-    assert "docs/figures.md" in (ROOT / "README.md").read_text(), "the README leads there; llms.txt does by itself"
 
 
 def test_estimators_have_their_moments() -> None:
@@ -40,3 +17,10 @@ def test_estimators_have_their_moments() -> None:
 def test_only_zigzag_chunks_balance_a_context() -> None:
     for ranks, plain, dealt in list(figures.zigzag(1024))[1:]:
         assert float(plain) == pytest.approx(2 - 1 / ranks, rel=2e-3) and float(dealt) == 1
+
+
+def test_training_with_rounded_products_follows_bf16() -> None:
+    """A text that repeats itself is learnt in 30 steps."""
+    text = torch.arange(8000) ** 2 % 251
+    bf16, mxfp8, nvfp4 = (figures.losses(recipe, text, 0, 30) for recipe in ("bf16", "mxfp8", "nvfp4"))
+    assert bf16 < 1 and 0 < abs(mxfp8 - bf16) < 0.1 and 0 < abs(nvfp4 - bf16) < 0.3

@@ -162,6 +162,7 @@ class Coordinator:
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version)
         self._expect(engine.call("host"), pair, partial(self._on_engine_host, pair))
+        self._expect(engine.call("first_hash"), pair, partial(self._require_hash, name, version))
         self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
         self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
 
@@ -311,13 +312,17 @@ class Coordinator:
         reply = pair.engine.call("update", version, *tensors)
         pair.update = self._expect(reply, pair, partial(self._on_update, pair))
 
-    def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[fsm.Event]:
-        trained_hash = self.journal.hash_of(report.version)
-        if trained_hash is not None and trained_hash != report.hash:
+    def _require_hash(self, engine: str, version: int, weights_hash: str) -> None:
+        """Raise RunStopped if an engine runs other weights as a version than the trainer made."""
+        trained_hash = self.journal.hash_of(version)
+        if trained_hash is not None and trained_hash != weights_hash:
             raise RunStopped(
-                f"{pair.name} runs {report.hash[:12]} as version {report.version}, the trainer made {trained_hash[:12]}; "
+                f"{engine} runs {weights_hash[:12]} as version {version}, the trainer made {trained_hash[:12]}; "
                 "look at services.store"
             )
+
+    def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[fsm.Event]:
+        self._require_hash(pair.name, report.version, report.hash)
         self.records.append(partial(self.journal.log_served, pair.name, report))
         self.records.append(partial(self.journal.log_work, pair.name, pair.engine_host, 1, report.read_bytes))
         pair.version = report.version

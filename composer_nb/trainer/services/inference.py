@@ -109,9 +109,10 @@ class Updates:
     def first(self, version: int) -> Model:
         """Return the model that an engine begins with. Raises like `fetch`."""
         fetched = fetch(self.receiver, version)
-        model = as_engine(self.model(fetched.tensors), self.numerics).to(self.device)
+        model = self.model(fetched.tensors)
+        self.first_hash = state_hash(published(model))
         self.receiver.install(fetched)
-        return model
+        return as_engine(model, self.numerics).to(self.device)
 
     def update(self, engine: Engine, version: int, between: Between, full: Weights | None = None) -> RunningVersion:
         """Fetch a version, swap it in between two steps, and say what runs now. `full` are the version's tensors, for when the

@@ -80,6 +80,11 @@ class EngineService(Inference):
         """Return the name of this host."""
         return socket.gethostname()
 
+    def first_hash(self) -> str:
+        """Return the hash of the weights that it began with."""
+        assert self.updates is not None
+        return self.updates.first_hash
+
     def stop(self) -> None:
         if self._front is not None:
             self._front.__exit__(None, None, None)

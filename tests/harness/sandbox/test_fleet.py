@@ -19,9 +19,11 @@ PEAK = (0.125, 0.0)
 
 
 @given(
-    limits=st.builds(fleets.FleetLimits, starts=st.integers(1, 5), alive=st.integers(1, 8), memory=st.just(0.9)),
+    limits=st.builds(fleets.FleetLimits, starts=st.integers(1, 5), alive=st.integers(1, 16), memory=st.just(0.9)),
     events=st.lists(
-        st.tuples(st.sampled_from(["place", "ready", "fail", "end", "report"]), st.integers(0, 2)), max_size=200
+        st.tuples(st.sampled_from(["place", "place", "ready", "fail", "end", "report"]), st.integers(0, 2)),
+        min_size=50,
+        max_size=200,
     ),
 )
 def test_no_host_has_more_than_it_may_and_none_is_stuck(

@@ -86,6 +86,12 @@ def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make
     assert "hinted" not in off and quiet.optimizer.gradients.abs().max() == 0
 
 
+def test_a_hinted_turn_comes_to_be_written_as_with_its_hint(make_model, stream: Stream) -> None:
+    learner = learner_of(make_model(4), 2.0)
+    divergences = [learn(learner, [stream], lr=1e-4)["feedback_kl"] for _ in range(6)]
+    assert divergences == sorted(divergences, reverse=True) and divergences[-1] < divergences[0]
+
+
 READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
 
 

@@ -3,9 +3,11 @@
 import json
 import re
 import sys
+import threading
 from bdb import BdbQuit
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +359,12 @@ def test_a_faulty_environment_is_one_line_before_the_run_starts(
     assert "\n" not in str(caught.value) and not (tmp_path / "runs").exists()
     if name == "Stops":
         new_run(tmp_path / "runs", "run", override(Settings(), faulty | {"env.tasks": "faulty_env:Good"}))
+        stops = list[threading.Thread]()
+        monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(threading.current_thread()))
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+        with pytest.raises(ValueError, match="returned None"):
+            new_run(tmp_path / "runs", "run", settings)
+        assert stops == [threading.main_thread()], "a debugger in a terminal has all the time"
 
 
 def test_a_setting_that_the_class_replaces_is_refused(faulty: dict[str, Any], tmp_path: Path) -> None:
