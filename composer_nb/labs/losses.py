@@ -396,16 +396,15 @@ def weights(losses: Mapping[str, LossSettings]) -> Picture:
     picture = Picture(10.0, 0.6 + 1.7 * rows)
     panels = picture.panels(rows, min(4, len(losses)), sharex=True, sharey=True)
     ratio_S = torch.logspace(-1, 1, 801, base=4.0, dtype=torch.float64)
-    for ax, (name, loss) in zip(panels, losses.items(), strict=False):
+    for number, (ax, (name, loss)) in enumerate(zip(panels, losses.items(), strict=False)):
         ax.plot(ratio_S, ratio_S, ":", color=style.GREY, linewidth=1, label="the ratio itself")
         for sign, advantage, color, width in ((">", 1.0, style.SKY, 4), ("<", -1.0, style.VERMILION, 1.4)):
             ax.plot(ratio_S, weight_curve(loss, ratio_S, advantage), color=color, linewidth=width, label=f"A {sign} 0")
         ax.set_xscale("log")
         style.log_axis(ax.xaxis)
-        title(ax, name)
+        title(ax, name, "ratio trainer / sampler" if number >= len(losses) - 4 else "")
     for ax in panels[len(losses) :]:
         ax.remove()
-    picture.supxlabel("ratio trainer / sampler", fontsize=9)
     picture.supylabel("weight of a token", fontsize=9)
     key(panels[0])
     return picture

@@ -159,10 +159,8 @@ def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
 def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
-    sides = [
-        style.BarSeries(name, color, values)
-        for (name, values), color in zip(bits_by_codec.items(), itertools.cycle(_COLORS), strict=False)
-    ]
+    hues = itertools.cycle(_COLORS)
+    sides = [style.BarSeries(name, next(hues), values) for name, values in bits_by_codec.items()]
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)
     title(ax, "bits per changed weight", "", "bits")

@@ -54,20 +54,13 @@ def yields_picture(report: Mapping[str, Any]) -> Picture:
 def bases_picture(rows: Sequence[Mapping[str, Any]]) -> Picture:
     """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation, and 95 % intervals over questions."""
     picture = Picture(9.5, 0.8 + 0.35 * len(rows))
-    knowledge, state, code = picture.panels(1, 3, sharey=True)
-    for ax, kind, form in (
-        (knowledge, "fresh_knowledge", ""),
-        (state, "state_distance", ".0f"),
-        (code, "bits_per_byte", ".1f"),
-    ):
-        style.bars(ax, {row["base"]: row[kind] for row in rows}, style.BLUE, form)
-        ax.set_xlim(0, 1.15 * max(1e-9, *(row[kind] for row in rows)) if form else 1)
+    kinds = {"fresh_knowledge": "fresh knowledge, 95 % (more)", "state_distance": "state tracking, edits (less)"}
+    kinds["bits_per_byte"] = "codebase, bits per byte (less)"
+    for ax, (kind, text) in zip(picture.panels(1, 3, sharey=True), kinds.items(), strict=True):
+        title(style.bars(ax, {row["base"]: row[kind] for row in rows}, style.BLUE), text)
     for number, row in enumerate(rows):
-        if row["weights"] and row["questions"]:
-            style.interval(knowledge, wilson(row["fresh_knowledge"], row["questions"]), [number, number])
-    title(knowledge, "fresh knowledge, 95 % (more is better)")
-    title(state, "state tracking, edits (less)")
-    title(code, "codebase, bits per byte (less)")
+        if row["weights"] and row["questions"]:  # guessing has no interval
+            style.interval(picture.axes[0], wilson(row["fresh_knowledge"], row["questions"]), [number, number])
     return picture
 
 

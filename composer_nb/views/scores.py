@@ -28,11 +28,9 @@ def policies(report: Mapping[str, Any]) -> Figure:
         parts = {"in 12 calls": score, "new structures, in 12 calls": score.get("structures")}
         values = [("pass@1", score.get("pass_at_1"), score.get("ci95"))]
         values += [("greedy", score.get("pass_greedy"), score.get("ci95_greedy"))]
-        counts = [(f"best of {k}", score.get("best_of_k"), score["n_tasks"])]
-        counts += [
-            (name, part.get("pass_within", {}).get("12"), part["n_tasks"]) for name, part in parts.items() if part
-        ]
-        values += [(name, share, None if share is None else wilson(share, count)) for name, share, count in counts]
+        shares = [(f"best of {k}", score.get("best_of_k"), score["n_tasks"])]
+        shares += [(name, p.get("pass_within", {}).get("12"), p["n_tasks"]) for name, p in parts.items() if p]
+        values += [(name, share, None if share is None else wilson(share, count)) for name, share, count in shares]
         for name, value, span in values:
             row = {"name": name, "series": policy, "value": value}
             rows.append(row | (dict(zip(("low", "high"), span, strict=True)) if span and value is not None else {}))

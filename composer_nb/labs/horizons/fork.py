@@ -236,19 +236,26 @@ def written(endpoint: JudgeModel, attempt: Attempt, turn: int, within_s: float =
     return text
 
 
-def hinted(attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> tuple[Stream, Stream]:
-    """Return a rollout up to the end of a turn (from 0), without a hint before that turn and with it; `acted` marks the turn's
-    tokens. Raises IndexError for a turn that the rollout does not have."""
+def hinted(
+    attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer, before: int | None = None
+) -> tuple[Stream, Stream]:
+    """Return a rollout up to the end of a turn (from 0), without a hint and with it; `acted` marks the turn's tokens. The hint
+    stands before the turn `before` of the same segment, by default this one. Raises IndexError for a turn that the rollout does
+    not have."""
     number, start = turns_of(attempt.rollout)[turn]
     places = next(places for places in attempt.rollout.segments[number].messages if places[0] == start)
     stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
-    return sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
+    advice = hint_at(start, int(places[-1]) + 1, hint, renderer)
+    first = start if before is None else turns_of(attempt.rollout)[before][1]
+    return sides(stream, advice._replace(at=advice.at - start + first))
 
 
 @torch.no_grad()
-def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> Nudge:
-    """Return what a hint before a turn (from 0) would move. Raises like `hinted`."""
-    student, teacher = hinted(attempt, turn, hint, renderer)
+def nudge(
+    model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer, before: int | None = None
+) -> Nudge:
+    """Return what a hint would move in a turn (from 0). Arguments and errors are those of `hinted`."""
+    student, teacher = hinted(attempt, turn, hint, renderer, before)
     batches = [moved(flatten([side]), model.embed.device) for side in (student, teacher)]
     student_SV, teacher_SV = (distributions(model, batch)[0] for batch in batches)
     said_S = torch.from_numpy(student.token_ids[student.acted]).long()
