@@ -31,7 +31,7 @@ from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.rewards.judges import JudgeModel
 from composer_nb.tour.expert import unsampled
 from composer_nb.trainer.learning.learner import divergence, sides
-from composer_nb.trainer.learning.packing import Stream, distributions, flatten, moved
+from composer_nb.trainer.learning.packing import distributions, flatten, moved
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
 
@@ -236,29 +236,17 @@ def written(endpoint: JudgeModel, attempt: Attempt, turn: int, within_s: float =
     return text
 
 
-def hinted(
-    attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer, before: int | None = None
-) -> tuple[Stream, Stream]:
-    """Return a rollout up to the end of a turn (from 0), without a hint and with it; `acted` marks the turn's tokens. The hint
-    stands before the turn `before` of the same segment, by default this one. Raises IndexError for a turn that the rollout does
-    not have."""
-    number, start = turns_of(attempt.rollout)[turn]
-    places = next(places for places in attempt.rollout.segments[number].messages if places[0] == start)
-    stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
-    advice = hint_at(start, int(places[-1]) + 1, hint, renderer)
-    first = start if before is None else turns_of(attempt.rollout)[before][1]
-    return sides(stream, advice._replace(at=advice.at - start + first))
-
-
 @torch.no_grad()
-def nudge(
-    model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer, before: int | None = None
-) -> Nudge:
-    """Return what a hint would move in a turn (from 0). Arguments and errors are those of `hinted`."""
-    student, teacher = hinted(attempt, turn, hint, renderer, before)
+def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> Nudge:
+    """Return what a hint before a turn (from 0) would move. Raises IndexError for a turn that the rollout does not have."""
+    number, start = turns_of(attempt.rollout)[turn]
+    segment = attempt.rollout.segments[number]
+    places = next(places for places in segment.messages if places[0] == start)
+    stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
+    student, teacher = sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
     batches = [moved(flatten([side]), model.embed.device) for side in (student, teacher)]
     student_SV, teacher_SV = (distributions(model, batch)[0] for batch in batches)
-    said_S = torch.from_numpy(student.token_ids[student.acted]).long()
+    said_S = torch.from_numpy(segment.token_ids[places]).long()
     moved_SV = teacher_SV.exp() - student_SV.exp()
     raised_S = moved_SV.argmax(-1)
 
