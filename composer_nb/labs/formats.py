@@ -94,14 +94,15 @@ def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
 
 def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Picture:
     """Draw the relative error of a number by its size, in a block whose largest is `largest`: the saw of a short mantissa, the
-    slope below the smallest normal number, and total loss below that."""
+    slope below the smallest normal number, and total loss below that. The thick line is the largest error of 40 neighbours."""
     sizes = torch.logspace(-decades, 0, 4000) * largest
     x = torch.zeros(len(sizes), 128)
     x[:, 0], x[:, 1] = largest, sizes
     picture, ax = style.one_panel(9.5, 3.0)
     for name, color in zip(names, LINES, strict=False):
         error = (FORMATS[name](x).dequantize()[:, 1] - sizes).abs() / sizes
-        ax.plot(sizes, error, color=color, linewidth=0.9, label=name)
+        ax.plot(sizes, error, color=color, linewidth=0.5, alpha=0.4)
+        ax.plot(sizes[20::40], error.view(-1, 40).amax(1), color=color, linewidth=1.8, label=name)
     ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.5))
     across = f"size (the largest of the block is {largest:g})"
     title(ax, "what rounding does to a number beside a larger one", across, "relative error")

@@ -44,7 +44,6 @@ from composer_nb.views.rollout import StoredRollout
 from composer_nb.views.style import Picture, key, title
 
 Array = NDArray[np.float64]
-_HUES = (style.BLUE, style.YELLOW, style.GREEN, style.ORANGE, style.SKY, style.VERMILION, style.PURPLE, style.GREY)
 # β of the KL rows, GRPO's.
 BETA = 0.04
 OURS, EXACT = "ours", "exact"
@@ -392,19 +391,22 @@ def weight_curve(loss: LossSettings, ratio_S: Tensor, advantage: float) -> Tenso
 
 
 def weights(losses: Mapping[str, LossSettings]) -> Picture:
-    """Draw the weight that losses give a token, by its ratio, for tokens to make likelier and less likely. Lines get thinner, so
-    that those below stay visible."""
-    picture = Picture(10.0, 3.2)
+    """Draw the weight that each loss gives a token, by its ratio, for tokens to make likelier (A > 0) and less likely (A < 0)."""
+    rows = math.ceil(len(losses) / 4)
+    picture = Picture(10.0, 0.6 + 1.7 * rows)
+    panels = picture.panels(rows, min(4, len(losses)), sharex=True, sharey=True)
     ratio_S = torch.logspace(-1, 1, 801, base=4.0, dtype=torch.float64)
-    for ax, advantage, text in zip(picture.panels(1, 2, sharey=True), (1.0, -1.0), ("A > 0", "A < 0"), strict=True):
-        for number, (name, loss) in enumerate(losses.items()):
-            width = 6.0 - 5.0 * number / len(losses)
-            weight_S = weight_curve(loss, ratio_S, advantage)
-            ax.plot(ratio_S, weight_S, color=_HUES[number % len(_HUES)], linewidth=width, label=name)
+    for number, (ax, (name, loss)) in enumerate(zip(panels, losses.items(), strict=False)):
+        ax.plot(ratio_S, ratio_S, ":", color=style.GREY, linewidth=1, label="the ratio itself")
+        for sign, advantage, color, width in ((">", 1.0, style.SKY, 4), ("<", -1.0, style.VERMILION, 1.4)):
+            ax.plot(ratio_S, weight_curve(loss, ratio_S, advantage), color=color, linewidth=width, label=f"A {sign} 0")
         ax.set_xscale("log")
         style.log_axis(ax.xaxis)
-        title(ax, text, "ratio trainer / sampler", "weight of a token" if advantage > 0 else "")
-    key(picture.axes[0])
+        title(ax, name, "ratio trainer / sampler" if number >= len(losses) - 4 else "")
+    for ax in panels[len(losses) :]:
+        ax.remove()
+    picture.supylabel("weight of a token", fontsize=9)
+    key(panels[0])
     return picture
 
 

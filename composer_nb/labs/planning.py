@@ -335,10 +335,7 @@ class RegionLink:
 def deliveries(byte_count: float, link: RegionLink, engines: int, local_s: float) -> tuple[float, float]:
     """Return the seconds in which a version reaches all engines of a region, from the store and by a relay. `local_s`: seconds
     over a link without a limit, for encoding, the store's own work, checking and decoding."""
-    return (
-        local_s + link.seconds(engines * byte_count, ROUNDS),
-        local_s + link.seconds(byte_count, RELAY_ROUNDS),
-    )
+    return local_s + link.seconds(engines * byte_count, ROUNDS), local_s + link.seconds(byte_count, RELAY_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

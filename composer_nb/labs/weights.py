@@ -139,21 +139,28 @@ _COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION,
 
 
 def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
-    """Draw the share of weights that changed, one bar per group of tensors."""
-    picture, ax = style.one_panel(8.0, 0.9 + 0.26 * len(share_by_group))
-    style.bars(ax, share_by_group, style.SKY, ".2%").set_xlim(0, 1.15 * max([*share_by_group.values(), 1e-9]))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
-    title(ax, heading, "share of weights whose bits changed")
+    """Draw the share of weights that changed, one bar per group of tensors. Groups named "a, b" have a panel for each a."""
+    panels: dict[str, dict[str, float]] = {}
+    for name, share in share_by_group.items():
+        panel, _, row = name.rpartition(", ")
+        panels.setdefault(panel, {})[row] = share
+    most = max(map(len, panels.values()))
+    picture = Picture(max(8.0, 2.2 * len(panels)), 1.2 + 0.26 * most)
+    for ax, (panel, rows) in zip(picture.panels(1, len(panels), sharex=True), panels.items(), strict=True):
+        style.bars(ax, rows, style.SKY, ".2%").set_xlim(0, 1.4 * max([*share_by_group.values(), 1e-9]))
+        ax.set_ylim(most - 0.5, -0.5)
+        ax.locator_params(axis="x", nbins=3)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+        title(ax, panel)
+    picture.suptitle(f"share of weights whose bits changed, {heading}", fontsize=10, x=0.01, ha="left")
     return picture
 
 
 def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
-    sides = [
-        style.BarSeries(name, color, values)
-        for (name, values), color in zip(bits_by_codec.items(), itertools.cycle(_COLORS), strict=False)
-    ]
+    hues = itertools.cycle(_COLORS)
+    sides = [style.BarSeries(name, next(hues), values) for name, values in bits_by_codec.items()]
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)
     title(ax, "bits per changed weight", "", "bits")
@@ -190,14 +197,8 @@ def chain(log: Sequence[Mapping[str, Any]], shares: Mapping[int, float]) -> Pict
         face = color if row["there"] else "none"
         links.plot(number, 0, "s" if base is None else "o", color=color, markerfacecolor=face, markersize=8)
         if base is not None:
-            arrow = {
-                "arrowstyle": "->",
-                "color": style.INK,
-                "connectionstyle": "arc3,rad=-0.35",
-                "shrinkA": 5,
-                "shrinkB": 5,
-            }
-            links.annotate("", (number, 0), (base, 0), arrowprops=arrow)
+            curve = {"arrowstyle": "->", "color": style.INK, "connectionstyle": "arc3,rad=-0.35"}
+            links.annotate("", (number, 0), (base, 0), arrowprops=curve | {"shrinkA": 5, "shrinkB": 5})
         sizes.bar(number, row["anchor_bytes"], 0.9, color=style.PALE)
         sizes.bar(number, row["bytes"], 0.6, color=color)
     links.set(yticks=[], ylim=(-0.5, 1))

@@ -131,14 +131,20 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
 
 
 def gate(judgement: Mapping[str, Any]) -> Picture:
-    """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit."""
-    picture, ax = one_panel(6.0, 2.6)
+    """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit, and the change of
+    pass@1 with its interval."""
+    picture = Picture(8.5, 2.8)
+    ax, change = picture.panels(1, 2)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
     colors = {"before": style.SKY, "after": style.BLUE}
     sides = [style.BarSeries(when, color, [judgement[when][name] for name in names]) for when, color in colors.items()]
     style.grouped(ax, list(names.values()), sides, ".2f")
-    low, high = judgement["ci95"]
-    title(as_share(ax, 1.2), f"change of pass@1 {judgement['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
+    title(as_share(ax, 1.15), "before and after the update")
+    gain, (low, high) = judgement["gain"], judgement["ci95"]
+    change.axhline(0, color=style.GREY, linewidth=0.8)
+    change.errorbar(0, gain, [[gain - low], [high - gain]], fmt="o", color=style.BLUE)
+    change.set(xticks=[], xlim=(-1, 1), ylim=(-1, 1))
+    title(change, f"change of pass@1: {gain:+.3f} ({low:+.3f} to {high:+.3f})")
     key(ax)
     return picture
 
@@ -225,17 +231,11 @@ def sizes(tasks: Sequence[Task]) -> Picture:
     for ax, (name, values) in zip(picture.panels(1, 2), parts.items(), strict=True):
         title(ax, f"{name}, {len(values)} tasks")
         if not values:
-            style.absent(ax, "no task has a solution")
+            style.note(ax, 0.5, 0.5, "no task has a solution", ha="center", transform=ax.transAxes)
             continue
-        lines: dict[str, Any] = {f"{part}props": {"color": style.INK} for part in ("box", "whisker", "cap")}
-        ax.boxplot(
-            [values],
-            widths=0.5,
-            whis=(5, 95),
-            flierprops={"markeredgecolor": style.INK},
-            medianprops={"color": style.BLUE},
-            **lines,
-        )
+        inks: dict[str, Any] = {f"{part}props": {"color": style.INK} for part in ("box", "whisker", "cap")}
+        inks |= {"flierprops": {"markeredgecolor": style.INK}, "medianprops": {"color": style.BLUE}}
+        ax.boxplot([values], widths=0.5, whis=(5, 95), **inks)
         if max(values) > 8 * max(1, min(values)):
             ax.set_yscale("symlog", linthresh=1)
             style.log_axis(ax.yaxis)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import json
 import textwrap
@@ -23,7 +22,6 @@ from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, Stats, archive_of
 from composer_nb.harness.sandbox.reap import mark_of, started
-from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict
@@ -109,34 +107,19 @@ def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.I
 
 
 def twin(task: Task, twin_of_test: Twin) -> Html:
-    """Return a hidden test beside its twin, with the difference marked."""
+    """Return the lines around a hidden test's expectation beside those of its twin, with the difference marked."""
     text = task.tests[twin_of_test.path]
-    first, last = _around(text, twin_of_test.start)
+    before = text[: twin_of_test.start].rpartition("\n\n")[2]
+    after = text[twin_of_test.end :].partition("\n\n")[0]
     columns = []
     for head, middle, tint in (
         ("the test: a right answer passes", text[twin_of_test.start : twin_of_test.end], "rgba(0,114,178,.3)"),
         ("its twin: a right answer fails", twin_of_test.text, "rgba(213,94,0,.4)"),
     ):
-        marked = f"{text[first : twin_of_test.start]}\0{middle}\1{text[twin_of_test.end : last]}"
-        body = html.escape(textwrap.dedent(marked))
+        body = html.escape(textwrap.dedent(f"{before}\0{middle}\1{after}").strip("\n"))
         body = body.replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
         columns.append(f'<div style="flex:1 1 22em"><div class="head">{head}</div><pre>{body}</pre></div>')
     return page.box(f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(columns)}</div>')
-
-
-def _around(text: str, offset: int) -> tuple[int, int]:
-    """Return begin and end of the function around a character, decorators included; else of its line."""
-    line = text.count("\n", 0, offset) + 1
-    spans = [
-        (first, node.end_lineno or first)
-        for node in ast.walk(parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (first := min([node.lineno, *(d.lineno for d in node.decorator_list)])) <= line <= (node.end_lineno or 0)
-    ]
-    first, last = max(spans, default=(line, line))
-    lines = text.split("\n")
-    begin = len("\n".join(lines[: first - 1])) + (first > 1)
-    return begin, begin + len("\n".join(lines[first - 1 : last]))
 
 
 def patches(chosen: Sequence[Patch]) -> Html:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
+from composer_nb.harness.bench import wilson
 from composer_nb.labs.scaling import LossFit
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.transformer import Model, PackedRows
@@ -51,12 +52,15 @@ def yields_picture(report: Mapping[str, Any]) -> Picture:
 
 
 def bases_picture(rows: Sequence[Mapping[str, Any]]) -> Picture:
-    """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation."""
+    """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation, and 95 % intervals over questions."""
     picture = Picture(9.5, 0.8 + 0.35 * len(rows))
-    kinds = {"fresh_knowledge": "fresh knowledge (more is better)", "state_distance": "state tracking, edits (less)"}
+    kinds = {"fresh_knowledge": "fresh knowledge, 95 % (more)", "state_distance": "state tracking, edits (less)"}
     kinds["bits_per_byte"] = "codebase, bits per byte (less)"
     for ax, (kind, text) in zip(picture.panels(1, 3, sharey=True), kinds.items(), strict=True):
         title(style.bars(ax, {row["base"]: row[kind] for row in rows}, style.BLUE), text)
+    for number, row in enumerate(rows):
+        if row["weights"] and row["questions"]:  # guessing has no interval
+            style.interval(picture.axes[0], wilson(row["fresh_knowledge"], row["questions"]), [number, number])
     return picture
 
 

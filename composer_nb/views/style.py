@@ -136,13 +136,7 @@ def key(ax: Axes) -> None:
         widest = (max(map(len, column)) for column in np.array_split(labels, columns))
         if sum(0.42 + 0.058 * letters for letters in widest) <= 0.95 * root.get_figwidth():
             break
-    look: dict[str, Any] = {
-        "frameon": False,
-        "fontsize": 8.5,
-        "labelcolor": INK,
-        "handlelength": 1.4,
-        "columnspacing": 1.2,
-    }
+    look: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, "handlelength": 1.4}
     ax.figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
 
 
@@ -193,13 +187,6 @@ def bars(ax: Axes, values: Mapping[str, float], color: Any, form: str = "") -> A
     for row, value in enumerate(values.values() if form else ()):
         note(ax, value, row, f" {value:{form}}")
     return rows(ax, list(values))
-
-
-def absent(ax: Axes, text: str) -> Axes:
-    """Write into an empty panel why it is empty."""
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", fontsize=9, color=GREY)
-    ax.set_yticks([])
-    return ax
 
 
 def empty(text: str, width: float = 7.0) -> Picture:

@@ -65,8 +65,8 @@ CHECKS = {
     "07_long_horizon": (
         "all(figures_by_summary['truncate', t]['summary tokens'] == 0 for t in triggers)",
         "all(figures_by_summary['self', t]['forgotten'] == 0 for t in triggers)",
-        "len(advised.kl) == len(turn_positions) and min(advised.kl) > -1e-5",
-        "len(by_model.kl) == len(control.kl) == len(turn_positions) and sum(control.kl) > -1e-5",
+        "len(advised.kl) == len(advised.tokens) and min(advised.kl) > -1e-5 and sum(control.kl) > -1e-5",
+        "len(by_model.kl) == len(turn_positions)",
     ),
     "10_router_replay": (
         "all(one.segment.trace.route_valid[:-1].all() for one in stored)",

@@ -31,8 +31,8 @@ SHORTER = {
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
 CORE = (
-    "00_minimal_loop 02_mid_training 03_environments 04_reward_design 09_bench 10_router_replay 11_mismatch_and_losses "
-    "12_weight_sync 13_kernels"
+    "00_minimal_loop 02_mid_training 03_environments 04_reward_design 07_long_horizon 09_bench 10_router_replay "
+    "11_mismatch_and_losses 12_weight_sync 13_kernels"
 ).split()
 """Notebooks in which the learner writes functions of the package."""
 Capture = pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ from composer_nb.kernels.formats.microscaling import Rule, e8m0_to_float, mx_qua
 from composer_nb.kernels.moe.routing import Replay, RoutingRule, route
 from composer_nb.labs.exercises.exercise import Exercise, Function
 from composer_nb.trainer.learning import loss
+from composer_nb.trainer.learning.learner import divergence
 from composer_nb.trainer.learning.loss import LossSettings, detached_weight, kl_estimate
 
 
@@ -447,6 +448,29 @@ def k2(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
 def one_too_many(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """Where both policies agree the estimate must be 0; yours is 1."""
     return kl_estimate(logprob_N, reference_N, "k3") + 1
+
+
+DIVERGENCE = Exercise(
+    reference=divergence, inputs=((normal(5, 7).log_softmax(-1), normal(5, 7, seed=1).log_softmax(-1)),)
+)
+
+
+@DIVERGENCE.mistake
+def from_the_teacher(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """This is KL(teacher ‖ student). The student's own probabilities weigh the differences: it learns where *it* would go."""
+    return divergence(teacher_SV, student_SV)
+
+
+@DIVERGENCE.mistake
+def of_all_tokens(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """This is one number. Sum over the vocabulary, the last dimension, and keep the tokens of the turn apart."""
+    return divergence(student_SV, teacher_SV).sum()
+
+
+@DIVERGENCE.mistake
+def without_probabilities(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """The weights are missing: an average over what the student would say needs its probabilities, `student_SV.exp()`."""
+    return (student_SV - teacher_SV).sum(-1)
 
 
 def icepop(ratio_N: Tensor, low: float, high: float) -> Tensor:

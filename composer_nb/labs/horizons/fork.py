@@ -237,13 +237,16 @@ def written(endpoint: JudgeModel, attempt: Attempt, turn: int, within_s: float =
 
 
 @torch.no_grad()
-def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> Nudge:
-    """Return what a hint before a turn (from 0) would move. Raises IndexError for a turn that the rollout does not have."""
+def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer, before: int = -1) -> Nudge:
+    """Return what a hint would move in a turn (from 0). It stands before the turn `before` of the same segment; −1: before this
+    one. Raises IndexError for a turn that the rollout does not have."""
     number, start = turns_of(attempt.rollout)[turn]
     segment = attempt.rollout.segments[number]
     places = next(places for places in segment.messages if places[0] == start)
     stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
-    student, teacher = sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
+    advice = hint_at(start, int(places[-1]) + 1, hint, renderer)
+    first = turns_of(attempt.rollout)[turn if before < 0 else before][1]
+    student, teacher = sides(stream, advice._replace(at=advice.at - start + first))
     batches = [moved(flatten([side]), model.embed.device) for side in (student, teacher)]
     student_SV, teacher_SV = (distributions(model, batch)[0] for batch in batches)
     said_S = torch.from_numpy(segment.token_ids[places]).long()

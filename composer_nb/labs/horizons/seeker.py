@@ -109,11 +109,8 @@ def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, floa
         "tried twice": [sum(turn.observation == "tried" for turn in rollout.turns) for rollout in rollouts],
     }
     solved = float(np.mean([attempt.grade.passed for attempt in attempts]))
-    return {
-        "rollouts": len(rollouts),
-        "solved": solved,
-        **{name: float(np.mean(values)) for name, values in means.items()},
-    }
+    averages = {name: float(np.mean(values)) for name, values in means.items()}
+    return {"rollouts": len(rollouts), "solved": solved} | averages
 
 
 def forgotten(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:

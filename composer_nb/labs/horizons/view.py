@@ -83,6 +83,7 @@ def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
     }
     _stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts)
     ax.axvline(0, color=style.GREY, linewidth=0.8)
+    ax.use_sticky_edges = False  # a margin at both ends
     title(ax, "weight in the gradient of each segment", "advantage × written tokens")
     key(ax)
     return picture
@@ -100,12 +101,24 @@ def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
     """Draw the share of forks that solve the task with its 95 % interval, by the turn (from 1) from which they go on: a line per
     name."""
     picture, ax = style.one_panel(8.5, 2.8)
-    for (name, series), color in zip(forks.items(), (style.BLUE, style.ORANGE, style.GREEN), strict=False):
-        ax.plot([fork.turn + 1 for fork in series], [fork.solved for fork in series], "o-", color=color, label=name)
-        for fork in series:
-            style.interval(ax, [fork.turn + 1, fork.turn + 1], fork.interval)
+    colors = (style.BLUE, style.ORANGE, style.GREEN)
+    for shift, (color, (name, series)) in enumerate(zip(colors, forks.items(), strict=False)):
+        turns, shares = [fork.turn + 1 + 0.1 * shift for fork in series], np.array([fork.solved for fork in series])
+        ends = np.abs(np.array([fork.interval for fork in series]).T - shares)
+        ax.errorbar(turns, shares, ends, fmt="o-", linewidth=0.8, elinewidth=2, color=color, label=name)
     whole_steps(as_share(title(ax, "futures that solve the task, 95 % intervals", "forked before turn", ""), 1.05))
     key(ax)
+    return picture
+
+
+def outcomes(forks: Mapping[str, Fork]) -> Picture:
+    """Draw the share of each fork's futures that solve the task, with its 95 % interval."""
+    picture, ax = style.one_panel(8.5, 0.8 + 0.35 * len(forks))
+    style.bars(ax, {name: fork.solved for name, fork in forks.items()}, style.SKY).set_xlim(0, 1)
+    for row, fork in enumerate(forks.values()):
+        style.interval(ax, fork.interval, [row, row])
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    title(ax, "futures that solve the task, 95 % intervals")
     return picture
 
 

@@ -78,12 +78,8 @@ def route_bytes(layers: int, chosen: int, experts: int) -> dict[str, float]:
     margins and check, all that a rollout keeps."""
     ids = layers * chosen * np.dtype(route_dtype(experts)).itemsize
     gates = 4 * layers * chosen
-    return {
-        "experts": ids,
-        "base64": 4 * math.ceil(ids / 3),
-        "with gates": ids + gates,
-        "all": ids + gates + 4 * layers + 8,
-    }
+    sent: dict[str, float] = {"experts": ids, "base64": 4 * math.ceil(ids / 3)}
+    return sent | {"with gates": ids + gates, "all": ids + gates + 4 * layers + 8}
 
 
 def gaps(pairs: Mapping[str, Comparison]) -> Picture:
