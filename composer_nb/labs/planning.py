@@ -267,7 +267,7 @@ class RunSpeed:
             workers=settings.services.engines,
             capacity=settings.slots,
             train_s=sum(time["train_s"] for time in times) / len(times),
-            publish_s=run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0,
+            publish_s=run.query("SELECT AVG(seconds) FROM served")[0][0] or 0.0,
             report_s=fsm.WORK_S / 2,  # workers report at such intervals
         )
         after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it

@@ -34,7 +34,7 @@ READS = (
 )
 WRITES = ("eval", "set")
 # Arguments that are hidden from read-only commands.
-WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write"}
+WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write", "--ray-cluster"}
 # Limits of a command's time and of its output.
 LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
 _TYPES = {int: "integer", float: "number"}

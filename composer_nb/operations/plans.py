@@ -6,12 +6,14 @@ import argparse
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.operations import JSON, arg, command, emit, pick
 
 if TYPE_CHECKING:
+    from composer_nb.labs.planning import Durations
     from composer_nb.trainer.models.config import ModelConfig
+    from composer_nb.trainer.schedule import Schedule
 
 # Order, batches ahead and staleness bound of the compared schedules; the first is synchronous.
 SCHEDULES = (
@@ -47,12 +49,19 @@ HEAD = (
     arg("--link MBIT,MS", "link into a region: seconds of a weight version, with --bytes, --engines and --publish-s"),
     arg("--bytes FULL,DELTA", "with --link: bytes of a full version and of a delta"),
     arg("--engines N", "with --link: engines of the region", 1),
+    arg("--measured FILE", "rates by scripts/bench/rates_bench.py, for --workers engines, --ranks trainers", type=Path),
+    arg("--rollout-tokens N", "with --measured: trained tokens of a rollout, observations too; 0: as sampled", 0),
+    arg("--dollars-hour D", "with --measured: price of one engine or rank", 0.0),
+    arg("--ray-cluster FILE", "with --measured: write a configuration for ray up, of --hosts", type=Path),
+    arg("--hosts IP,…", "with --ray-cluster: hosts of ranks, first the head, then of engines", ""),
     JSON,
 )
 def plan(args: argparse.Namespace) -> int:
     """Estimate costs: schedules by replayed durations, a model by its config.json."""
     if args.link is not None:
         return _plan_link(args)
+    if args.measured is not None:
+        return _plan_measured(args)
     if args.mesh is not None:
         return _plan_mesh(args)
     if args.model is not None:
@@ -61,6 +70,59 @@ def plan(args: argparse.Namespace) -> int:
         sizes = plan_memory(_config(args.model))
         return emit(args, sizes, lambda: _size_table(sizes))
     return _plan_schedules(args)
+
+
+def _plan_measured(args: argparse.Namespace) -> int:
+    """Simulate schedules at the rates of a machine, with dollars a step, and write a cluster of such machines."""
+    import yaml
+
+    from composer_nb.labs.rates import MachineRates, ray_cluster, step_cost
+
+    rates, machines = MachineRates.read(args.measured), args.ranks + args.workers
+    if args.run:
+        raise ValueError("--run has durations of its own: leave out --measured")
+    if args.ray_cluster:
+        hosts = args.hosts.split(",")
+        if len(hosts) != machines:
+            raise ValueError(
+                f"--hosts has {len(hosts)}: one for each of --ranks {args.ranks} and --workers {args.workers}"
+            )
+        text = yaml.safe_dump(ray_cluster(hosts, args.ranks), sort_keys=False)
+        args.ray_cluster.write_text(text, encoding="utf-8")
+    base_schedule, results = _base_schedule(args), []
+    fleet = pick(args, "workers", "ranks", "rollout_tokens", "publish_s")
+    loads = rates.loads(_durations(args), base_schedule.batch, **fleet)
+    for order, ahead, bound in SCHEDULES:
+        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
+        costs = step_cost(schedule, loads, machines * args.dollars_hour)
+        results.append({"order": order, "ahead": ahead, "bound": bound, **costs})
+    lines = [rates.table(), "", "| schedule | samples/s | s a step | dollars a step | staleness mean / max |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in results:
+        cells = ["{:.4g} ({:.4g} to {:.4g})".format(*row[name]) for name in ("samples_s", "step_s", "dollars_step")]
+        staleness = f"{row['staleness_total']:.2f} / {row['staleness_max']}"
+        lines.append(f"| {' | '.join([_name(row), *cells, staleness])} |")
+    return emit(args, results, lambda: "\n".join(lines))
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
+
+
+def _base_schedule(args: argparse.Namespace) -> Schedule:
+    from composer_nb.trainer.schedule import Schedule
+
+    return Schedule(steps=args.steps, window=0.5, hang_s=1e9)  # simulated rollouts do not hang
+
+
+def _durations(args: argparse.Namespace) -> Durations:
+    """Read --durations. Raises FileNotFoundError."""
+    from composer_nb.labs.planning import Durations
+
+    path = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no durations here; give --durations")
+    return Durations.read(path)
 
 
 def _plan_link(args: argparse.Namespace) -> int:
@@ -84,11 +146,10 @@ def _plan_link(args: argparse.Namespace) -> int:
 
 def _plan_schedules(args: argparse.Namespace) -> int:
     """Simulate schedules on recorded durations, and compare their throughput, staleness and lost tokens."""
-    from composer_nb.labs.planning import Durations, RunSpeed, SimulatedLoad, simulate
+    from composer_nb.labs.planning import RunSpeed, SimulatedLoad, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
-    from composer_nb.trainer.schedule import Schedule
 
-    base_schedule, schedules = Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
+    base_schedule, schedules = _base_schedule(args), [*SCHEDULES]
     measured_rate, results = 0.0, []
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
@@ -101,21 +162,17 @@ def _plan_schedules(args: argparse.Namespace) -> int:
             recorded.write(args.write)
         schedules.append((base_schedule.order, base_schedule.ahead, base_schedule.bound))
     else:
-        durations_file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
-        if not durations_file.is_file():
-            raise FileNotFoundError(f"{durations_file}: no durations here; give --durations")
-        durations = Durations.read(durations_file)
-        load = SimulatedLoad(durations=durations, **pick(args, "workers", "capacity", "train_s", "publish_s"))
+        load = SimulatedLoad(durations=_durations(args), **pick(args, "workers", "capacity", "train_s", "publish_s"))
     for order, ahead, bound in schedules:
         schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
         results.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
     if args.run:
         results[-1]["measured_s"] = measured_rate
-    lines = [HEAD, "|---|---|---|---|---|---|---|"]
+    lines, synchronous = [HEAD, "|---|---|---|---|---|---|---|"], results[0]["samples_s"]
     for row in results:
-        name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
+        rate = row["samples_s"]
         lines.append(
-            f"| {name} | {row['samples_s']:.3f} | {row['samples_s'] / results[0]['samples_s']:.2f}× | {row['of_optimum']:.1%} "
+            f"| {_name(row)} | {rate:.3f} | {rate / synchronous:.2f}× | {row['of_optimum']:.1%} "
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )

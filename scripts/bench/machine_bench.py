@@ -39,14 +39,11 @@ from composer_nb.labs.attacks.patch_target import TARGET
 from composer_nb.tour.expert import ScriptedPolicy, expert
 from composer_nb.tour.repairs import make_tasks
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import TokenRow
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.ranks import Ranks, set_up_process
-from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.learning.ranks import set_up_process
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.settings import Settings
-from scripts.bench import episode_bench, sandbox_bench
+from scripts.bench import episode_bench, rates_bench, sandbox_bench
 
 TASKS, EXECUTIONS, GRADES, PYTEST_GRADES = 48, 200, 100, 20
 
@@ -64,7 +61,9 @@ def measure(say: Callable[[str], None]) -> dict[str, Any]:
         say("harness and engine …")
         results |= engine_speed(tasks)
         say("training …")
-        results |= training_speed()
+        s = Settings()
+        rates = rates_bench.measure(s.model.architecture, repeats=6, places=s.engine.slots, tokens=s.midtrain.tokens)
+        results["training_tokens_per_s"] = rates.train.middle
         say("sandboxes with a workspace …")
         results["workspaces"] = dict(sandbox_bench.report())
         say("grades by pytest …")
@@ -162,26 +161,6 @@ def engine_speed(tasks: list[Task]) -> dict[str, float]:
                 attempts = list(run_eval(policy, agent, tasks[:24], sandboxes, 1))
             rates[f"{name}_rollouts_per_s"] = len(attempts) / spent[0]
     return rates
-
-
-def training_speed(steps: int = 6) -> dict[str, float]:
-    """Tokens a second of mid-training's step at its default size."""
-    settings = Settings()
-    torch.manual_seed(0)
-    model = Model(settings.model.architecture)
-    optimizer, random = FlatOptimizer(model), np.random.default_rng(0)
-    rows = [
-        TokenRow(random.integers(8, settings.model.vocab_size, 128).astype(np.int32), np.ones(128, np.float32))
-        for _ in range(max(1, settings.midtrain.tokens // 128))
-    ]
-
-    def step() -> float:
-        return train_step(model, rows, optimizer, Ranks(), lr=1e-4, balance=1e-3, clip=1.0)["tokens"]
-
-    step()
-    with _clock() as spent:
-        tokens = sum(step() for _ in range(steps))
-    return {"training_tokens_per_s": tokens / spent[0]}
 
 
 @contextmanager

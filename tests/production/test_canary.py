@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.labs.faults import Threads
 from composer_nb.production import canary
 from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
 from composer_nb.production.record import served
@@ -23,7 +24,6 @@ from tests.production import test_replicas as several
 from tests.production.conftest import ASKED, Site, serving, wait_until
 from tests.production.test_replicas import SIZE
 from tests.production.test_serve_engine import FILES, turned
-from tests.trainer.services.threads import Threads
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
 SHARE, VERDICTS = 0.5, LEAST

@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.policy import ProviderFailure, Request
+from composer_nb.labs.faults import Threads
 from composer_nb.production import replicas
 from composer_nb.production.policies import open_engine
 from composer_nb.production.replicas import Replicas, open_replicas
@@ -33,7 +34,6 @@ from tests.production import conftest as product
 from tests.production import test_serve_engine as single
 from tests.production.conftest import ASKED, Site, serving, wait_until
 from tests.production.test_serve_engine import FILES, LONG, tool
-from tests.trainer.services.threads import Threads
 
 tokenizer = product.tokenizer
 model = single.model

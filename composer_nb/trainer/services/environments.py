@@ -121,7 +121,7 @@ class EnvironmentService:
         rollout at once, so that the number of ended ones does not depend on a clock, and one seed gives one result."""
         run = local_run(run, store)
         self._reward = env.reward_function(limits.seconds)
-        sandboxes = Sandboxes(env, run.name, run / FOLDER)
+        self._sandboxes = sandboxes = Sandboxes(env, run.name, run / FOLDER)
         # Their own, because those that call functions serve one batch at a time.
         self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, sandboxes)
@@ -142,6 +142,11 @@ class EnvironmentService:
     def host(self) -> str:
         """Return the name of this host."""
         return socket.gethostname()
+
+    def stop(self) -> None:
+        """Close the sandboxes, which otherwise end with the process."""
+        self._sandboxes.close()
+        self._grading_sandboxes.close()
 
     def work(
         self, start: Sequence[tuple[Dispatch, Task]], cancel: Sequence[tuple[int, int]], seconds: float

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from composer_nb.labs.planning import Durations, Fleet, RegionLink, RunSpeed, SimulatedLoad, deliveries, simulate
+from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[3] / "data"
@@ -56,13 +57,10 @@ def test_running_ahead_doubles_the_throughput_and_a_bound_costs_a_wait_and_never
     assert simulate(Schedule(steps=10, hang_s=1800.0), LOAD) == simulate(Schedule(steps=10, hang_s=1800.0), LOAD)
 
 
-@pytest.mark.parametrize("order", ["window", "fifo", "discard"])
-@pytest.mark.parametrize("ahead, bound", [(0, 0), (1, 1), (2, 5), (4, 4)])
-def test_staleness_stays_within_its_bound(order: str, ahead: int, bound: int):
-    r = result(order=order, ahead=ahead, bound=bound, steps=20)
-    assert r["staleness_max"] <= bound
-    assert r["staleness_total"] == pytest.approx(r["staleness_in_flight"] + r["staleness_in_queue"])
-    assert 0 < r["of_optimum"] < 1 and 0 < r["workers_busy"] <= 1
+def test_a_pause_is_part_of_the_seconds_to_publish():
+    run = example_run()
+    seconds, paused = np.array(run.query("SELECT seconds, paused FROM served")).T
+    assert paused.min() > 0 and RunSpeed.of_run(run).load.publish_s == pytest.approx(seconds.mean(), rel=1e-9)
 
 
 def test_the_recorded_table_predicts_its_run_and_comes_back_as_it_was(tmp_path: Path):

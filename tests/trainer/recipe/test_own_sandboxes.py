@@ -22,6 +22,7 @@ from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.labs.faults import Threads
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import unguarded
 from composer_nb.trainer.recipe.reader import EXAMPLES
@@ -32,7 +33,6 @@ from composer_nb.trainer.settings import Settings, override
 from composer_nb.views.report import fact_rows
 from tests.trainer.services.test_coordinator import IN_STEP as MICRO_IN_STEP
 from tests.trainer.services.test_coordinator import cut_off
-from tests.trainer.services.threads import Threads
 
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"

@@ -14,12 +14,12 @@ import pytest
 
 from composer_nb.harness import blocking
 from composer_nb.harness.blocking import CallTimeout, GivenUp, TooManyBlocked, within
+from composer_nb.labs.faults import Threads
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.settings import Settings, override
-from tests.trainer.services.threads import Threads
 
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
 ENVIRONMENT = '''

@@ -19,6 +19,7 @@ import pytest
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.terms.registry import TERMS
+from composer_nb.labs.faults import ThreadRemote, Threads, no_fault
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
@@ -29,7 +30,6 @@ from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.recipe.report import hosts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import Updates
@@ -40,7 +40,6 @@ from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.store import VersionStore, folder
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
-from tests.trainer.services.threads import ThreadRemote, Threads
 
 pytestmark = pytest.mark.whole
 MICRO: dict[str, Any] = WHOLE | {
@@ -211,35 +210,25 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert [(step.same, step.first) for step in replay(run, settings, 2)] == [(True, ""), (False, tensor)]
 
 
-class Flaky(Threads):
+class Deaths:
     """Services that die: `dies[method]` holds the numbers of the calls of `method` that find their service dead."""
 
     def __init__(self, **dies: set[int]) -> None:
-        super().__init__()
         self.dies, self.calls = dies, dict.fromkeys(dies, 0)
 
-    def make(self, kind: Any, *values: Any, name: str, threads: int = 1, gpus: int = 0) -> ThreadRemote:
-        remote = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
-        invoke = remote._invoke
-
-        def sometimes(method: str, args: tuple[Any, ...]) -> Any:
-            if method in self.dies:
-                self.calls[method] += 1
-                if self.calls[method] in self.dies[method]:
-                    remote.dead = True
-                    raise ActorDied(f"{name} was killed")
-            return invoke(method, args)
-
-        remote._invoke = sometimes  # type: ignore[method-assign]
-        return remote
+    def __call__(self, remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method in self.dies:
+            self.calls[method] += 1
+            remote.dead |= self.calls[method] in self.dies[method]
+            remote.require_alive()
+        return no_fault(remote, method, values)
 
 
-@pytest.mark.parametrize("dies", [{"work": {4}, "exchange": {40}, "update": {3}}, {"learn": {2, 5}, "state": {1}}])
-def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[int]]):
+@pytest.mark.parametrize("deaths", [Deaths(work={4}, exchange={40}, update={3}), Deaths(learn={2, 5}, state={1})])
+def test_whoever_dies_the_surviving_lineage_is_whole(begun, deaths: Deaths):
     run, settings = begun("flaky", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6})
-    actors = Flaky(**dies)
-    info = go(run, settings, actors)
-    assert all(actors.calls[method] >= min(numbers) for method, numbers in dies.items()), "they did die"
+    info = go(run, settings, Threads(deaths))
+    assert all(deaths.calls[method] >= min(numbers) for method, numbers in deaths.dies.items()), "they did die"
     assert_whole(run, info)
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
 
@@ -294,14 +283,15 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     users = [threading.Thread(target=user) for _ in range(3)]
     for thread in users:
         thread.start()
-    actors = Flaky(exchange={30})
+    deaths = Deaths(exchange={30})
+    actors = Threads(deaths)
     try:
         info = go(run, settings, actors)
     finally:
         over.set()
         for thread in users:
             thread.join()
-    assert actors.calls["exchange"] > 30 and len([name for name in actors.made if name.startswith("engine")]) == 2
+    assert deaths.calls["exchange"] > 30 and len([name for name in actors.made if name.startswith("engine")]) == 2
     published_versions = {0, *versions(run)}
     assert len({*answers}) >= 3 and {*answers} <= published_versions, errors[-1]
     assert all(errors), "each that was not answered was told why"
@@ -432,7 +422,7 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
 def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
     run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
     with pytest.raises(RunStopped, match="services.deaths"):
-        go(run, settings, Flaky(work={*range(99)}))
+        go(run, settings, Threads(Deaths(work={*range(99)})))
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
@@ -450,7 +440,7 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
     clock = count(8000)
     monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
     run, settings = begun("late", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.max_seconds": 1.0})
-    go(run, settings, Flaky(learn={3, 5}))
+    go(run, settings, Threads(Deaths(learn={3, 5})))
     rates = [step["lr"] for step in run.steps("rl")]
     assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
     assert all(r.same for r in replay(run, settings, len(rates)))
