@@ -27,9 +27,6 @@ from composer_nb.trainer.learning.ranks import deal as deal_evenly
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.team import Team
 
-# Tensors of the state of each weight that AdamW updates.
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-
 
 class Block(NamedTuple):
     """A matrix, or the part of it that a rank holds: a rectangle of the rows and columns of a weight."""
@@ -201,7 +198,7 @@ class ShardedOptimizer(optimizers.Optimizer):
             return {"master": master.detach(), "momentum": self._momentum[name]}
         moments = self._adam.state[master]
         if not moments:
-            moments |= {"step": master.new_zeros(())} | {k: torch.zeros_like(master) for k in KINDS[1:]}
+            moments |= {"step": master.new_zeros(())} | {k: torch.zeros_like(master) for k in ("exp_avg", "exp_avg_sq")}
         return {"master": master.detach(), **moments}
 
     @torch.no_grad()
