@@ -123,7 +123,8 @@ class Optimizer(ABC):
     def zero_(self) -> None:
         """Set the gradients to zero."""
 
-    def sum_(self, ranks: Ranks) -> None:  # noqa: B027 - FSDP2 has summed them already
+    @abstractmethod
+    def sum_(self, ranks: Ranks) -> None:
         """Sum the gradients over `ranks`, unless the backward pass has done so."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_nb.trainer.learning import optimizer as optimizers
-from composer_nb.trainer.learning.ranks import deal as deal_evenly
+from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.team import Team
 
@@ -51,8 +51,8 @@ class Block(NamedTuple):
         return self._replace(top=top, height=bottom - top)
 
 
-class Deal:
-    """Muon's matrices outside the experts, each dealt whole to one rank of the group that shards them, evenly by cost.
+class MatrixDeal:
+    """The deal of Muon's matrices outside the experts: each goes whole to one rank of the group that shards them, evenly by cost.
 
     Attributes:
         matrices: This rank's.
@@ -62,7 +62,8 @@ class Deal:
     """
 
     def __init__(self, weights: Mapping[str, DTensor], c: ModelConfig, group: dist.ProcessGroup) -> None:
-        self.group, ranks, blocks = group, group.size(), list[Block]()
+        self.group, ranks = group, group.size()
+        blocks = list[Block]()
         for name, weight in weights.items():
             for matrix in chain(*optimizers.matrices(name, torch.empty(weight.shape, device="meta"), c)):
                 top, left = divmod(int(matrix.storage_offset()), weight.shape[1])
@@ -70,7 +71,7 @@ class Deal:
         # Multiplications of an iteration of Newton–Schulz.
         costs = {n: (2 * b.size + min(b[3:]) ** 2) * min(b[3:]) for n, b in enumerate(blocks)}
         rows = {name: math.ceil(len(weight) / ranks) for name, weight in weights.items()}
-        owned = [[blocks[number] for number in numbers] for numbers in deal_evenly(costs, ranks)]
+        owned = [[blocks[number] for number in numbers] for numbers in deal(costs, ranks)]
         self.matrices = owned[group.rank()]
         parts = [[block.part(group.rank(), rows[block.name]) for block in of_owner] for of_owner in owned]
         pieces = [[block.part(holder, rows[block.name]) for block in self.matrices] for holder in range(ranks)]
@@ -110,7 +111,7 @@ class ShardedOptimizer(optimizers.Optimizer):
             if muon and optimizers.matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
         }
         others = {name: self.weights[name] for name in self._momentum if ".experts." not in name}
-        self._deal = Deal(others, model.config, team.dense.get_group("fsdp"))
+        self._plan = MatrixDeal(others, model.config, team.dense.get_group("fsdp"))
         rest = [master for name, master in self.masters.items() if name not in self._momentum]
         self._adam = torch.optim.AdamW(rest, lr=0.0, betas=optimizers.BETAS, weight_decay=weight_decay, fused=True)
         self._publish()
@@ -118,6 +119,9 @@ class ShardedOptimizer(optimizers.Optimizer):
     def zero_(self) -> None:
         for weight in self.weights.values():
             weight.grad = None
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Do nothing: FSDP2 has already summed the gradients."""
 
     def _clip(self, clip: float) -> float:
         """Give the masters this rank's part of the gradients, scaled to a norm of at most `clip`. Return the norm over all
@@ -141,22 +145,22 @@ class ShardedOptimizer(optimizers.Optimizer):
         computed while other matrices are on their way, and matrices of one shape together."""
         if not self._momentum:
             return
-        s, deal, by_shape = self._settings, self._deal, defaultdict[tuple[int, ...], list[list[Tensor]]](list)
+        s, plan, by_shape = self._settings, self._plan, defaultdict[tuple[int, ...], list[list[Tensor]]](list)
         new = next(iter(self._momentum.values())).new_empty
-        parts, pieces = new(sum(deal.sent)), new(sum(deal.received))
+        parts, pieces = new(sum(plan.sent)), new(sum(plan.received))
         shards = {name: self._ahead(name) for name in self._momentum if ".experts." not in name}
-        for block, part in zip(deal.parts, _split(parts, deal.parts), strict=True):
+        for block, part in zip(plan.parts, _split(parts, plan.parts), strict=True):
             part.copy_(block.of(shards[block.name]))
         del shards
-        exchange = dist.all_to_all_single(pieces, parts, deal.received, deal.sent, deal.group, async_op=True)
+        arrival = dist.all_to_all_single(pieces, parts, plan.received, plan.sent, plan.group, async_op=True)
         for name in (name for name in self._momentum if ".experts." in name):
             stacks = (optimizers.matrices(name, x, self._model.config) for x in (self.masters[name], self._ahead(name)))
             for master, ahead in zip(*stacks, strict=True):
                 yield master, optimizers.orthogonal(ahead, s)
-        exchange.wait()
-        of_holders = _split(pieces, deal.pieces)
-        for number, block in enumerate(deal.matrices):
-            by_shape[block[3:]].append(of_holders[number :: len(deal.matrices)])
+        arrival.wait()
+        of_holders = _split(pieces, plan.pieces)
+        for number, block in enumerate(plan.matrices):
+            by_shape[block[3:]].append(of_holders[number :: len(plan.matrices)])
         for shape, matrices in by_shape.items():
             count = max(1, optimizers.TOGETHER // math.prod(shape))
             for first in range(0, len(matrices), count):
@@ -164,8 +168,8 @@ class ShardedOptimizer(optimizers.Optimizer):
                 update = optimizers.orthogonal(torch.cat(batch).view(-1, *shape), s).reshape(-1, shape[1])
                 for piece, rows in zip(batch, update.split([*map(len, batch)]), strict=True):
                     piece.copy_(rows)  # they go back in the memory in which they came
-        dist.all_to_all_single(parts, pieces, deal.sent, deal.received, deal.group)
-        for block, part in zip(deal.parts, _split(parts, deal.parts), strict=True):
+        dist.all_to_all_single(parts, pieces, plan.sent, plan.received, plan.group)
+        for block, part in zip(plan.parts, _split(parts, plan.parts), strict=True):
             yield block.of(self.masters[block.name]), part
 
     def _ahead(self, name: str) -> Tensor:
