@@ -6,10 +6,12 @@ drawn     w ~ N(0, σ) in five tensors of σ 0.006 to 0.04, a step of learning r
           long after the start, where masters lie anywhere between two bf16 numbers
 trained   a Qwen3-MoE of 11 million weights, 60 steps of AdamW on Python's standard library at 1e-3; then eight at a low learning
           rate with the moments that it has (a fresh optimiser's first steps are several times too large)
-RL        the example's policy, 12 steps of policy gradient on its stored rollouts; 5e-4 was the rate of the stored example
+RL        the example's policy, eight steps of policy gradient on its stored rollouts at 1e-4, then eight at each rate, as above;
+          5e-4 was the rate of the stored example
 
 All in bfloat16, as runs publish them; RL's also as `--dtypes` name: float32, float16, float8_e4m3fn, float8_e5m2, and mxfp8 or
-nvfp4, whose matrices are packed numbers beside scales, along the dimension that a product sums over (norms stay bfloat16).
+nvfp4, whose matrices are packed numbers beside scales along the dimension that a product sums over, of NVFP4 one more for the
+tensor (norms stay bfloat16).
 
 TRL's gaps and NeMo-RL's layout are written here from their descriptions: gaps between changes in 16 bits, or in 32 where one is
 larger; new values as they are, or XOR and one zstd-1 frame for all tensors. XOR+zstd-1 is each tensor alone. arc_v1 (XOR+zlib),
@@ -22,6 +24,7 @@ steps, given each base exponent, tensor by tensor.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sysconfig
 import time
@@ -94,7 +97,7 @@ def in_form(name: str, master: Tensor, form: str) -> list[Tensor]:
     if form == "mxfp8":
         quantised = mx_quantize(rows)
         return [quantised.qdata, quantised.scale]
-    packed = nvfp4_quantize(rows)
+    packed = nvfp4_quantize(rows, share="tensor")
     return [packed.qdata, packed.scale, packed.global_scale]
 
 
@@ -124,15 +127,7 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Masters]]:
         (-logprob.mean()).backward()
         optimizer.step(lr, 1.0)
 
-    for _ in range(60):
-        step(1e-3)
-    start_state = {name: value.clone() for name, value in optimizer.state().items()}
-    for lr in rates:
-        optimizer.load(start_state)
-        for _ in range(8):
-            old = optimizer.master.clone()
-            step(lr)
-        yield lr, cut(model, old, optimizer.master)
+    return settled(model, optimizer, step, 60, 1e-3, rates)
 
 
 def reinforced(rates: list[float]) -> Iterator[tuple[float, Masters]]:
@@ -140,17 +135,34 @@ def reinforced(rates: list[float]) -> Iterator[tuple[float, Masters]]:
     settings = batch.settings.loss
     streams = [x for group in batch.groups for s in group if trains(s, settings) for x in to_streams(s)]
     tokens = sum(int(stream.acted[1:].sum()) for stream in streams)
+    quarters = itertools.cycle(flatten(streams[number::4]) for number in range(4))
+    model = load_pretrained(example_run().path / "weights" / "before_final")
+    optimizer = FlatOptimizer(model, published=torch.bfloat16)
+
+    def step(lr: float) -> None:
+        flat = next(quarters)
+        optimizer.zero_()
+        logprob, _ = score(model, flat)
+        loss, _ = policy_loss(logprob, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings, tokens / 4)
+        loss.backward()
+        optimizer.step(lr, 1.0)
+
+    return settled(model, optimizer, step, 8, 1e-4, rates)
+
+
+def settled(
+    model: Model, optimizer: FlatOptimizer, step: Callable[[float], None], first: int, rate: float, rates: list[float]
+) -> Iterator[tuple[float, Masters]]:
+    """Take the first steps at a rate, until masters lie anywhere in their cells. Yield for each of `rates` the masters before and
+    after the last of eight steps from there."""
+    for _ in range(first):
+        step(rate)
+    start_state = {name: value.clone() for name, value in optimizer.state().items()}
     for lr in rates:
-        model = load_pretrained(example_run().path / "weights" / "before_final")
-        optimizer = FlatOptimizer(model, published=torch.bfloat16)
-        for number in range(12):
+        optimizer.load(start_state)
+        for _ in range(8):
             old = optimizer.master.clone()
-            optimizer.zero_()
-            flat = flatten(streams[number % 4 :: 4])
-            logprob, _ = score(model, flat)
-            loss, _ = policy_loss(logprob, flat.sampled_S, flat.advantage_S, flat.rollout_S, settings, tokens / 4)
-            loss.backward()
-            optimizer.step(lr, 1.0)
+            step(lr)
         yield lr, cut(model, old, optimizer.master)
 
 
