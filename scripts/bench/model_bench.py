@@ -7,6 +7,10 @@ attention   forward and backward on the same rows, against torch's fused kernel.
 replay      a step of RL's trainer with and without replay, in turns: the median of paired ratios, with a 95 % bound by bootstrap.
 invariance  decoding in batch-invariant mode, against the same engine without, and against the compiled kernel.
 
+With `--ranks 1 2 4` it times only the step of the optimizer on these numbers of ranks (gloo), for the first of those models and
+for a dense one: the fewest seconds of the slowest rank, by the clock and in CPU time. Muon's updates are momentum, the exchange
+of matrices, and Newton–Schulz.
+
 With `--model DIR` it compares only the step of that checkpoint: with float32 weights, with their products rounded to bf16
 (`matmul=bfloat16`), and with bf16 weights, each with the peak memory of a process of its own.
 
@@ -19,14 +23,19 @@ import argparse
 import copy
 import statistics
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
 
 from composer_nb.harness.policy import Request
@@ -34,9 +43,14 @@ from composer_nb.kernels.attention.causal import causal_attention, padded
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.optimizer import OptimizerSettings
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
+from composer_nb.trainer.parallel.fsdp import shard
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.team import Team, join
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import to_streams
 from scripts.bench.in_turn import clock, timed
@@ -285,6 +299,40 @@ def invariance(rounds: int) -> None:
         print(f"| {name} | {seconds:.2f} | {seconds / medians['torch']:.2f} | {'no' if name == 'torch' else 'yes'} |")
 
 
+@torch.no_grad()
+def optimizer_step(rank: int, ranks: int, folder: str, rounds: int) -> None:
+    """Time the step of the optimizer on a rank. The first prints a row for each model."""
+    torch.set_num_threads(1)
+    join(rank, ranks, dist.FileStore(f"{folder}/meet-{ranks}", ranks))
+    team = Team(Mesh.of(MeshSettings(shard=ranks, ep=ranks), ranks))
+    dense = ModelConfig(
+        **COMMON, family="qwen3", hidden_size=256, num_attention_heads=8, head_dim=32, intermediate_size=768
+    )
+    for name, config in {"64 experts": SHAPES["64 experts, 4 a token"], "dense": dense}.items():
+        forms: dict[str, Callable[[], object]] = {}
+        for kind in ("adamw", "muon"):
+            model = shard(Model(config), team)
+            optimizer = ShardedOptimizer(model, team, OptimizerSettings(name=kind), published=torch.bfloat16)
+            for weight in model.parameters():
+                weight.grad = weight.detach().clone()
+            forms[kind] = partial(optimizer.step, 1e-5, 1e9)
+        forms["Muon's updates"] = lambda optimizer=optimizer: deque(optimizer._updates(), maxlen=0)
+        best = dict.fromkeys(forms, (np.inf, np.inf))
+        for number in range(rounds + 1):
+            for form, act in forms.items():
+                team.barrier()
+                clock_began, cpu_began = time.perf_counter(), time.process_time()
+                act()
+                took = time.perf_counter() - clock_began, time.process_time() - cpu_began
+                if number:  # the first round makes AdamW's moments
+                    slowest = np.max(team.gather(took), axis=0)
+                    best[form] = tuple(np.minimum(best[form], slowest))
+        if team.first:
+            cells = [f"{wall:.3f} / {cpu:.3f}" for wall, cpu in best.values()]
+            print(f"| {name} | {ranks} | {' | '.join(cells)} |", flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -298,8 +346,19 @@ def main() -> None:
     parser.add_argument("--steps-only", action="store_true", help="and attention, nothing of replay and decoding")
     parser.add_argument("--model", type=Path, help="a checkpoint whose step is compared, and nothing else")
     parser.add_argument("--numerics", nargs="+", default=[*NUMERICS], choices=[*NUMERICS], help="of --model")
+    parser.add_argument("--ranks", type=int, nargs="+", help="whose optimizer's step is timed, and nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.ranks:
+        print(
+            "| model | ranks | AdamW: s by the clock / in CPU time | Muon | its updates alone |\n|---|---|---|---|---|",
+            flush=True,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            for ranks in arguments.ranks:
+                values = ranks, folder, arguments.rounds
+                torch.multiprocessing.start_processes(optimizer_step, values, nprocs=ranks, start_method="fork")
+        return
     if arguments.model:
         checkpoint(arguments.model, arguments.rounds, arguments.threads, arguments.numerics)
         return

@@ -34,6 +34,8 @@ BETAS = (0.9, 0.95)
 # Jordan's coefficients: steep at 0 rather than exact at 1, so that five steps bring singular values from 0.01 on to about 0.7
 # .. 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
+# Numbers of equal matrices that ranks orthogonalise at a time, at most, unless one matrix has more.
+TOGETHER = 1 << 22
 OptimizerName = Literal["adamw", "muon"]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from composer_nb.trainer.learning.optimizer import OptimizerName, matrices
+from composer_nb.trainer.learning.optimizer import TOGETHER, OptimizerName, matrices
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig, weight_counts
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 
@@ -61,7 +61,6 @@ class RankLoad:
         published: Rounded weights beside the masters, as RL has.
         half: Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32.
         fused: Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ.
-        mx_dispatch: Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed.
     """
 
     tokens: int = 4096
@@ -72,7 +71,6 @@ class RankLoad:
     recompute: bool = False
     half: bool = False
     fused: bool = False
-    mx_dispatch: bool = False
 
     @property
     def width(self) -> int:
@@ -162,11 +160,15 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     # What lives while gradients go through the first product of the experts, less what has been let go by then.
     passing = n * c.hidden_size + rows * (c.hidden_size - c.moe_intermediate_size)
     passing += 2 * rows * c.hidden_size * (mesh.ep > 1) + max(s.largest_expert // mesh.ep, s.largest_other)
+    # Of Muon on shards: parts that are sent and matrices that are received, and the largest stack, dealt or of experts.
+    dealt = math.ceil((s.muon - s.experts) / mesh.fsdp) * (mesh.fsdp * mesh.ep > 1)
+    of_experts = s.largest_expert // (2 * mesh.ep * mesh.expert_shard)
+    stack = max(of_experts, min(dealt, max(TOGETHER, s.largest_other))) if dealt else s.muon_stack
     peak = max(
         activations + output + (n * c.hidden_size + table) * b + gathered,
         activations + again + passing * b + gathered,
         8 * mine,  # the optimizer's step
-        5 * 4 * s.muon_stack // (mesh.ep * mesh.expert_shard) if muon else 0,
+        4 * (2 * dealt + 5 * stack) * (muon > 0),
     )
     return Need(
         **state,
@@ -218,16 +220,17 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: RankLoad, n: int, row
     gather = s.others * ring(mesh.fsdp) + local * ring(mesh.expert_shard)
     copies = s.others / mesh.fsdp * ring(mesh.replicate) + local / mesh.expert_shard * ring(mesh.expert_replicate)
     away = rows * c.hidden_size * ring(mesh.ep) * c.moe_layers * m
-    there = 33 / 32 if load.mx_dispatch else b
     latent = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else 2 * c.num_key_value_heads * c.head_dim
     context = n * latent * b * (mesh.cp - 1) * c.num_hidden_layers * m
+    dealt = (s.muon - s.experts) / mesh.fsdp * ring(mesh.fsdp) * (load.optimizer == "muon")
     sizes = {
         "all-gather of weights": 2 * gather * b * m,
         "reduce-scatter of gradients": gather * 4 * m,
         "all-reduce of gradients": 2 * copies * 4,
-        "all-to-all of tokens": away * ((1 + again) * (there + b) + 2 * b),
+        "all-to-all of tokens": away * (4 + 2 * again) * b,
         "all-gather of keys and values": context * (1 + again),
         "reduce-scatter of their gradients": context,
+        "all-to-all of matrices": 8 * dealt,
     }
     return {name: round(size) for name, size in sizes.items()}
 

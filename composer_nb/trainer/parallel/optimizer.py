@@ -1,28 +1,88 @@
 """AdamW and Muon over a rank's shards of the weights, with the same updates as `FlatOptimizer` on whole weights.
 
 Masters and moments are sharded like the weights. AdamW works element by element. Muon needs whole matrices: those of experts are
-whole on their rank. Other matrices are gathered from the ranks' parts; every rank orthogonalizes them and keeps its part. (All
-ranks repeat this arithmetic, on the few weights outside the experts.)
+whole on their rank. The others are dealt to the ranks that shard them (as in Cursor's "Composer 2.5", 2026):
+
+    parts of all matrices ──▶ all-to-all ──▶ whole matrices of this rank ──▶ orthogonal ──▶ all-to-all ──▶ parts of all updates
+
+A rank receives the matrices that it owns and no other, and works on its experts while they are under way.
 
 For the gradient's norm, the squares of all ranks' parts are summed, and parts on several ranks count once.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from composer_nb.trainer.learning import optimizer as optimizers
-from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.learning.ranks import Ranks, deal
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.team import Team
 
-# Tensors of the state of each weight that AdamW updates.
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+class Block(NamedTuple):
+    """A matrix, or the part of it that a rank holds: a rectangle of the rows and columns of a weight."""
+
+    name: str
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.height * self.width
+
+    def of(self, weight: Tensor) -> Tensor:
+        return weight[self.top : self.top + self.height, self.left : self.left + self.width]
+
+    def part(self, rank: int, rows: int) -> Self:
+        """Return the part that a rank holds of a weight of which each rank has `rows` rows, or what is left, as FSDP2 divides it.
+        Its rows count from the rank's first."""
+        top, bottom = (min(max(row - rank * rows, 0), rows) for row in (self.top, self.top + self.height))
+        return self._replace(top=top, height=bottom - top)
+
+
+class MatrixDeal:
+    """The deal of Muon's matrices outside the experts: each goes whole to one rank of the group that shards them, evenly by cost.
+
+    Attributes:
+        matrices: This rank's.
+        parts: This rank's parts of all matrices, by their owners.
+        pieces: Parts of this rank's matrices, by the ranks that hold them.
+        sent, received: Their sizes for each of the other ranks.
+    """
+
+    def __init__(self, weights: Mapping[str, DTensor], c: ModelConfig, group: dist.ProcessGroup) -> None:
+        self.group, ranks = group, group.size()
+        blocks = list[Block]()
+        for name, weight in weights.items():
+            for matrix in chain(*optimizers.matrices(name, torch.empty(weight.shape, device="meta"), c)):
+                top, left = divmod(int(matrix.storage_offset()), weight.shape[1])
+                blocks.append(Block(name, top, left, *matrix.shape))
+        # Multiplications of an iteration of Newton–Schulz.
+        costs = {n: (2 * b.size + min(b[3:]) ** 2) * min(b[3:]) for n, b in enumerate(blocks)}
+        rows = {name: math.ceil(len(weight) / ranks) for name, weight in weights.items()}
+        owned = [[blocks[number] for number in numbers] for numbers in deal(costs, ranks)]
+        self.matrices = owned[group.rank()]
+        parts = [[block.part(group.rank(), rows[block.name]) for block in of_owner] for of_owner in owned]
+        pieces = [[block.part(holder, rows[block.name]) for block in self.matrices] for holder in range(ranks)]
+        self.parts, self.pieces = [*chain(*parts)], [*chain(*pieces)]
+        self.sent, self.received = ([sum(b.size for b in side) for side in sides] for sides in (parts, pieces))
+
+
+def _split(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    """Return the blocks that lie one after the other in a vector."""
+    vectors = flat.split([block.size for block in blocks])
+    return [vector.view(-1, block.width) for vector, block in zip(vectors, blocks, strict=True)]
 
 
 class ShardedOptimizer(optimizers.Optimizer):
@@ -50,6 +110,8 @@ class ShardedOptimizer(optimizers.Optimizer):
             for name, master in self.masters.items()
             if muon and optimizers.matrices(name, torch.empty(self.weights[name].shape, device="meta"), model.config)
         }
+        others = {name: self.weights[name] for name in self._momentum if ".experts." not in name}
+        self._plan = MatrixDeal(others, model.config, team.dense.get_group("fsdp"))
         rest = [master for name, master in self.masters.items() if name not in self._momentum]
         self._adam = torch.optim.AdamW(rest, lr=0.0, betas=optimizers.BETAS, weight_decay=weight_decay, fused=True)
         self._publish()
@@ -65,37 +127,55 @@ class ShardedOptimizer(optimizers.Optimizer):
         """Give the masters this rank's part of the gradients, scaled to a norm of at most `clip`. Return the norm over all
         ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self._team.device)
-        for weight in self.weights.values():
-            if (gradient := weight.grad) is not None:
-                assert isinstance(gradient, DTensor)
-                shard = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)
-                copies = zip(weight.device_mesh.shape, weight.placements, strict=True)  # ranks that hold the same part
-                total += shard.square() / math.prod(size for size, kind in copies if isinstance(kind, Replicate))
-        norm = math.sqrt(float(self._team.sum_(total)))
+        shards = list[Tensor]()
         for name, weight in self.weights.items():
-            gradient = weight.grad
-            assert gradient is None or isinstance(gradient, DTensor)
-            shard = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
-            self.masters[name].grad = shard.mul_(clip / norm) if norm > clip else shard
+            assert weight.grad is None or isinstance(weight.grad, DTensor)
+            shards.append(torch.zeros_like(self.masters[name]) if weight.grad is None else weight.grad.to_local())
+            self.masters[name].grad = shards[-1]
+            copies = zip(weight.device_mesh.shape, weight.placements, strict=True)  # ranks that hold the same part
+            count = math.prod(size for size, kind in copies if isinstance(kind, Replicate))
+            total += torch.linalg.vector_norm(shards[-1], dtype=torch.float64).square() / count
+        norm = math.sqrt(float(self._team.sum_(total)))
+        if norm > clip:
+            torch._foreach_mul_(shards, clip / norm)
         return norm
 
     def _updates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the masters of Muon's matrices, and this rank's part of their orthogonalised updates."""
-        c = self._model.config
-        for name, momentum in self._momentum.items():
-            weight, gradient = self.weights[name], self.masters[name].grad
-            assert gradient is not None
-            ahead = optimizers.look_ahead(momentum, gradient, self._settings)
-            whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
-            update = torch.empty_like(whole)
-            for target, matrix in zip(
-                optimizers.matrices(name, update, c), optimizers.matrices(name, whole, c), strict=True
-            ):
-                target.copy_(optimizers.orthogonal(matrix, self._settings))
-            if ".experts." not in name:
-                mesh, placements = weight.device_mesh, weight.placements
-                update = distribute_tensor(update, mesh, placements, src_data_rank=None).to_local()
-            yield self.masters[name], update
+        """Yield the masters of Muon's matrices, or this rank's parts of them, and their orthogonalised updates. Experts are
+        computed while other matrices are on their way, and matrices of one shape together."""
+        if not self._momentum:
+            return
+        s, plan, by_shape = self._settings, self._plan, defaultdict[tuple[int, ...], list[list[Tensor]]](list)
+        new = next(iter(self._momentum.values())).new_empty
+        parts, pieces = new(sum(plan.sent)), new(sum(plan.received))
+        shards = {name: self._ahead(name) for name in self._momentum if ".experts." not in name}
+        for block, part in zip(plan.parts, _split(parts, plan.parts), strict=True):
+            part.copy_(block.of(shards[block.name]))
+        del shards
+        arrival = dist.all_to_all_single(pieces, parts, plan.received, plan.sent, plan.group, async_op=True)
+        for name in (name for name in self._momentum if ".experts." in name):
+            stacks = (optimizers.matrices(name, x, self._model.config) for x in (self.masters[name], self._ahead(name)))
+            for master, ahead in zip(*stacks, strict=True):
+                yield master, optimizers.orthogonal(ahead, s)
+        arrival.wait()
+        of_holders = _split(pieces, plan.pieces)
+        for number, block in enumerate(plan.matrices):
+            by_shape[block[3:]].append(of_holders[number :: len(plan.matrices)])
+        for shape, matrices in by_shape.items():
+            count = max(1, optimizers.TOGETHER // math.prod(shape))
+            for first in range(0, len(matrices), count):
+                batch = [*chain(*matrices[first : first + count])]
+                update = optimizers.orthogonal(torch.cat(batch).view(-1, *shape), s).reshape(-1, shape[1])
+                for piece, rows in zip(batch, update.split([*map(len, batch)]), strict=True):
+                    piece.copy_(rows)  # they go back in the memory in which they came
+        dist.all_to_all_single(parts, pieces, plan.sent, plan.received, plan.group)
+        for block, part in zip(plan.parts, _split(parts, plan.parts), strict=True):
+            yield block.of(self.masters[block.name]), part
+
+    def _ahead(self, name: str) -> Tensor:
+        gradient = self.masters[name].grad
+        assert gradient is not None
+        return optimizers.look_ahead(self._momentum[name], gradient, self._settings)
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as DTensors that share memory with this rank's parts. Names are those of the
@@ -122,7 +202,7 @@ class ShardedOptimizer(optimizers.Optimizer):
             return {"master": master.detach(), "momentum": self._momentum[name]}
         moments = self._adam.state[master]
         if not moments:
-            moments |= {"step": master.new_zeros(())} | {k: torch.zeros_like(master) for k in KINDS[1:]}
+            moments |= {"step": master.new_zeros(())} | {k: torch.zeros_like(master) for k in ("exp_avg", "exp_avg_sq")}
         return {"master": master.detach(), **moments}
 
     @torch.no_grad()

@@ -133,7 +133,6 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
         optimizer=s.optimizer.name,
         recompute=s.rl.recompute,
         half=s.mesh.compute == "bfloat16" and not HALF_IS_SLOW,
-        mx_dispatch=s.mesh.dispatch == "mxfp8",
     )
     ranks = s.trainers if s.services.on else s.ranks
     memory_per_rank = min(machine.memory for machine in machines) // ranks  # more ranks would have less each

@@ -48,13 +48,13 @@ BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
 """Also one of fewer rows than ranks."""
 
 
-def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None:
+def same(config: ModelConfig, mesh: MeshSettings) -> None:
     """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64). A
     balance loss is a mean over ranks; in one process, over the rows of each rank."""
     team = Team(Mesh.of(mesh, dist.get_world_size()))
     alone, cut = (seeded_model(config, torch.float64, False) for _ in range(2))
     shard(cut, team)
-    optimizer = OptimizerSettings(name="muon") if muon else OptimizerSettings()
+    optimizer = OptimizerSettings()
     pairs = (
         (alone, FlatOptimizer(alone, optimizer, weight_decay=0.1), Ranks()),
         (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
@@ -179,7 +179,6 @@ TWO = {
     "sharded": partial(same, GQA, MeshSettings(shard=2, ep=2)),
     "replicated, latent": partial(same, MLA, MeshSettings(ep=2)),
     "context": partial(same, MLA, MeshSettings(cp=2, ep=2)),
-    "muon": partial(same, GQA, MeshSettings(shard=2), muon=True),
     "balanced": _balanced,
     "dense": partial(same, DENSE, MeshSettings(shard=2)),
 }
