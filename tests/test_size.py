@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 48_600, "core": 32_250, "rl": 5_820, "tests": 31_030}
+SIZES = {"package": 49_250, "core": 32_350, "rl": 5_820, "tests": 31_300}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""
