@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.environment import Sandboxes
+from composer_nb.trainer.drafts import HeadTrainer, new_head
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
@@ -49,8 +51,9 @@ BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
 
 
 def same(config: ModelConfig, mesh: MeshSettings) -> None:
-    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64). A
-    balance loss is a mean over ranks; in one process, over the rows of each rank."""
+    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64), also
+    those of a draft head that begins at the second batch and trains jointly then. A balance loss is a mean over ranks; in one
+    process, over the rows of each rank."""
     team = Team(Mesh.of(mesh, dist.get_world_size()))
     alone, cut = (seeded_model(config, torch.float64, False) for _ in range(2))
     shard(cut, team)
@@ -59,17 +62,30 @@ def same(config: ModelConfig, mesh: MeshSettings) -> None:
         (alone, FlatOptimizer(alone, optimizer, weight_decay=0.1), Ranks()),
         (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
     )
-    for batch in BATCHES:
-        share = {id(model): batch if ranks.world == 1 else rows_of_rank(batch, team) for model, _, ranks in pairs}
+    joint: dict[str, Any] = {"weight": 0.3, "begin": 1, "rows": BATCHES[0], "steps": 2}
+    joints = [HeadTrainer(model, new_head(model, 3).double(), ranks, **joint) for model, _, ranks in pairs]
+    for step, batch in enumerate(BATCHES):
         alone_metrics, cut_metrics = (
             {
                 "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
-                **train_step(model, share[id(model)], optimizer, ranks, lr=1e-3, balance=0.0, clip=0.5),
+                **train_step(
+                    model,
+                    rows_of_rank(batch, ranks),
+                    optimizer,
+                    ranks,
+                    lr=1e-3,
+                    balance=0.0,
+                    clip=0.5,
+                    beside=joint.at(step),
+                ),
+                "drafts": joint.agreement(BATCHES[0]),
             }
-            for model, optimizer, ranks in pairs
+            for (model, optimizer, ranks), joint in zip(pairs, joints, strict=True)
         )
         assert cut_metrics == pytest.approx(alone_metrics, rel=1e-9, nan_ok=True)
     assert_same(cut, alone, 1e-11)
+    expected, actual = (torch.cat([weight.flatten() for weight in joint.head.parameters()]) for joint in joints)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 DENSE = replace(GQA, family="qwen2", intermediate_size=40, moe_intermediate_size=128)
@@ -141,7 +157,7 @@ def shards(model: Model) -> list[torch.Tensor]:
 
 
 def _resumed(folder: Path) -> None:
-    """A stage that is cut off between two checkpoints ends with the numbers of one that is not."""
+    """A stage that is cut off between two checkpoints ends with the numbers of one that is not. Its head had joined before."""
     settings = override(Settings(), {"ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "until": "sft"})
     team, results = Team(Mesh.of(settings.mesh, 2)), dict[str, tuple[list[dict[str, float]], Model]]()
     if team.first:
@@ -152,6 +168,10 @@ def _resumed(folder: Path) -> None:
         stage="sft", steps=20, lr=lambda step: 1e-3, balance=0.1, clip=1.0, weight_decay=0.0, watch={"own": BATCHES[0]}
     )
 
+    def joint(model: Model) -> StagePlan:
+        options: dict[str, Any] = {"weight": 0.3, "begin": 5, "rows": BATCHES[0], "steps": 2}
+        return replace(plan, beside=HeadTrainer(model, new_head(model, 0), team, **options))
+
     def batches(last: int) -> Iterator[list[TokenRow]]:
         yield from (rows(4, seed=step) for step in range(last))
         if last < plan.steps:
@@ -161,11 +181,12 @@ def _resumed(folder: Path) -> None:
         s = Stages(RunDir(folder / name), settings, team, Sandboxes(), lambda line: None)
         for last in cuts:
             with pytest.raises(InterruptedError):
-                _train(s, s.divided(seeded_model(GQA, torch.float32, False)), plan, batches(last), {})
+                model = s.divided(seeded_model(GQA, torch.float32, False))
+                _train(s, model, joint(model), batches(last), {})
             team.barrier()
         model = s.divided(seeded_model(GQA, torch.float32, False))
         cross_entropy(model, BATCHES[0], team)  # as before rehearsal and before the long-context phase
-        _train(s, model, plan, batches(plan.steps), {})
+        _train(s, model, joint(model), batches(plan.steps), {})
         team.barrier()
         results[name] = s.run.steps("sft"), model
     assert results["cut"][0] == results["whole"][0] and len(results["cut"][0]) == 10
