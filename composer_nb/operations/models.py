@@ -51,9 +51,7 @@ def draft(args: argparse.Namespace) -> int:
     trainer.distil()
     save_draft(trainer.head, args.model)
     share = trainer.agreement(rows[-held_out:])
-    line = (
-        f"{args.model}: of the model's most probable tokens the head names {share:.0%}, on {held_out} rollouts held out"
-    )
+    line = f"{args.model}: the head names {share:.0%} of the model's likeliest tokens, on {held_out} rollouts held out"
     return emit(args, {"same": share, "held_out": held_out}, lambda: line)
 
 

@@ -106,10 +106,9 @@ class HeadTrainer:
         rows = [row_of(row.token_ids[:most]) for row in self.rows if len(row.token_ids) > 2]
         if not rows:
             raise ValueError("a draft learns from rows of at least 3 tokens, and there is none")
-        step_tokens = min(TOKENS, sum(len(row.token_ids) for row in rows))
-        batches = deal(rows, step_tokens, Random(f"draft {self.seed}"))
+        batches = deal(rows, min(TOKENS, sum(len(row.token_ids) for row in rows)), Random(f"draft {self.seed}"))
         for step, numbers in zip(range(self.steps), batches, strict=False):
-            batch = self._batch(rows_of_rank([rows[number] for number in numbers], self.ranks))
+            batch = batch_of(self.model, rows_of_rank([rows[number] for number in numbers], self.ranks), self.ranks)
             with torch.no_grad():
                 hidden_ND, _ = forward(self.model, batch)
             self._optimizer.zero_()
@@ -143,7 +142,7 @@ class HeadTrainer:
         """Return how often the most probable tokens of head and model are equal."""
         sums = {"same": 0.0, "drafts": 0.0}
         for part in parts_of_rank(rows, self.ranks, TOKENS):
-            batch = self._batch(part)
+            batch = batch_of(self.model, part, self.ranks)
             head_NV, model_NV = self.guesses(batch, forward(self.model, batch)[0])
             sums["same"] += float(((head_NV.argmax(-1) == model_NV.argmax(-1)) * batch.streams_N).sum())
             sums["drafts"] += float(batch.streams_N.sum())
@@ -155,11 +154,8 @@ class HeadTrainer:
         return {f"draft_{name}": value for name, value in self._optimizer.state().items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        own_names = [name for name in state if name.startswith("draft_")]
-        self._optimizer.load({name.removeprefix("draft_"): state[name] for name in own_names})
-
-    def _batch(self, rows: Sequence[TokenRow]) -> FlatBatch:
-        return batch_of(rows, self.ranks, self.model.embed.device)
+        own_state = {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}
+        self._optimizer.load(own_state)
 
     def guesses(self, batch: FlatBatch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities [N, V] of what follows each token of this rank: the head's, from the hidden state of the token
@@ -185,9 +181,7 @@ def rows_of(run: Path, files: str = "*.parquet") -> list[TokenRow]:
             parts = np.split(np.array(row["token_ids"], np.int32), segment_ends[:-1])
             rows += [row_of(part) for part in parts if len(part)]
     if not rows:
-        raise ValueError(
-            f"--rollouts {run}: holds no rollouts with tokens; give a run, or what composer-nb serve --record wrote"
-        )
+        raise ValueError(f"--rollouts {run}: holds no rollouts with tokens; give a run, or what serve --record wrote")
     return rows
 
 
@@ -205,9 +199,8 @@ def load_draft(checkpoint: Path, model: Model) -> DraftHead | None:
     try:
         head.load_state_dict(load_file(checkpoint / FILE))
     except RuntimeError as error:
-        raise ValueError(
-            f"{checkpoint / FILE}: no head of this model ({str(error).splitlines()[-1].strip()})"
-        ) from None
+        fault = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{checkpoint / FILE}: no head of this model ({fault})") from None
     return head.requires_grad_(False).to(model.embed.device)
 
 

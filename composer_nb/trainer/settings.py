@@ -310,7 +310,7 @@ class Settings:
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
             "data.mistaken_demonstrations=0: sft.steps must be 0 too": sft and not data.mistaken_demonstrations,
             "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is": m.draft_steps and not m.steps,
-            "midtrain.draft_weight, extend.draft_weight, sft.draft_weight, rl.draft_steps: need midtrain.draft_steps": drafts
+            "draft_weight of any phase, rl.draft_steps: need midtrain.draft_steps above 0": drafts
             and not m.draft_steps,
             "midtrain.rehearsal: needs model.start": m.rehearsal and not self.model.start,
             f"{kinds}: at least one kind is needed": not data.kinds,

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ from composer_nb.harness.policy import Completion
 from composer_nb.production.policies import open_engine
 from composer_nb.trainer import drafts
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import forward
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import batch_of, supervise, train_step
+from composer_nb.trainer.learning.supervised import batch_of, train_step
 from composer_nb.trainer.models.transformer import Model, PackedRows
-from composer_nb.trainer.recipe.recipe import midtrain_plan
-from composer_nb.trainer.settings import MidtrainSettings
 
 
 def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> drafts.DraftHead:
@@ -84,6 +80,10 @@ def test_a_head_of_another_model_is_named(make_model, tmp_path: Path):
 # Training
 
 
+def trainer_of(model: Model, **options: Any) -> drafts.HeadTrainer:
+    return drafts.HeadTrainer(model, drafts.new_head(model, 0), **options)
+
+
 def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
     model = make_model(4)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -98,7 +98,7 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
     assert all(torch.equal(a, b) for a, b in zip(trained.head.parameters(), again.head.parameters(), strict=True))
-    batch = batch_of(rows[48:], Ranks(), "cpu")
+    batch = batch_of(model, rows[48:], Ranks())
     with torch.no_grad():
         hidden_ND, _ = forward(model, batch)
         worse, better = (trainer.loss(batch, hidden_ND)[0] for trainer in (fresh, trained))
@@ -108,39 +108,11 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
 # Training with the model
 
 
-def batches_of(count: int) -> list[list[TokenRow]]:
-    rng = np.random.default_rng(2)
-    sizes = [[12, 7, 9], [8, 8], [15, 4, 6, 5]]
-    return [
-        [TokenRow(rng.integers(0, 12, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
-        for n in range(count)
-    ]
-
-
-def trainer_of(model: Model, **options: Any) -> drafts.HeadTrainer:
-    return drafts.HeadTrainer(model, drafts.new_head(model, 0), **options)
-
-
-def joint_of(model: Model) -> drafts.HeadTrainer:
-    rows = [row for batch in batches_of(3) for row in batch]
-    return trainer_of(model, weight=0.3, begin=2, rows=rows, steps=3)
-
-
-def learnt(
-    model: Model, joint: drafts.HeadTrainer, optimizer: FlatOptimizer, begin: int = 0, end: int = 6
-) -> list[dict[str, Any]]:
-    plan = replace(midtrain_plan(MidtrainSettings(steps=6, lr=1e-2), {}), beside=joint)
-    points = list[dict[str, Any]]()
-    for step, point in supervise(model, optimizer, batches_of(6), plan, Ranks(), begin, looks=6):
-        points.append(point)
-        if step == end:
-            break
-    return points
-
-
 def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_target(make_model):
-    model, [_, _, batch] = make_model(3), batches_of(3)
-    optimizer, joint = FlatOptimizer(model), joint_of(model)
+    model, rng = make_model(3), np.random.default_rng(2)
+    batch = [drafts.row_of(rng.integers(0, 12, size).astype(np.int32)) for size in (15, 4, 6, 5)]
+    optimizer, joint = FlatOptimizer(model), trainer_of(model, weight=0.3, begin=2, rows=batch, steps=3)
+    assert joint.at(1) is None
     beside = joint.at(2)
     assert beside is joint and all(parameter.requires_grad for parameter in model.parameters())
     batch[1].token_ids[:3] = batch[2].token_ids[:3] = batch[0].token_ids[:3]  # forwarded once, and counted three times
@@ -165,23 +137,6 @@ def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_tar
     flat = torch.cat([slope.flatten() for slope in slopes])
     torch.testing.assert_close(gradients, flat[:size], atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(joint._optimizer.gradients, flat[size:], atol=1e-5, rtol=1e-3)
-
-
-def test_a_head_joins_in_the_middle_and_a_resumed_run_has_the_same_head(make_model):
-    model, plain = make_model(3), make_model(3)
-    optimizer, joint = FlatOptimizer(model), joint_of(model)
-    points = learnt(model, joint, optimizer)
-    half, first = FlatOptimizer(plain), joint_of(plain)
-    assert points[:2] == learnt(plain, first, half, end=2) and all(np.isfinite(point["loss"]) for point in points)
-    for end, begin in ((4, 2), (6, 4)):  # once before it has joined, and once after
-        resumed_model = make_model(3)
-        resumed_optimizer, second = FlatOptimizer(resumed_model), joint_of(resumed_model)
-        resumed_optimizer.load(half.state())
-        second.load(first.state())
-        learnt(resumed_model, second, resumed_optimizer, begin, end)
-        half, first = resumed_optimizer, second
-    assert torch.equal(half.weights, optimizer.weights)
-    assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), joint.head.parameters(), strict=True))
 
 
 def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -91,7 +91,7 @@ def train_step(
     local_sums = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens", "drafts"), 0.0)
     takes_part = bool(rows) or ranks.lockstep
     if takes_part:
-        batch = batch_of(rows, ranks, model.embed.device)
+        batch = batch_of(model, rows, ranks)
         hidden_ND, routings = forward(model, batch)
         loss_S, weight_S = -target_scores(model, batch, hidden_ND)[0], batch.advantage_S
         weighted_loss = (loss_S * weight_S).sum()
@@ -123,7 +123,7 @@ def train_step(
     }
 
 
-def batch_of(rows: Sequence[TokenRow], ranks: Ranks, device: str | torch.device, min_weight: float = 0.0) -> FlatBatch:
+def batch_of(model: Model, rows: Sequence[TokenRow], ranks: Ranks, min_weight: float = 0.0) -> FlatBatch:
     """Return this rank's part of `rows` as a tree, in which shared prefixes are forwarded once. Its targets are the tokens with a
     weight above 0 and at least `min_weight`, with their weights as `advantage_S`."""
     streams = [
@@ -136,7 +136,7 @@ def batch_of(rows: Sequence[TokenRow], ranks: Ranks, device: str | torch.device,
         )
         for row in rows
     ]
-    batch: FlatBatch = moved(ranks.split(flatten(streams)), device)
+    batch: FlatBatch = moved(ranks.split(flatten(streams)), model.embed.device)
     return batch
 
 
@@ -161,7 +161,7 @@ def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: 
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
     sums = {"loss": 0.0, "tokens": 0.0}
     for part in parts_of_rank(rows, ranks, budget):
-        batch = batch_of(part, ranks, model.embed.device, min_weight=1.0)
+        batch = batch_of(model, part, ranks, min_weight=1.0)
         logprob_S, _ = score(model, batch)
         sums["loss"] -= float(logprob_S.sum()) * batch.counts
         sums["tokens"] += len(logprob_S) * batch.counts

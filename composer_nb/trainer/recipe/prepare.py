@@ -63,10 +63,8 @@ def check_inputs(settings: Settings) -> None:
     if model.start:
         settings.resolve()
         try:
-            tokenizer, source = (
-                load_tokenizer(model.folder, FORMATS[renderer].tokens),
-                CheckpointSource.open(model.folder),
-            )
+            tokenizer = load_tokenizer(model.folder, FORMATS[renderer].tokens)
+            source = CheckpointSource.open(model.folder)
             if tokenizer.get_vocab_size() > source.config.vocab_size:
                 raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
             if settings.midtrain.infill.share:
@@ -165,7 +163,7 @@ def make_data(s: Stages, info: dict[str, Any]) -> None:
     for index, chunk in enumerate(rank_chunks):
         if not (folder / f"{chunk.name}.prints.json").is_file():
             _make_chunk(s, agent, chunk, folder)
-        if s.ranks.first and index % 4 == 3:
+        if index % 4 == 3:
             progress = (index + 1) / len(rank_chunks)
             s.say(f"data: {progress:.0%} of {s.settings.data.demonstrations} demonstrations and more")
     s.ranks.barrier()
@@ -198,10 +196,8 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
                 f"limits.tokens={s.settings.limits.tokens}; raise limits.*, or leave out midtrain and sft"
             )
         context_weight = s.settings.midtrain.context_weight
-        save_rows(
-            [row for rollout in to_learn for row in demonstration_rows(rollout, context_weight)],
-            folder / f"{chunk.name}.npz",
-        )
+        rows = [row for rollout in to_learn for row in demonstration_rows(rollout, context_weight)]
+        save_rows(rows, folder / f"{chunk.name}.npz")
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own_tasks else generator.prints(tasks)
@@ -235,11 +231,10 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
         tasks_by_kind[kind] = []
         for task in candidates:
             key = generator.key(task)
-            is_leaked = key in keys or (
-                kind != "rl" and generator.leaks(task, training_prints, structure=kind != "heldout")
-            )
+            is_leaked = kind != "rl" and generator.leaks(task, training_prints, structure=kind != "heldout")
+            is_new = key not in keys
             keys.add(key)
-            if not is_leaked:
+            if is_new and not is_leaked:
                 tasks_by_kind[kind].append(task)
         dropped[kind] = len(candidates) - len(tasks_by_kind[kind])
         if tasks_by_kind[kind]:

@@ -143,9 +143,8 @@ def _head(s: Stages, model: Model, before: str, **options: Any) -> HeadTrainer |
     """Return a trainer of the head of the weights `before`, or of a new one; None if the run has no drafts."""
     if not s.settings.midtrain.draft_steps:
         return None
-    seed = s.settings.seed
-    head = load_draft(s.weights(before), model) or new_head(model, seed)
-    return HeadTrainer(model, head, s.ranks, seed=seed, **options)
+    head = load_draft(s.weights(before), model) or new_head(model, s.settings.seed)
+    return HeadTrainer(model, head, s.ranks, seed=s.settings.seed, **options)
 
 
 def _save_head(s: Stages, trainer: HeadTrainer | None, model: Model, name: str, info: dict[str, Any]) -> None:
@@ -215,9 +214,8 @@ def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[TokenRow]]) 
 def _watched(s: Stages) -> dict[str, list[TokenRow]]:
     corpus = read_corpus(s.settings.data.code)
     length = s.settings.midtrain.row_tokens
-    code = code_rows(
-        corpus.validation, s.tokenizer(), 1.0, limit=max(s.ranks.world, 48 * CODE_ROW // length), length=length
-    )
+    limit = max(s.ranks.world, 48 * CODE_ROW // length)
+    code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=limit, length=length)
     if len(code) < s.ranks.world:
         raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
@@ -324,10 +322,9 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     with torch.no_grad():
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
-    if s.ranks.first:
-        results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
-        lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
-        s.say(f"sharpness {best:g}: " + ", ".join(lines))
+    results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
+    lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
+    s.say(f"sharpness {best:g}: " + ", ".join(lines))
 
 
 def _taught(s: Stages) -> str:
@@ -512,9 +509,8 @@ class InProcess:
 
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
-        self.learner, self.step, self.before = make_learner(
-            s.run.path / "weights" / "start", s.settings, s.run.sharpness, s.run.checkpoint("rl")
-        )
+        resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
+        self.learner, self.step, self.before = resumed
         self.hinter = hinter_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
@@ -573,8 +569,7 @@ class InProcess:
         return {**train_metrics, "version": self.version, "time": {"wall_s": trained_s - self._begin, **mean_times}}
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
-        tasks = self.stages.tasks("tune")
-        samples = self.stages.settings.eval.samples
+        tasks, samples = self.stages.tasks("tune"), self.settings.eval.samples
         scores = tuning_scores(evaluate_model(self.stages, self.learner.model, tasks, samples, 1.0))
         self.say(scores_line(batch.step + 1, scores))
         return scores
@@ -593,8 +588,7 @@ class InProcess:
         self._points, self._ledgers = [], []
 
     def say(self, line: str) -> None:
-        if self.ranks.first:
-            self.stages.say(line)
+        self.stages.say(line)
 
 
 # How often an attempt is dispatched before its loss to infrastructure faults stops the run.

@@ -130,13 +130,12 @@ class Stages:
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
     ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        state: dict[str, Any] | str
+        state: dict[str, Any] | str = _state(plan, optimizer)
         if isinstance(optimizer, ShardedOptimizer):
-            state = f"{plan.stage}-{step:06d}.ranks"
-            save(_state(plan, optimizer), beneath(self.run.path / "checkpoints", state)).result()
+            folder = f"{plan.stage}-{step:06d}.ranks"
+            save(state, beneath(self.run.path / "checkpoints", folder)).result()
             self.ranks.barrier()
-        elif self.ranks.first:
-            state = _state(plan, optimizer)
+            state = folder
         if self.ranks.first:
             self.run.commit(plan.stage, step, state, [(step, point)], seconds=seconds)
 
@@ -160,8 +159,7 @@ def stage(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             if s.ranks.gather(s.run.finished(title))[0] is not None:
                 return
             release_memory()
-            if s.ranks.first:
-                s.say(f"{title} …")
+            s.say(f"{title} …")
             start = time.perf_counter()
             info: dict[str, Any] = {}
             work(s, info, *values)
