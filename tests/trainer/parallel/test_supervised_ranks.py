@@ -68,6 +68,7 @@ def same(config: ModelConfig, mesh: MeshSettings) -> None:
         alone_metrics, cut_metrics = (
             {
                 "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
+                "drafts": joint.agreement(BATCHES[0]),
                 **train_step(
                     model,
                     rows_of_rank(batch, ranks),
@@ -78,7 +79,6 @@ def same(config: ModelConfig, mesh: MeshSettings) -> None:
                     clip=0.5,
                     beside=joint.at(step),
                 ),
-                "drafts": joint.agreement(BATCHES[0]),
             }
             for (model, optimizer, ranks), joint in zip(pairs, joints, strict=True)
         )
