@@ -130,14 +130,13 @@ class Stages:
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
     ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        state: dict[str, Any] | str = _state(plan, optimizer)
-        if isinstance(optimizer, ShardedOptimizer):
-            folder = f"{plan.stage}-{step:06d}.ranks"
+        state, folder = _state(plan, optimizer), f"{plan.stage}-{step:06d}.ranks"
+        sharded = isinstance(optimizer, ShardedOptimizer)
+        if sharded:
             save(state, beneath(self.run.path / "checkpoints", folder)).result()
             self.ranks.barrier()
-            state = folder
         if self.ranks.first:
-            self.run.commit(plan.stage, step, state, [(step, point)], seconds=seconds)
+            self.run.commit(plan.stage, step, folder if sharded else state, [(step, point)], seconds=seconds)
 
     def publish_again(self, name: str, again: str) -> None:
         """Publish the weights `name` under the name `again` as well, for a stage that is left out."""
