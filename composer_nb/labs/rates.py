@@ -74,9 +74,9 @@ class MachineRates:
     def read(cls, path: Path) -> MachineRates:
         """Read what `write` wrote. Raises ValueError that names the option for anything else."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            rates = {name: Rate(*map(float, values.pop(name))) for name in ("decode", "train", "matmul", "mfu")}
-            return cls(**values, **rates)
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            values |= {name: Rate(*map(float, values[name])) for name in ("decode", "train", "matmul", "mfu")}
+            return cls(**values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"--measured {path}: {error!r}; scripts/bench/rates_bench.py writes such a file") from None
 
@@ -90,7 +90,9 @@ class MachineRates:
         tokens = batch * (rollout_tokens or float(durations.tokens.mean()))
         return [
             SimulatedLoad(
-                durations=replace(durations, seconds=durations.tokens * (self.places / decode)),
+                durations=replace(
+                    durations, seconds=np.multiply(durations.tokens, self.places / decode, dtype=np.float64)
+                ),
                 workers=workers,
                 capacity=self.places,
                 train_s=tokens / (ranks * train),

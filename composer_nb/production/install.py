@@ -174,20 +174,21 @@ class ScriptedInstaller:
         self._available = {_plain(dist.name): dist for dist in distributions(path=search)}
 
     def __call__(self, out: Path, failed: Sequence[GoalResult]) -> list[str]:
-        own, output = own_packages(read_repository(out / "repository")), "\n".join(result.output for result in failed)
+        folders = own_packages(read_repository(out / "repository"))
+        output = "\n".join(result.output for result in failed)
         changes = list[str]()
         for module in dict.fromkeys(re.findall(r"No module named '([\w.]+)'", output)):
             top, _, rest = module.partition(".")
-            if top not in own:
+            if top not in folders:
                 changes += self._bring(out, (dist for dist in self._available.values() if top in _modules(dist)))
             elif rest.rpartition(".")[2] in VERSION_FILES:
-                path = Path(out / "repository", own[top], *module.split(".")).with_suffix(".py")
+                path = Path(out / "repository", folders[top], *module.split(".")).with_suffix(".py")
                 version = self._version(out)
                 parts = tuple(int(part) for part in re.findall(r"\d+", version))
                 path.write_text(f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n")
                 changes.append(f"wrote {path.relative_to(out / 'repository')}")
         for project in dict.fromkeys(re.findall(r"No package metadata was found for ([\w.-]*\w)", output)):
-            if _plain(project) in self._available and _plain(project) not in map(_plain, own):
+            if _plain(project) in self._available and _plain(project) not in map(_plain, folders):
                 changes += self._bring(out, [self._available[_plain(project)]])
                 continue
             folder = out / "packages" / f"{_plain(project).replace('-', '_')}-{self._version(out)}.dist-info"
