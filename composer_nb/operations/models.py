@@ -40,14 +40,19 @@ def convert(args: argparse.Namespace) -> int:
 )
 def draft(args: argparse.Namespace) -> int:
     """Train a head that drafts tokens beside a checkpoint: serve is then faster, with the same output."""
-    from composer_nb.trainer.drafts import add_draft, rows_of
+    from composer_nb.trainer.drafts import HeadTrainer, new_head, rows_of, save_draft
     from composer_nb.trainer.models.checkpoint import load_pretrained
 
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1")
-    share, rows = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
-    line = f"{args.model}: of the model's most probable tokens the head names {share:.0%}, on {rows} rollouts held out"
-    return emit(args, {"same": share, "held_out": rows}, lambda: line)
+    model, rows = load_pretrained(args.model), rows_of(args.rollouts)
+    held_out = max(len(rows) // 20, 1)
+    trainer = HeadTrainer(model, new_head(model, 0), rows=rows[:-held_out] or rows, steps=args.steps)
+    trainer.distil()
+    save_draft(trainer.head, args.model)
+    share = trainer.agreement(rows[-held_out:])
+    line = f"{args.model}: the head names {share:.0%} of the model's likeliest tokens, on {held_out} rollouts held out"
+    return emit(args, {"same": share, "held_out": held_out}, lambda: line)
 
 
 @command(

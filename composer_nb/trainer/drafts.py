@@ -9,7 +9,7 @@ yields one token or two. It is also drawn with the random number of its position
 
 The head is a multi-token prediction head without attention, since the hidden state of a token already encodes its context
 (DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation), on a frozen
-model (`train_draft`) and optionally jointly with it (`Joint`). Later versions of the weights can use the same head: drafts are
+model and optionally jointly with it (`HeadTrainer`). Later versions of the weights can use the same head: drafts are
 guesses, of which fewer are then correct.
 
 Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
@@ -17,23 +17,27 @@ Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
 from pathlib import Path
+from random import Random
 from typing import Any, Self
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_nb.harness.policy import Completion
 from composer_nb.trainer.engine import Engine, Slot, sample
-from composer_nb.trainer.learning.data import TokenRow
+from composer_nb.trainer.learning.data import TokenRow, deal
+from composer_nb.trainer.learning.learner import divergence
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import FlatBatch, forward
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.models.transformer import Model, PackedRows
+from composer_nb.trainer.learning.supervised import batch_of, parts_of_rank, rows_of_rank
+from composer_nb.trainer.models.transformer import Model
 
 # Path of a head in the folder of its checkpoint.
 FILE = Path("draft", "head.safetensors")
@@ -41,6 +45,8 @@ FILE = Path("draft", "head.safetensors")
 TOKENS = 4096
 # Largest learning rate of a head that is trained by itself.
 LR = 2e-3
+# Largest norm of its gradient.
+CLIP = 1.0
 
 
 class DraftHead(nn.Module):
@@ -56,135 +62,126 @@ class DraftHead(nn.Module):
 
     def forward(self, model: Model, hidden_ND: Tensor, next_N: Tensor) -> Tensor:
         """Return logits [N, V]."""
-        embedded_ND = self.embed_norm(F.embedding(next_N, model.embed).float())
-        x_ND = hidden_ND.float() + self.join(torch.cat([embedded_ND, self.hidden_norm(hidden_ND.float())], -1))
+        dtype = self.join.weight.dtype
+        hidden_ND = hidden_ND.to(dtype)
+        embedded_ND = self.embed_norm(F.embedding(next_N, model.embed).to(dtype))
+        x_ND = hidden_ND + self.join(torch.cat([embedded_ND, self.hidden_norm(hidden_ND)], -1))
         gate_NH, up_NH = self.gate_up(self.norm(x_ND)).chunk(2, -1)
         x_ND = x_ND + self.down(F.silu(gate_NH) * up_NH)
-        return F.linear(x_ND, model.output_weight.float())
+        return F.linear(x_ND, model.output_weight.to(dtype))
 
 
-def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, seed: int = 0) -> DraftHead:
-    """Train a head on rows of tokens, as the model reads and writes them, with the mean of KL(model ‖ head) as loss. The model is
-    unchanged. Raises ValueError if no row has three tokens."""
-    rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
-    if not rows:
-        raise ValueError("a draft learns from rows of at least 3 tokens, and there is none")
-    rng, model = np.random.default_rng(seed), model.requires_grad_(False)
+def new_head(model: Model, seed: int) -> DraftHead:
+    """Return a head of random weights for `model`, on its device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = DraftHead(model.config.hidden_size).to(model.embed.device)
-    optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
-    row_numbers = chain.from_iterable(rng.permutation(len(rows)).tolist() for _ in count())
-    step_tokens = min(TOKENS, sum(map(len, rows)))
-    for step in range(steps):
-        batch, token_count = list[Sequence[int]](), 0
-        while token_count < step_tokens:
-            batch.append(rows[next(row_numbers)])
-            token_count += len(batch[-1])
-        loss, _ = divergence(model, head, batch)
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return head.requires_grad_(False)
+        return DraftHead(model.config.hidden_size).to(model.embed.device)
 
 
 @dataclass(eq=False)
-class Joint:
-    """A head that learns beside its model in supervised training (`supervised.Beside`): first on the model of step `begin`, which
-    is frozen meanwhile, then jointly with it (Composer 2, arXiv 2603.24477, §3.1). `weight` times the mean of KL(model ‖ head) is
-    added to the loss. The model's distribution is a constant target. The gradient reaches the model through the head's input and
-    through the model's embedding and output (as in DeepSeek-V3, whose targets are tokens)."""
+class HeadTrainer:
+    """Trains a head: with `distil` for `steps` steps on `rows` and a frozen model, and in supervised training
+    (`StagePlan.beside`), if `weight` is above 0, jointly with the model and on the same forward pass, from the step `begin` on,
+    in which it is distilled first (Composer 2, arXiv 2603.24477, §3.1). Then `weight` times the mean of KL(model ‖ head) is added
+    to the loss. The model's distribution is a constant target. The gradient reaches the model through the head's input and
+    through the model's embedding and output (as in DeepSeek-V3, whose targets are tokens).
+
+    Each of the ranks has the whole head. All call the methods with the same rows, and each computes its part."""
 
     model: Model
-    rows: Sequence[Sequence[int]]
-    ranks: Ranks
-    begin: int
-    steps: int
-    weight: float
-    seed: int
-    head: DraftHead | None = None
-    _optimizer: FlatOptimizer = field(init=False)
+    head: DraftHead
+    ranks: Ranks = field(default_factory=Ranks)
+    rows: Sequence[TokenRow] = ()
+    steps: int = 0
+    weight: float = 0.0
+    begin: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._optimizer = FlatOptimizer(self.head.requires_grad_(True))
+
+    def distil(self) -> None:
+        """Train the head on the model, which does not change. Raises ValueError if no row has three tokens."""
+        most = self.model.config.max_position_embeddings
+        rows = [row_of(row.token_ids[:most]) for row in self.rows if len(row.token_ids) > 2]
+        if not rows:
+            raise ValueError("a draft learns from rows of at least 3 tokens, and there is none")
+        batches = deal(rows, min(TOKENS, sum(len(row.token_ids) for row in rows)), Random(f"draft {self.seed}"))
+        for step, numbers in zip(range(self.steps), batches, strict=False):
+            batch = batch_of(self.model, rows_of_rank([rows[number] for number in numbers], self.ranks), self.ranks)
+            with torch.no_grad():
+                hidden_ND, _ = forward(self.model, batch)
+            self._optimizer.zero_()
+            loss, drafts = self.loss(batch, hidden_ND)
+            loss = loss / self.ranks.sums({"drafts": drafts})["drafts"]
+            loss.backward(inputs=list(self.head.parameters()))
+            self.update(LR * min(1.0, (step + 1) / 10, 2 * (1 - step / self.steps)))
 
     def at(self, step: int) -> Self | None:
-        if step < self.begin:
+        """Return this trainer if the head learns jointly with the model in this step."""
+        if not self.weight or step < self.begin:
             return None
-        if self.head is None:
-            self._take(train_draft(self.model, self.rows, self.steps, seed=self.seed))
-            self.model.requires_grad_(True)
-            if not self.ranks.first:
-                self._optimizer.weights.zero_()
-            self.ranks.sum_(self._optimizer.weights)  # the first rank's
+        if step == self.begin and self.steps:
+            self.distil()
         return self
 
-    def loss(self, rows: Sequence[TokenRow]) -> Tensor:
-        assert self.head is not None
-        return self.weight * divergence(self.model, self.head, [row.token_ids.tolist() for row in rows])[0]
+    def loss(self, batch: FlatBatch, hidden_ND: Tensor) -> tuple[Tensor, float]:
+        """Return the sum of KL(model ‖ head) over this rank's part of a batch, from its final hidden states, and the number of
+        guesses: one for each forwarded token of a row that has one before it."""
+        head_NV, model_NV = self.guesses(batch, hidden_ND)
+        return (divergence(model_NV, head_NV) * batch.streams_N).sum(), float(batch.streams_N.sum())
 
     def update(self, lr: float) -> None:
+        """Take an optimizer step with the gradients of all ranks."""
         self._optimizer.sum_(self.ranks)
-        self._optimizer.step(lr, 1.0)
+        self._optimizer.step(lr, CLIP)
         self._optimizer.zero_()
 
+    @torch.no_grad()
+    def agreement(self, rows: Sequence[TokenRow]) -> float:
+        """Return how often the most probable tokens of head and model are equal."""
+        sums = {"same": 0.0, "drafts": 0.0}
+        for part in parts_of_rank(rows, self.ranks, TOKENS):
+            batch = batch_of(self.model, part, self.ranks)
+            head_NV, model_NV = self.guesses(batch, forward(self.model, batch)[0])
+            sums["same"] += float(((head_NV.argmax(-1) == model_NV.argmax(-1)) * batch.streams_N).sum())
+            sums["drafts"] += float(batch.streams_N.sum())
+        sums = self.ranks.sums(sums)
+        return sums["same"] / sums["drafts"]
+
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs; empty before the first step."""
-        return {f"draft_{name}": value for name, value in self._optimizer.state().items()} if self.head else {}
+        """Return the state that a resumed run needs."""
+        return {f"draft_{name}": value for name, value in self._optimizer.state().items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if own_state := {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}:
-            self._take(DraftHead(self.model.config.hidden_size).to(self.model.embed.device))
-            self._optimizer.load(own_state)
+        own_state = {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}
+        self._optimizer.load(own_state)
 
-    def _take(self, head: DraftHead) -> None:
-        self.head = head.requires_grad_(True)
-        self._optimizer = FlatOptimizer(head)
-
-
-def add_draft(
-    model: Model,
-    rows: Sequence[Sequence[int]],
-    steps: int,
-    checkpoint: Path,
-    *,
-    seed: int = 0,
-    head: DraftHead | None = None,
-) -> tuple[float, int]:
-    """Train a head, or take a given one, and write it beside the model's checkpoint. Return how often it predicts the model's
-    most probable token, and on how many rows: the last twentieth, held out from its training here."""
-    held_out = max(len(rows) // 20, 1)
-    head = head or train_draft(model, rows[:-held_out] or rows, steps, seed=seed)
-    save_draft(head, checkpoint)
-    with torch.no_grad():
-        return divergence(model, head, rows[-held_out:])[1], held_out
+    def guesses(self, batch: FlatBatch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [N, V] of what follows each token of this rank: the head's, from the hidden state of the token
+        before, which may be another rank's, and the model's, which have no gradient."""
+        whole_ND = batch.gather(hidden_ND) if batch.gather else hidden_ND
+        head_NV = self.head(self.model, whole_ND.index_select(0, batch.parent_N), batch.inputs_N).log_softmax(-1)
+        with torch.no_grad():
+            model_NV = F.linear(hidden_ND, self.model.output_weight).to(head_NV.dtype).log_softmax(-1)
+        return head_NV, model_NV
 
 
-def divergence(model: Model, head: DraftHead, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Return the mean of KL(model ‖ head), in nats per token, and how often the most probable tokens of both are equal. The
-    model's distribution has no gradient."""
-    device = model.embed.device
-    ids_N = torch.tensor([token for row in rows for token in row], device=device)
-    packed = PackedRows.of_lengths([len(row) for row in rows], model.config, device)
-    hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
-    with torch.no_grad():
-        model_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
-    place_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is in the same row
-    head_NV = head(model, hidden_ND[place_N], ids_N[place_N + 1]).log_softmax(-1)
-    agreement = (head_NV.argmax(-1) == model_NV[place_N + 1].argmax(-1)).float().mean()
-    return F.kl_div(head_NV, model_NV[place_N + 1], log_target=True, reduction="batchmean"), float(agreement)
+def row_of(token_ids: NDArray[np.int32]) -> TokenRow:
+    """Return a row whose tokens all have weight 1."""
+    return TokenRow(token_ids, np.ones(len(token_ids), np.float32))
 
 
-def rows_of(run: Path) -> list[list[int]]:
-    """Return the tokens of all stored rollouts of a run, one row per segment. Raises ValueError if there are none."""
-    rows = list[list[int]]()
-    for file in sorted((run / "rollouts").glob("*.parquet")):
+def rows_of(run: Path, files: str = "*.parquet") -> list[TokenRow]:
+    """Return the tokens of stored rollouts of a run, one row per segment. Raises ValueError if there are none."""
+    rows = list[TokenRow]()
+    for file in sorted((run / "rollouts").glob(files)):
         for row in pq.read_table(file).to_pylist():
             segment_ends = np.cumsum(row.get("segments") or [len(row["token_ids"])])
-            rows += [part.tolist() for part in np.split(np.array(row["token_ids"], np.int64), segment_ends[:-1])]
-    if not any(rows):
-        raise ValueError(
-            f"--rollouts {run}: holds no rollouts with tokens; give a run, or what composer-nb serve --record wrote"
-        )
+            parts = np.split(np.array(row["token_ids"], np.int32), segment_ends[:-1])
+            rows += [row_of(part) for part in parts if len(part)]
+    if not rows:
+        raise ValueError(f"--rollouts {run}: holds no rollouts with tokens; give a run, or what serve --record wrote")
     return rows
 
 
@@ -202,9 +199,8 @@ def load_draft(checkpoint: Path, model: Model) -> DraftHead | None:
     try:
         head.load_state_dict(load_file(checkpoint / FILE))
     except RuntimeError as error:
-        raise ValueError(
-            f"{checkpoint / FILE}: no head of this model ({str(error).splitlines()[-1].strip()})"
-        ) from None
+        fault = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{checkpoint / FILE}: no head of this model ({fault})") from None
     return head.requires_grad_(False).to(model.embed.device)
 
 

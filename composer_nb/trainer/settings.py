@@ -160,6 +160,8 @@ class ExtendSettings:
     """Share of tokens from long rows of code; the rest are demonstrations."""
     lr: NotNegative = 5e-4
     clip: NotNegative = 1.0
+    draft_weight: NotNegative = 0.0
+    """As `midtrain.draft_weight`, over the whole phase. At 0, the head stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,8 @@ class SftSettings:
     tokens: Some = 2048
     lr: NotNegative = 1e-3
     clip: NotNegative = 1.0
+    draft_weight: NotNegative = 0.0
+    """As `extend.draft_weight`."""
     sharpness: tuple[Positive, ...] = (1.0, 1.4, 2.0)
     """Candidate factors for all logits; the best on the tuning tasks is applied after fine-tuning. Empty: none is applied."""
 
@@ -214,6 +218,8 @@ class RlSettings:
     uncalibrated: bool = False
     """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Sharpness is set again after
     RL."""
+    draft_steps: Count = 0
+    """Steps that train the draft head on the frozen final policy, on the rollouts of RL; 0: it stays as RL began with it."""
     start_weight: Share = 0.5
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
     keeps solutions that RL alone would lose. 0: the trained weights."""
@@ -291,6 +297,7 @@ class Settings:
         data, m, on = self.data, self.midtrain, self.services.on
         clean, sft = m.steps + self.extend.steps, self.sft.steps
         kinds = f"data.kinds={list(data.kinds)}"
+        drafts = any((m.draft_weight, self.extend.draft_weight, self.sft.draft_weight, self.rl.draft_steps))
         for message, wrong in {
             "loss.feedback: needs mesh.* at its defaults, it is not split": self.loss.feedback and self.meshed,
             "loss.centre_scores: needs services.on=false, whose sampler is the trainer": self.loss.centre_scores and on,
@@ -303,8 +310,8 @@ class Settings:
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
             "data.mistaken_demonstrations=0: sft.steps must be 0 too": sft and not data.mistaken_demonstrations,
             "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is": m.draft_steps and not m.steps,
-            "midtrain.draft_weight: needs midtrain.draft_steps above 0": m.draft_weight and not m.draft_steps,
-            "midtrain.draft_weight: needs whole weights, mesh.* at its defaults": m.draft_weight and self.meshed,
+            "draft_weight of any phase, rl.draft_steps: need midtrain.draft_steps above 0": drafts
+            and not m.draft_steps,
             "midtrain.rehearsal: needs model.start": m.rehearsal and not self.model.start,
             f"{kinds}: at least one kind is needed": not data.kinds,
             f"{kinds}: tasks of data.level='functions' are bugs": data.level == "functions" and data.kinds != ("bug",),

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Measures tokens a second of the engine beside `transformers`: `scripts/bench/bench_engine.py [--threads N] [--rounds N]`.
+With `--heads STEPS` it compares heads instead (below).
 
 32 conversations of ragged turns with observations between, greedy, with a Qwen3-MoE of 32 million parameters and random weights,
 against `generate` with each experts back end. Both keep the cache between turns, and must find the same tokens.
@@ -8,6 +9,10 @@ Then the engine with drafts beside the engine without: the example's final model
 with a head that learnt from other rollouts of the example; and a dense model of 66 million random weights, one greedy answer at a
 time, whose head has learnt these very answers. That is the most that drafts bring there.
 
+`--heads 60`: how many drafts are right if a head learns the distribution of the example's final model, and if it learns the
+tokens of the same rows, from the same random weights, in as many steps: on three seeds, from the example's rollouts of RL and
+from its demonstrations. The drafts are those of held-out tasks, of which the engine reads what the evaluation on record read.
+
 Sides take turns in each round; a ratio is the median of the rounds' ratios. Tokens are those that were drawn; reading prompts and
 observations counts as time: CPU seconds of one thread, seconds by the clock of several.
 """
@@ -15,11 +20,10 @@ observations counts as time: CPU seconds of one thread, seconds by the clock of 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,10 @@ import transformers
 
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rollout import Kind
-from composer_nb.trainer.drafts import DraftingEngine, rows_of, train_draft
+from composer_nb.trainer.drafts import DraftHead, DraftingEngine, HeadTrainer, new_head, row_of, rows_of
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import TokenRow, load_rows
+from composer_nb.trainer.learning.packing import FlatBatch
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from scripts.bench.in_turn import in_turn
@@ -196,13 +202,28 @@ def recorded(slots: int, number: int) -> Turns:
     return [[talk[turn] for talk in talks] for turn in range(min(map(len, talks)))]
 
 
+class OnTokens(HeadTrainer):
+    """Learns the tokens that follow in the rows, by their cross-entropy, where the model's distribution is learnt otherwise."""
+
+    def loss(self, batch: FlatBatch, hidden_ND: torch.Tensor) -> tuple[torch.Tensor, float]:
+        head_NV, _ = self.guesses(batch, hidden_ND)
+        place_S = batch.place_U[batch.from_S]
+        logprob_S = head_NV[place_S, batch.token_S]
+        guessed_S = batch.streams_N[place_S] > 0
+        return -logprob_S[guessed_S].sum(), float(guessed_S.sum())
+
+
+def trained(
+    model: Model, rows: Sequence[TokenRow], steps: int, seed: int = 0, form: type[HeadTrainer] = HeadTrainer
+) -> DraftHead:
+    trainer = form(model, new_head(model, seed), rows=rows, steps=steps, seed=seed)
+    trainer.distil()
+    return trainer.head.requires_grad_(False)
+
+
 def drafts(rounds: int) -> None:
     model = load_pretrained(EXAMPLE / "weights/final")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "rollouts").mkdir()
-        for file in (EXAMPLE / "rollouts").glob("rl_*"):
-            shutil.copyfile(file, Path(folder) / "rollouts" / file.name)
-        head = train_draft(model, rows_of(Path(folder)), 150)
+    head = trained(model, rows_of(EXAMPLE, "rl_*.parquet"), 150)
     for slots in (1, 8, 32):
         size: dict[str, Any] = {"stop": frozenset(), "slots": slots, "max_length": model.config.max_position_embeddings}
         for temperature in (0.0, 1.0):
@@ -220,7 +241,8 @@ def ceiling(rounds: int) -> None:
     plain = Engine(model, **size)
     prompts = [np.random.default_rng(n).integers(0, DENSE.vocab_size, 16).tolist() for n in range(8)]
     continuations = [by(plain)([[(prompt, 60)]])[0] for prompt in prompts]
-    head = train_draft(model, [prompt + tokens for prompt, tokens in zip(prompts, continuations, strict=True)], 40)
+    answers = [np.array(prompt + tokens, np.int32) for prompt, tokens in zip(prompts, continuations, strict=True)]
+    head = trained(model, [row_of(ids) for ids in answers], 40)
     engine = DraftingEngine(model, head, **size)
     rates_by_form = rates(
         {"with drafts": by(engine), "without": by(plain)}, lambda n: [[(prompts[n % len(prompts)], 60)]], rounds
@@ -228,12 +250,39 @@ def ceiling(rounds: int) -> None:
     table(f"dense, 66 M, 1 at once, {engine.accepted / engine.proposed:.0%} of drafts right", rates_by_form)
 
 
+def heads(steps: int, seeds: int = 3, slots: int = 32) -> None:
+    model = load_pretrained(EXAMPLE / "weights/final")
+    data = {"rollouts of RL": rows_of(EXAMPLE, "rl_*.parquet")}
+    data["demonstrations"] = [row for path in sorted((EXAMPLE / "data").glob("*.npz")) for row in load_rows(path)]
+    size: dict[str, Any] = {"stop": frozenset(), "slots": slots, "max_length": model.config.max_position_embeddings}
+    print("| rows | temperature | distilled | on tokens | difference |\n|---|---|---|---|---|")
+    for name, rows in data.items():
+        shares: dict[tuple[float, type[HeadTrainer]], list[float]] = {}
+        for seed, form in product(range(seeds), (HeadTrainer, OnTokens)):
+            head = trained(model, rows, steps, seed, form)
+            for temperature in (0.0, 1.0):
+                engine = DraftingEngine(model, head, temperature=temperature, seed=seed, **size)
+                by(engine)(recorded(slots, 0))
+                shares.setdefault((temperature, form), []).append(engine.accepted / engine.proposed)
+        for temperature in (0.0, 1.0):
+            distilled, on_tokens = shares[temperature, HeadTrainer], shares[temperature, OnTokens]
+            differences = [a - b for a, b in zip(distilled, on_tokens, strict=True)]
+            columns = " | ".join(
+                f"{statistics.mean(values):.1%} ({', '.join(f'{value:.1%}' for value in values)})"
+                for values in (distilled, on_tokens, differences)
+            )
+            print(f"| {name} | {temperature:g} | {columns} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--heads", type=int, default=0, help="steps of training; only compare heads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.heads:
+        return heads(args.heads)
     transformers.utils.logging.disable_progress_bar()
     print("| model | form | tokens / s | ours / it |\n|---|---|---|---|")
     moe(args.rounds)

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from composer_nb.harness.policy import Completion
 from composer_nb.production.policies import open_engine
 from composer_nb.trainer import drafts
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import forward
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import supervise, train_step
+from composer_nb.trainer.learning.supervised import batch_of, train_step
 from composer_nb.trainer.models.transformer import Model, PackedRows
-from composer_nb.trainer.recipe.recipe import midtrain_plan
-from composer_nb.trainer.settings import MidtrainSettings
 
 
 def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> drafts.DraftHead:
@@ -83,60 +80,42 @@ def test_a_head_of_another_model_is_named(make_model, tmp_path: Path):
 # Training
 
 
+def trainer_of(model: Model, **options: Any) -> drafts.HeadTrainer:
+    return drafts.HeadTrainer(model, drafts.new_head(model, 0), **options)
+
+
 def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
     model = make_model(4)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     engine = Engine(model, stop=NEVER, slots=64, max_length=60, temperature=0.5, seed=8)
     rows = [
-        [*prompt(4, n), *completion.token_ids]
+        drafts.row_of(np.array([*prompt(4, n), *completion.token_ids], np.int32))
         for n, completion in enumerate(engine.generate([ask(n, prompt(4, n), 50) for n in range(64)]))
     ]
-    fresh, head, again = (drafts.train_draft(model, rows[:48], steps) for steps in (0, 60, 60))
+    fresh, trained, again = (trainer_of(model, rows=rows[:48], steps=steps) for steps in (0, 60, 60))
+    for trainer in (fresh, trained, again):
+        trainer.distil()
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trained.head.parameters(), again.head.parameters(), strict=True))
+    batch = batch_of(model, rows[48:], Ranks())
     with torch.no_grad():
-        (worse, seldom), (better, often) = (drafts.divergence(model, draft, rows[48:]) for draft in (fresh, head))
-    assert better < 0.6 * worse and often > seldom
+        hidden_ND, _ = forward(model, batch)
+        worse, better = (trainer.loss(batch, hidden_ND)[0] for trainer in (fresh, trained))
+    assert better < 0.6 * worse and trained.agreement(rows[48:]) > fresh.agreement(rows[48:])
 
 
 # Training with the model
 
 
-def batches_of(count: int) -> list[list[TokenRow]]:
-    rng = np.random.default_rng(2)
-    sizes = [[12, 7, 9], [8, 8], [15, 4, 6, 5]]
-    return [
-        [TokenRow(rng.integers(0, 12, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
-        for n in range(count)
-    ]
-
-
-def joint_of(model: Model, ranks: Ranks, seed: int = 0) -> drafts.Joint:
-    rows = [row.token_ids.tolist() for batch in batches_of(3) for row in batch]
-    return drafts.Joint(model, rows, ranks, begin=2, steps=3, weight=0.3, seed=seed)
-
-
-def learnt(
-    model: Model, joint: drafts.Joint, ranks: Ranks, optimizer: FlatOptimizer, begin: int = 0, end: int = 6
-) -> list[dict[str, Any]]:
-    plan = replace(midtrain_plan(MidtrainSettings(steps=6, lr=1e-2), {}), beside=joint)
-    points = list[dict[str, Any]]()
-    for step, point in supervise(model, optimizer, batches_of(6), plan, ranks, begin, looks=6):
-        points.append(point)
-        if step == end:
-            break
-    return points
-
-
 def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_target(make_model):
-    model, [_, _, batch] = make_model(3), batches_of(3)
-    optimizer, joint = FlatOptimizer(model), joint_of(model, Ranks())
-    joint.begin = 0
-    beside = joint.at(0)
-    assert (
-        beside is joint and joint.head is not None and all(parameter.requires_grad for parameter in model.parameters())
-    )
+    model, rng = make_model(3), np.random.default_rng(2)
+    batch = [drafts.row_of(rng.integers(0, 12, size).astype(np.int32)) for size in (15, 4, 6, 5)]
+    optimizer, joint = FlatOptimizer(model), trainer_of(model, weight=0.3, begin=2, rows=batch, steps=3)
+    assert joint.at(1) is None
+    beside = joint.at(2)
+    assert beside is joint and all(parameter.requires_grad for parameter in model.parameters())
+    batch[1].token_ids[:3] = batch[2].token_ids[:3] = batch[0].token_ids[:3]  # forwarded once, and counted three times
     head, total = copy.deepcopy(joint.head), torch.zeros(())
     for row in batch:  # by hand, a row at a time
         ids = torch.from_numpy(row.token_ids).long()
@@ -146,9 +125,9 @@ def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_tar
         total = total + F.nll_loss(logprobs[:-1], ids[1:], reduction="sum") / sum(
             len(token_row.token_ids) - 1 for token_row in batch
         )
-        guess, target = head(model, hidden[:-1], ids[1:]).log_softmax(-1), logprobs[1:].detach()
+        guess, target = head(model, hidden[:-2], ids[1:-1]).log_softmax(-1), logprobs[1:-1].detach()
         total = total + 0.3 * (target.exp() * (target - guess)).sum() / sum(
-            len(token_row.token_ids) - 1 for token_row in batch
+            len(token_row.token_ids) - 2 for token_row in batch
         )
     slopes = torch.autograd.grad(total, [*model.parameters(), *head.parameters()])
     joint.update = lambda lr: None  # type: ignore[method-assign]
@@ -158,29 +137,6 @@ def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_tar
     flat = torch.cat([slope.flatten() for slope in slopes])
     torch.testing.assert_close(gradients, flat[:size], atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(joint._optimizer.gradients, flat[size:], atol=1e-5, rtol=1e-3)
-
-
-def test_a_head_joins_in_the_middle_and_a_resumed_run_has_the_same_head(make_model):
-    model, plain = make_model(3), make_model(3)
-    optimizer, joint = FlatOptimizer(model), joint_of(model, Ranks())
-    points = learnt(model, joint, Ranks(), optimizer)
-    bare = learnt(plain, joint_of(plain, Ranks()), Ranks(), FlatOptimizer(plain), end=2)
-    assert points[:2] == bare and all(np.isfinite(point["loss"]) for point in points)
-    part = make_model(3)
-    half, first = FlatOptimizer(part), joint_of(part, Ranks())
-    learnt(part, first, Ranks(), half, end=2)
-    assert first.head is None and first.state() == {}
-    for end, begin in ((4, 2), (6, 4)):  # once before it has joined, and once after
-        resumed_model, second = make_model(3), None
-        resumed_optimizer = FlatOptimizer(resumed_model)
-        resumed_optimizer.load(half.state())
-        second = joint_of(resumed_model, Ranks())
-        second.load({**half.state(), **first.state()})
-        learnt(resumed_model, second, Ranks(), resumed_optimizer, begin, end)
-        half, first = resumed_optimizer, second
-    assert torch.equal(half.weights, optimizer.weights)
-    assert joint.head is not None and first.head is not None
-    assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), joint.head.parameters(), strict=True))
 
 
 def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -61,6 +61,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"model.num_experts": 1}, "model.num_experts_per_tok=2 must lie in 1..model.num_experts=1"),
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"midtrain.steps": 0, "midtrain.draft_steps": 1}, "midtrain.draft_steps: needs midtrain.steps"),
+        ({"sft.draft_weight": 0.1}, "draft_weight of any phase, rl.draft_steps: need midtrain.draft_steps"),
         ({"services.ahead": 3}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"limits.tokens": 600}, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
         ({"engine.numerics": "int4-experts", "model.moe_intermediate_size": 40}, "multiples of 32"),

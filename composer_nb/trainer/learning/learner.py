@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.rollout import Hint
-from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
 from composer_nb.trainer.learning.loss import LossSettings, centring, clip_covariance, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
@@ -40,9 +39,11 @@ from composer_nb.trainer.learning.packing import (
     distributions,
     families,
     flatten,
+    forward,
     microbatches,
     moved,
     score,
+    target_scores,
 )
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
@@ -163,17 +164,17 @@ class Learner:
         batch: FlatBatch = moved(ranks.split(flatten(streams, self.replay)), self.model.embed.device)
         if not self.replay.on or self.replay.source == "engine":
             return batch
-        routings: list[Routing] = []
         with torch.no_grad():
-            score(self.model, batch, routed=routings)
+            _, routings = forward(self.model, batch)
         return replace(batch, recorded=own_routes(routings, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float], NDArray[np.float32]]:
         """Return the loss of a micro-batch, sums over its tokens, and |Δ log p| of engine and trainer at each (0 and none where
         another rank counts them)."""
-        s, routings = self.settings, list[Routing]()
+        s = self.settings
         if not s.centre_scores:
-            logprob_S, entropy_S = score(self.model, batch, batch.recorded, routed=routings)
+            hidden_ND, routings = forward(self.model, batch, batch.recorded)
+            logprob_S, entropy_S = target_scores(self.model, batch, hidden_ND)
         else:
             logprob_SV, routings = distributions(self.model, batch, batch.recorded)
             logprob_S = logprob_SV.gather(1, batch.token_S[:, None])[:, 0]

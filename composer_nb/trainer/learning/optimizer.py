@@ -224,10 +224,11 @@ class FlatOptimizer(Optimizer):
 
     def state(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs, as flat tensors on the CPU."""
-        state = {"master": self.master}
-        if moments := self._adam.state.get(self._rest):
-            state |= {name: torch.as_tensor(value) for name, value in moments.items()}
-            state |= {"momentum": self._momentum} if self._stacks else {}
+        moments = self._adam.state[self._rest]
+        if not moments:  # AdamW creates them at the first step
+            zeros = {name: torch.zeros_like(self._rest) for name in ("exp_avg", "exp_avg_sq")}
+            moments |= {"step": torch.zeros((), device=self.master.device), **zeros}
+        state = {"master": self.master, **moments} | ({"momentum": self._momentum} if self._stacks else {})
         return {name: value.cpu() for name, value in state.items()}
 
     @torch.no_grad()
@@ -239,13 +240,12 @@ class FlatOptimizer(Optimizer):
         if state["master"].shape != self.master.shape:
             weights = f"{state['master'].numel()} weights, the model {self.master.numel()}"
             raise ValueError(f"the checkpoint holds {weights}: the model's settings changed since it was written")
-        if moments and moments.keys() != expected:  # a state without moments is from before the first step
+        if moments.keys() != expected:
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
                 f"{', '.join(sorted(expected))}; it was written with another optimiser: go on with that one, or begin a new run"
             )
-        momentum = moments.pop("momentum", None)
-        self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
+        self._momentum.copy_(moments.pop("momentum", self._momentum))
         self._adam.state[self._rest] = {n: x.to(self.master.device, copy=True) for n, x in moments.items()}
         self.master.copy_(state["master"])
         self._publish()

@@ -161,6 +161,8 @@ class FlatBatch:
         recorded: The recorded routes, if they are to be replayed.
         rows: Number of forwarded tokens of all streams before they are shared.
         order_N: Position of each token in the concatenated results of the buckets.
+        parent_N: The token before each in the tree, of all N tokens; a first token is its own.
+        streams_N: Number of streams that contain each token after its parent; 0 for first tokens.
         place_U: Tree tokens whose output predicts a sampled token.
         from_S: Index, into `place_U`, of the place that predicts each sampled token.
         length_S: Number of sampled tokens of each token's rollout, also of segments in other batches.
@@ -173,6 +175,8 @@ class FlatBatch:
     rows: int
     buckets: list[Bucket]
     order_N: Tensor
+    parent_N: Tensor
+    streams_N: Tensor
     place_U: Tensor
     from_S: Tensor
     token_S: Tensor
@@ -253,6 +257,8 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
         rows=sum(map(len, tree.nodes)),
         buckets=buckets,
         order_N=torch.from_numpy(order_N),
+        parent_N=torch.from_numpy(tree.parent_N),
+        streams_N=torch.from_numpy(np.bincount(np.concatenate(tree.nodes), minlength=len(at_N)) * (at_N > 0)),
         place_U=torch.from_numpy(place_U),
         from_S=torch.from_numpy(from_S),
         token_S=of_sampled([stream.token_ids for stream in streams]).long(),
@@ -267,8 +273,8 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
 def _nothing() -> FlatBatch:
     """Return an empty batch, which ranks without streams compute while others compute theirs."""
     ids, numbers = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    names = ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S", "length_S")
-    tokens = dict.fromkeys(names, ids)
+    names = "inputs_N position_N order_N parent_N streams_N place_U from_S token_S rollout_S length_S"
+    tokens = dict.fromkeys(names.split(), ids)
     return FlatBatch(**tokens, recorded=None, rows=0, buckets=[], sampled_S=numbers, advantage_S=numbers, counts=True)
 
 
@@ -288,29 +294,29 @@ def _recorded(
     )
 
 
-def score(
-    model: Model, batch: FlatBatch, replay: Replay | None = None, *, routed: list[Routing] | None = None
-) -> tuple[Tensor, Tensor]:
+def score(model: Model, batch: FlatBatch, replay: Replay | None = None) -> tuple[Tensor, Tensor]:
     """Return the log-probability [S] and (detached) entropy [S] of each sampled token. `replay` (usually `batch.recorded`):
-    routes to use instead of the model's own. Append each layer's routing to `routed`."""
-    hidden_UD, routings = _hidden(model, batch, replay)
-    if routed is not None:
-        routed += routings
+    routes to use instead of the model's own."""
+    return target_scores(model, batch, forward(model, batch, replay)[0])
+
+
+def target_scores(model: Model, batch: FlatBatch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `score` does, from the final hidden states."""
+    hidden_UD = hidden_ND.index_select(0, batch.place_U)
     logprob_S, entropy_U = logprob_entropy(hidden_UD, model.output_weight, batch.from_S, batch.token_S)
     return batch.collect(logprob_S), batch.collect(entropy_U[batch.from_S])
 
 
 def distributions(model: Model, batch: FlatBatch, replay: Replay | None = None) -> tuple[Tensor, list[Routing]]:
     """Return the log-probabilities [S, V] of the whole vocabulary at each sampled token, and each layer's routing."""
-    hidden_UD, routings = _hidden(model, batch, replay)
-    logits_UV = linear(hidden_UD, model.output_weight)
+    hidden_ND, routings = forward(model, batch, replay)
+    logits_UV = linear(hidden_ND.index_select(0, batch.place_U), model.output_weight)
     return logits_UV.to(torch.promote_types(logits_UV.dtype, torch.float32)).log_softmax(-1)[batch.from_S], routings
 
 
-def _hidden(model: Model, batch: FlatBatch, replay: Replay | None) -> tuple[Tensor, list[Routing]]:
-    """Return the final hidden states [U, D] at the places that predict a sampled token, and each layer's routing."""
-    hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
-    return hidden_ND.index_select(0, batch.place_U), routings
+def forward(model: Model, batch: FlatBatch, replay: Replay | None = None) -> tuple[Tensor, list[Routing]]:
+    """Return the final hidden states [N, D] of this rank's tokens, and each layer's routing."""
+    return model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:
@@ -409,12 +415,12 @@ def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 
 class _Tree:
     """The prefix tree of rows. `nodes[r]` are the tree's tokens along row r; `owner_N` and `position_N` are the row and the
-    position that each token comes from."""
+    position that each token comes from, and `parent_N` is the token before it."""
 
     def __init__(self, rows: Sequence[NDArray[np.int32]]) -> None:
         empty = np.zeros(0, np.int64)
         self.nodes: list[NDArray[np.int64]] = [empty] * len(rows)
-        owners, positions, node_count = [empty], [empty], 0
+        owners, positions, parents, node_count = [empty], [empty], [empty], 0
         previous_row, path = np.zeros((0, 1), np.int32), empty
         for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
             shared = _shared(previous_row, rows[row]) if len(path) else 0
@@ -422,8 +428,9 @@ class _Tree:
             path = np.concatenate([path[:shared], np.arange(node_count, node_count + new_count)])
             owners.append(np.full(new_count, row))
             positions.append(np.arange(shared, shared + new_count))
+            parents.append(np.concatenate([path[:1], path[:-1]])[shared:])
             self.nodes[row], previous_row, node_count = path, rows[row], node_count + new_count
-        self.owner_N, self.position_N = np.concatenate(owners), np.concatenate(positions)
+        self.owner_N, self.position_N, self.parent_N = map(np.concatenate, (owners, positions, parents))
 
 
 def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.data import TokenRow, within
 from composer_nb.trainer.learning.optimizer import Optimizer
-from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, moved, score
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, forward, moved, score, target_scores
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
 
@@ -26,7 +24,7 @@ class StagePlan:
 
     Attributes:
         watch: Rows by the name of their reported loss.
-        beside: A `drafts.Joint`, which learns beside the model on the same rows.
+        beside: A `drafts.HeadTrainer`, whose head learns beside the model on the same rows.
     """
 
     stage: str
@@ -87,17 +85,20 @@ def train_step(
     beside: Any = None,
 ) -> dict[str, float]:
     """Take one optimizer step on this rank's `rows`. The loss is the weighted mean of cross-entropy over the tokens of all ranks,
-    plus the mean over ranks of the balance loss and of the loss of `beside`. A rank without rows, from a small batch, still takes
-    part. Ranks of one `cp` group have the same rows, of which each computes a part."""
+    plus the mean over ranks of the balance loss and the mean over tokens of the loss of `beside`. A rank without
+    rows, from a small batch, still takes part. Ranks of one `cp` group have the same rows, of which each computes a part."""
     optimizer.zero_()
-    local_sums = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
+    local_sums = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens", "drafts"), 0.0)
     takes_part = bool(rows) or ranks.lockstep
     if takes_part:
-        loss_S, weight_S, routings, counted = _losses(model, rows, ranks)
+        batch = batch_of(model, rows, ranks)
+        hidden_ND, routings = forward(model, batch)
+        loss_S, weight_S = -target_scores(model, batch, hidden_ND)[0], batch.advantage_S
         weighted_loss = (loss_S * weight_S).sum()
         acted_S = weight_S == 1.0
-        if counted:
-            local_sums = {
+        draft_loss, local_sums["drafts"] = beside.loss(batch, hidden_ND) if beside else (0.0, 0.0)
+        if batch.counts:
+            local_sums |= {
                 "loss": float(weighted_loss.detach()),
                 "weight": float(weight_S.sum()),
                 "agent_loss": float(loss_S.detach()[acted_S].sum()),
@@ -106,8 +107,10 @@ def train_step(
             }
     totals = ranks.sums(local_sums)
     if takes_part:
-        extra_loss = balance * balance_loss(routings) + (beside.loss(rows) if beside else 0.0)
-        (weighted_loss / totals["weight"] + extra_loss / ranks.world).backward()
+        loss = weighted_loss / totals["weight"] + balance * balance_loss(routings) / ranks.world
+        if totals["drafts"]:
+            loss = loss + beside.weight * draft_loss / totals["drafts"]
+        loss.backward()
     optimizer.sum_(ranks)
     grad_norm = optimizer.step(lr, clip)
     if beside:
@@ -120,12 +123,9 @@ def train_step(
     }
 
 
-def _losses(
-    model: Model, rows: Sequence[TokenRow], ranks: Ranks, min_weight: float = 0.0
-) -> tuple[Tensor, Tensor, list[Routing], bool]:
-    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `min_weight`, each layer's
-    routing of this rank's tokens, and whether this rank counts the targets. Logits are computed for these targets only, and
-    shared prefixes of rows are forwarded once."""
+def batch_of(model: Model, rows: Sequence[TokenRow], ranks: Ranks, min_weight: float = 0.0) -> FlatBatch:
+    """Return this rank's part of `rows` as a tree, in which shared prefixes are forwarded once. Its targets are the tokens with a
+    weight above 0 and at least `min_weight`, with their weights as `advantage_S`."""
     streams = [
         Stream(
             token_ids=row.token_ids,
@@ -137,9 +137,7 @@ def _losses(
         for row in rows
     ]
     batch: FlatBatch = moved(ranks.split(flatten(streams)), model.embed.device)
-    routings = list[Routing]()
-    logprob_S, _ = score(model, batch, routed=routings)
-    return -logprob_S, batch.advantage_S, routings, batch.counts
+    return batch
 
 
 def rows_of_rank(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
@@ -149,17 +147,23 @@ def rows_of_rank(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     return [rows[number] for number in indices]
 
 
+def parts_of_rank(rows: Sequence[TokenRow], ranks: Ranks, budget: int) -> list[list[TokenRow]]:
+    """Return this rank's part of `rows` in lists of at most `budget` tokens, equally many on ranks in lockstep."""
+    shard, shard_count = ranks.data_shard
+    parts = list(within(budget, rows[shard::shard_count]))
+    if ranks.lockstep:
+        parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
+    return parts
+
+
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    shard, shard_count = ranks.data_shard
-    batches = list(within(budget, rows[shard::shard_count]))
-    if ranks.lockstep:
-        batches += [[]] * (max(ranks.gather(len(batches))) - len(batches))
     sums = {"loss": 0.0, "tokens": 0.0}
-    for batch in batches:
-        loss_S, _, _, counted = _losses(model, batch, ranks, min_weight=1.0)
-        sums["loss"] += float(loss_S.sum()) * counted
-        sums["tokens"] += len(loss_S) * counted
+    for part in parts_of_rank(rows, ranks, budget):
+        batch = batch_of(model, part, ranks, min_weight=1.0)
+        logprob_S, _ = score(model, batch)
+        sums["loss"] -= float(logprob_S.sum()) * batch.counts
+        sums["tokens"] += len(logprob_S) * batch.counts
     sums = ranks.sums(sums)
     return sums["loss"] / sums["tokens"]

@@ -34,7 +34,6 @@ from composer_nb.trainer.models.shards import file_names, not_finite, require_fi
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.fsdp import DealtExperts, on_mesh
 from composer_nb.trainer.parallel.mesh import MeshSettings
-from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
 
 _FORMS = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
@@ -82,26 +81,26 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
-def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> Future[Any]:
-    """Begin to write a checkpoint, on all ranks. It is complete once the future is done, which raises any error. `group`, a gloo
-    group of all ranks (default: the one that all have joined), must not be used for anything else meanwhile."""
+def save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> Future[Any]:
+    """Begin to write a checkpoint, on all ranks. It is complete once the future is done, which raises any error. `state` has the
+    shards of a `ShardedOptimizer`, and tensors that are the same on all ranks. `group`, a gloo group of all ranks (default: the
+    one that all have joined), must not be used for anything else meanwhile."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    begun = dcp.async_save(optimizer.state(), storage_writer=writer, process_group=group)
+    begun = dcp.async_save(state, storage_writer=writer, process_group=group)
     assert isinstance(begun, Future)
     return begun
 
 
 def restore(
-    optimizer: ShardedOptimizer,
+    state: dict[str, Any],
     folder: Path,
     group: dist.ProcessGroup | None = None,
     fetch: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Restore a checkpoint, on all ranks; `fetch`: see `Reader`. Raises ValueError, which names the folder, if that fails."""
-    state = optimizer.state()
+    """Read a checkpoint into the tensors of `state`, on all ranks; `fetch`: see `Reader`. Raises ValueError, which names the
+    folder, if that fails."""
     with readable(folder):
         dcp.load(state, storage_reader=Reader(folder, fetch), process_group=group)
-    optimizer.load(state)
 
 
 @contextmanager

@@ -138,6 +138,8 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
         "rows": batch.rows if rank == 0 else 0,
         "counts": batch.counts and rank == 0,
         "order_N": order_N,
+        "parent_N": batch.parent_N[own_N],
+        "streams_N": batch.streams_N[own_N],
         "place_U": place_U,
         "from_S": from_S,
         "token_S": batch.token_S[own_S],

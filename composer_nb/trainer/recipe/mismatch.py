@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
-from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning import packing
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
@@ -58,8 +57,8 @@ def compare_streams(
     for chunk in packing.microbatches(streams, budget):
         batch: packing.FlatBatch = packing.moved(packing.flatten(chunk, replay), model.embed.device)
         assert batch.recorded is not None, "`replay` is of routes on record"
-        routings: list[Routing] = []
-        off_S, _ = packing.score(model, batch, routed=routings)
+        hidden_ND, routings = packing.forward(model, batch)
+        off_S, _ = packing.target_scores(model, batch, hidden_ND)
         on_S, _ = packing.score(model, batch, batch.recorded)
         differ_NL = routes_differ(routings, batch.recorded.experts)
         tensors = {

@@ -35,7 +35,7 @@ from composer_nb.harness.tools.tool_call import call
 from composer_nb.trainer.learning.data import GAP_TOKENS, demonstration_rows, gap_tokens, read_corpus, save_rows
 from composer_nb.trainer.models.checkpoint import CheckpointSource
 from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
-from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.recipe.stages import Stages, stage
 from composer_nb.trainer.settings import DataSettings, Settings, override
 
 # Kinds of tasks that no policy trains on.
@@ -63,10 +63,8 @@ def check_inputs(settings: Settings) -> None:
     if model.start:
         settings.resolve()
         try:
-            tokenizer, source = (
-                load_tokenizer(model.folder, FORMATS[renderer].tokens),
-                CheckpointSource.open(model.folder),
-            )
+            tokenizer = load_tokenizer(model.folder, FORMATS[renderer].tokens)
+            source = CheckpointSource.open(model.folder)
             if tokenizer.get_vocab_size() > source.config.vocab_size:
                 raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
             if settings.midtrain.infill.share:
@@ -83,22 +81,22 @@ def check_inputs(settings: Settings) -> None:
         try_sandboxes(tasks, settings.env)
 
 
-def make_tokenizer(s: Stages) -> None:
+@stage("tokenizer")
+def make_tokenizer(s: Stages, info: dict[str, Any]) -> None:
     """Train the tokenizer on half of the code and on an expert's conversations about separate tasks (`_conversations`), or copy
     the checkpoint's."""
-    with s.stage("tokenizer") as info:
-        if info is None or not s.ranks.first:
-            return
-        if s.settings.model.start:
-            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.run.path / "data" / "tokenizer.json")
-            return
-        corpus = read_corpus(s.settings.data.code)
-        texts = _conversations(s) * OFTEN
-        infill_tokens = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
-        tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, infill_tokens)
-        tokenizer.save(str(s.run.path / "data" / "tokenizer.json"))
-        write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
-        info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
+    if not s.ranks.first:
+        return
+    if s.settings.model.start:
+        shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.run.path / "data" / "tokenizer.json")
+        return
+    corpus = read_corpus(s.settings.data.code)
+    texts = _conversations(s) * OFTEN
+    infill_tokens = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
+    tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, infill_tokens)
+    tokenizer.save(str(s.run.path / "data" / "tokenizer.json"))
+    write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
+    info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
 
 
 def _conversations(s: Stages) -> list[str]:
@@ -156,31 +154,29 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
     return result
 
 
-def make_data(s: Stages) -> None:
+@stage("data")
+def make_data(s: Stages, info: dict[str, Any]) -> None:
     """Make tasks and demonstrations, dealt over ranks by chunk, and check that no held-out task leaks into training."""
-    with s.stage("data") as info:
-        if info is None:
-            return
-        agent, folder = s.agent(), s.run.path / "data"
-        dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
-        rank_chunks = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
-        for index, chunk in enumerate(rank_chunks):
-            if not (folder / f"{chunk.name}.prints.json").is_file():
-                _make_chunk(s, agent, chunk, folder)
-            if s.ranks.first and index % 4 == 3:
-                progress = (index + 1) / len(rank_chunks)
-                s.say(f"data: {progress:.0%} of {s.settings.data.demonstrations} demonstrations and more")
-        s.ranks.barrier()
-        if s.ranks.first:
-            if ids := unguarded((dealt or {}).get("rl", [])):
-                s.say(
-                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(ids)} of RL's "
-                    f"tasks, so RL may teach it; take out: {', '.join(ids[:5])}{', …' * (len(ids) > 5)}"
-                )
-            for kind, tasks in (dealt or {}).items():
-                save_tasks(tasks, folder / f"{kind}.jsonl")
-                info.setdefault("tasks", {})[kind] = len(tasks)
-            info |= _drop_leaks(s, folder) if dealt is None else {"dropped": {}}
+    agent, folder = s.agent(), s.run.path / "data"
+    dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
+    rank_chunks = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
+    for index, chunk in enumerate(rank_chunks):
+        if not (folder / f"{chunk.name}.prints.json").is_file():
+            _make_chunk(s, agent, chunk, folder)
+        if index % 4 == 3:
+            progress = (index + 1) / len(rank_chunks)
+            s.say(f"data: {progress:.0%} of {s.settings.data.demonstrations} demonstrations and more")
+    s.ranks.barrier()
+    if s.ranks.first:
+        if ids := unguarded((dealt or {}).get("rl", [])):
+            s.say(
+                f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(ids)} of RL's "
+                f"tasks, so RL may teach it; take out: {', '.join(ids[:5])}{', …' * (len(ids) > 5)}"
+            )
+        for kind, tasks in (dealt or {}).items():
+            save_tasks(tasks, folder / f"{kind}.jsonl")
+            info.setdefault("tasks", {})[kind] = len(tasks)
+        info |= _drop_leaks(s, folder) if dealt is None else {"dropped": {}}
 
 
 def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
@@ -200,10 +196,8 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
                 f"limits.tokens={s.settings.limits.tokens}; raise limits.*, or leave out midtrain and sft"
             )
         context_weight = s.settings.midtrain.context_weight
-        save_rows(
-            [row for rollout in to_learn for row in demonstration_rows(rollout, context_weight)],
-            folder / f"{chunk.name}.npz",
-        )
+        rows = [row for rollout in to_learn for row in demonstration_rows(rollout, context_weight)]
+        save_rows(rows, folder / f"{chunk.name}.npz")
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
     prints = set[str]() if chunk.own_tasks else generator.prints(tasks)
@@ -237,11 +231,10 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
         tasks_by_kind[kind] = []
         for task in candidates:
             key = generator.key(task)
-            is_leaked = key in keys or (
-                kind != "rl" and generator.leaks(task, training_prints, structure=kind != "heldout")
-            )
+            is_leaked = kind != "rl" and generator.leaks(task, training_prints, structure=kind != "heldout")
+            is_new = key not in keys
             keys.add(key)
-            if not is_leaked:
+            if is_new and not is_leaked:
                 tasks_by_kind[kind].append(task)
         dropped[kind] = len(candidates) - len(tasks_by_kind[kind])
         if tasks_by_kind[kind]:

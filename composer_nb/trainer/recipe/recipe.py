@@ -30,7 +30,7 @@ from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.registry import Term
 from composer_nb.production.fidelity import differences
-from composer_nb.trainer.drafts import FILE, Joint, add_draft
+from composer_nb.trainer.drafts import HeadTrainer, load_draft, new_head, rows_of, save_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import headroom, refusal
 from composer_nb.trainer.learning.data import (
@@ -55,7 +55,7 @@ from composer_nb.trainer.models.variants import PAIRS, TOUR, as_engine, variant
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
-from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.recipe.stages import Stages, stage
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.records.provenance import harness_digest
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
@@ -91,8 +91,8 @@ def run_recipe(s: Stages) -> None:
         finish(s)
     evaluate(s, "final")
     compare_numerics(s)
-    if s.settings.midtrain.draft_steps and s.ranks.first:  # a head of other weights drafts, too: drafts are checked
-        shutil.copytree(s.weights("midtrained") / FILE.parent, s.weights("final") / FILE.parent, dirs_exist_ok=True)
+    if s.settings.midtrain.draft_steps:
+        draft(s)
 
 
 def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[TokenRow]], info: dict[str, Any]) -> None:
@@ -108,43 +108,64 @@ def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[Toke
     info["seconds_before"] = before
 
 
-def midtrain(s: Stages) -> None:
+@stage("midtrain")
+def midtrain(s: Stages, info: dict[str, Any]) -> None:
     """Train a checkpoint or random weights on code first, then on clean demonstrations with code mixed in."""
-    with s.stage("midtrain") as info:
-        if info is None:
-            return
-        m = s.settings.midtrain
-        torch.manual_seed(s.settings.seed)
-        if s.settings.model.start:
-            model = s.trained(s.settings.model.folder)
-        else:
-            model = Model(replace(s.settings.model.architecture, vocab_size=s.tokenizer().get_vocab_size()))
-            info["induction"] = s.settings.model.induction and can_plant(model.config)
-            if info["induction"]:
-                plant_induction(model, s.settings.seed)
-            model = s.divided(model.to(s.settings.mesh.device))
-            model.kernels = s.settings.kernels
-        model.companions = for_format(model.companions, s.tokenizer(), s.settings.env.renderer)
-        s.publish(model, "base")
-        if not m.steps:
-            s.publish_again("base", "midtrained")
-            return
-        watch, own_rows = _watched(s), _own_text(s)
-        if own_rows:
-            watch["heldout_own_loss"] = own_rows[:HELD]
-            info["own_loss_before"] = cross_entropy(model, own_rows[:HELD], s.ranks)
-        plan, ids = midtrain_plan(m, watch), [row.token_ids.tolist() for row in _shown(s)]
-        if m.draft_weight:
-            how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
-            begin = min(round(m.constant * m.steps), m.steps - 1)
-            plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _mixture(s, s.settings.seed, m, m.row_tokens, own_rows[HELD:]), info)
-        s.publish(model, "midtrained")
-        if m.draft_steps and s.ranks.first:
-            head = plan.beside.head if isinstance(plan.beside, Joint) else None
-            seed, folder = s.settings.seed, s.weights("midtrained")
-            model = s.load("midtrained") if s.settings.meshed else model
-            info["draft_same"], _ = add_draft(model, ids, m.draft_steps, folder, seed=seed, head=head)
+    m = s.settings.midtrain
+    torch.manual_seed(s.settings.seed)
+    if s.settings.model.start:
+        model = s.trained(s.settings.model.folder)
+    else:
+        model = Model(replace(s.settings.model.architecture, vocab_size=s.tokenizer().get_vocab_size()))
+        info["induction"] = s.settings.model.induction and can_plant(model.config)
+        if info["induction"]:
+            plant_induction(model, s.settings.seed)
+        model = s.divided(model.to(s.settings.mesh.device))
+        model.kernels = s.settings.kernels
+    model.companions = for_format(model.companions, s.tokenizer(), s.settings.env.renderer)
+    s.publish(model, "base")
+    if not m.steps:
+        s.publish_again("base", "midtrained")
+        return
+    watch, own_rows = _watched(s), _own_text(s)
+    if own_rows:
+        watch["heldout_own_loss"] = own_rows[:HELD]
+        info["own_loss_before"] = cross_entropy(model, own_rows[:HELD], s.ranks)
+    begin = min(round(m.constant * m.steps), m.steps - 1)
+    head = _head(s, model, "base", rows=_shown(s), steps=m.draft_steps, weight=m.draft_weight, begin=begin)
+    plan = replace(midtrain_plan(m, watch), beside=head)
+    _train(s, model, plan, _mixture(s, s.settings.seed, m, m.row_tokens, own_rows[HELD:]), info)
+    s.publish(model, "midtrained")
+    _save_head(s, head, model, "midtrained", info)
+
+
+def _head(s: Stages, model: Model, before: str, **options: Any) -> HeadTrainer | None:
+    """Return a trainer of the head of the weights `before`, or of a new one; None if the run has no drafts."""
+    if not s.settings.midtrain.draft_steps:
+        return None
+    head = load_draft(s.weights(before), model) or new_head(model, s.settings.seed)
+    return HeadTrainer(model, head, s.ranks, seed=s.settings.seed, **options)
+
+
+def _save_head(s: Stages, trainer: HeadTrainer | None, model: Model, name: str, info: dict[str, Any]) -> None:
+    """Write a head beside `model`, published as `name`, after its training on this model if it has not trained jointly. Record
+    how often it guesses the model's most probable token on held-out demonstrations."""
+    if trainer is None:
+        return
+    trainer.model = model
+    if trainer.steps and not trainer.weight:
+        trainer.distil()
+    info["draft_same"] = trainer.agreement(s.rows("tune")[:64])
+    if s.ranks.first:
+        save_draft(trainer.head, s.weights(name))
+
+
+@stage("draft")
+def draft(s: Stages, info: dict[str, Any]) -> None:
+    """Give the final policy the head that RL began with, after `rl.draft_steps` steps on the rollouts of RL."""
+    model, steps = s.trained(s.weights("final")), s.settings.rl.draft_steps
+    rows = rows_of(s.run.path, "rl_*.parquet") if steps else []
+    _save_head(s, _head(s, model, "start", rows=rows, steps=steps), model, "final", info)
 
 
 # Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on.
@@ -193,9 +214,8 @@ def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[TokenRow]]) 
 def _watched(s: Stages) -> dict[str, list[TokenRow]]:
     corpus = read_corpus(s.settings.data.code)
     length = s.settings.midtrain.row_tokens
-    code = code_rows(
-        corpus.validation, s.tokenizer(), 1.0, limit=max(s.ranks.world, 48 * CODE_ROW // length), length=length
-    )
+    limit = max(s.ranks.world, 48 * CODE_ROW // length)
+    code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=limit, length=length)
     if len(code) < s.ranks.world:
         raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
@@ -231,53 +251,50 @@ def _shown(s: Stages) -> list[TokenRow]:
     return s.rows("clean") + (s.rows("mistaken") if s.settings.searched else [])
 
 
-def extend(s: Stages) -> None:
+@stage("extend")
+def extend(s: Stages, info: dict[str, Any]) -> None:
     """Run the long-context phase (Composer 2, arXiv 2603.24477 §3.1; YaRN, arXiv 2309.00071 §3.4): train the mid-trained weights
     on stretched positions and rows of code that fill them. Record the loss on held-out rows of that length before training, in
     nats per token: `plain`, with positions simply continued, and `stretched`."""
-    with s.stage("extend") as info:
-        if info is None:
-            return
-        e, trained = s.settings.extend, s.load("midtrained")
-        config = trained.config.stretched(e.factor)
-        length = config.max_position_embeddings
-        heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
-        if len(heldout) < s.ranks.world:
-            raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
-        continued = replace(trained.config, max_position_embeddings=length)
-        info["plain"] = cross_entropy(trained.on_positions(continued), heldout, s.ranks)
-        model = s.divided(trained.on_positions(config))
-        del trained  # a whole copy
-        info["stretched"] = cross_entropy(model, heldout, s.ranks)
-        plan = StagePlan(
-            stage="extend",
-            steps=e.steps,
-            lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
-            balance=s.settings.midtrain.balance,
-            clip=e.clip,
-            watch={**_watched(s), "heldout_long_loss": heldout},
-        )
-        _train(s, model, plan, _mixture(s, s.settings.seed + 1, e, length), info)
-        s.publish(model, "extended")
+    e, trained = s.settings.extend, s.load("midtrained")
+    config = trained.config.stretched(e.factor)
+    length = config.max_position_embeddings
+    heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
+    if len(heldout) < s.ranks.world:
+        raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+    continued = replace(trained.config, max_position_embeddings=length)
+    info["plain"] = cross_entropy(trained.on_positions(continued), heldout, s.ranks)
+    model = s.divided(trained.on_positions(config))
+    del trained  # a whole copy
+    info["stretched"] = cross_entropy(model, heldout, s.ranks)
+    plan = StagePlan(
+        stage="extend",
+        steps=e.steps,
+        lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
+        balance=s.settings.midtrain.balance,
+        clip=e.clip,
+        watch={**_watched(s), "heldout_long_loss": heldout},
+        beside=_head(s, model, "midtrained", weight=e.draft_weight),
+    )
+    _train(s, model, plan, _mixture(s, s.settings.seed + 1, e, length), info)
+    s.publish(model, "extended")
+    _save_head(s, plan.beside, model, "extended", info)
 
 
-def fine_tune(s: Stages) -> None:
+@stage("sft")
+def fine_tune(s: Stages, info: dict[str, Any]) -> None:
     """Fine-tune on demonstrations of an expert that makes mistakes. RL starts from the result."""
-    with s.stage("sft") as info:
-        if info is None:
-            return
-        if not s.settings.sft.steps:
-            s.publish_again(_taught(s), "start")
-            return
-        _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info, "start")
+    if not s.settings.sft.steps:
+        s.publish_again(_taught(s), "start")
+        return
+    _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info, "start")
 
 
-def control(s: Stages) -> None:
+@stage("control")
+def control(s: Stages, info: dict[str, Any]) -> None:
     """Train the control that RL is compared with: on all demonstrations, from the end of mid-training."""
-    with s.stage("control") as info:
-        if info is not None:
-            rows = [*s.rows("clean"), *s.rows("mistaken")]
-            _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
+    rows = [*s.rows("clean"), *s.rows("mistaken")]
+    _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
 
 
 # Attempts per tuning task when a factor of the logits is judged.
@@ -305,10 +322,9 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     with torch.no_grad():
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
-    if s.ranks.first:
-        results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
-        lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
-        s.say(f"sharpness {best:g}: " + ", ".join(lines))
+    results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
+    lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
+    s.say(f"sharpness {best:g}: " + ", ".join(lines))
 
 
 def _taught(s: Stages) -> str:
@@ -328,6 +344,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
         lr=lambda step: t.lr * trapezoid(step, steps, 0.05, 0.05, 0.1),
         clip=t.clip,
         watch={"heldout_agent_loss": s.rows("tune")[:64]},
+        beside=_head(s, model, _taught(s), weight=t.draft_weight),
     )
     _train(s, model, plan, ([written[number] for number in numbers] for numbers in dealt), info)
     if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
@@ -335,6 +352,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
         model = s.load(name)
     calibrate(s, model, info)
     s.publish(model, name)
+    _save_head(s, plan.beside, model, name, info)
 
 
 # Evaluation
@@ -344,33 +362,31 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
 FEW = 100
 
 
-def evaluate(s: Stages, name: str) -> None:
+@stage("eval_{}")
+def evaluate(s: Stages, info: dict[str, Any], name: str) -> None:
     """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. A base or
     a mid-trained policy that training follows is scored on FEW of each, the base with one sample. Weights that were scored
     before under another name take over its figures and rollouts (`same_as`)."""
-    with s.stage(f"eval_{name}") as info:
-        if info is None:
-            return
-        if same := _scored(s, name):
-            if s.ranks.first:
-                for file in (s.run.path / "rollouts").glob(f"eval_{same}*"):
-                    shutil.copyfile(file, file.with_name(file.name.replace(f"eval_{same}", f"eval_{name}")))
-                info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
-                del info["seconds"]
-            return
-        attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
+    if same := _scored(s, name):
         if s.ranks.first:
-            sampled, greedy = attempts_by_kind["heldout"]
-            custom = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy) | {"harness": harness_digest()}
-            info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
-            if "structures" in attempts_by_kind:
-                info["structures"] = summarise(*attempts_by_kind["structures"])
-            s.say(
-                f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
-                f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks; "
-                f"a change of pass@1 below {detectable(info['n_tasks'], info['k']):.3f} may not show"
-            )
+            for file in (s.run.path / "rollouts").glob(f"eval_{same}*"):
+                shutil.copyfile(file, file.with_name(file.name.replace(f"eval_{same}", f"eval_{name}")))
+            info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
+            del info["seconds"]
+        return
+    attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
+    if s.ranks.first:
+        sampled, greedy = attempts_by_kind["heldout"]
+        custom = s.settings.env.reward_function(s.settings.limits.seconds)
+        info |= summarise(sampled, greedy) | {"harness": harness_digest()}
+        info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
+        if "structures" in attempts_by_kind:
+            info["structures"] = summarise(*attempts_by_kind["structures"])
+        s.say(
+            f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
+            f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks; "
+            f"a change of pass@1 below {detectable(info['n_tasks'], info['k']):.3f} may not show"
+        )
 
 
 def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
@@ -409,22 +425,20 @@ def _light(attempt: Attempt) -> Attempt:
     return replace(attempt, rollout=replace(attempt.rollout, segments=segments))
 
 
-def compare_numerics(s: Stages) -> None:
+@stage("numerics")
+def compare_numerics(s: Stages, info: dict[str, Any]) -> None:
     """Measure on the final weights how engines with other numerics than the trainer's change log-probabilities, and how much of
     this the replay of their routes removes. The pairs of `variants` are dealt over the ranks; the tour's own comes first in the
     report. Also measure the size of a lossless delta between versions, and compare the sandboxes of training and product."""
-    with s.stage("numerics") as info:
-        if info is None:
-            return
-        sparse = s.load("final").config.moe_layers > 0
-        pairs = list(PAIRS) if sparse else ["bf16"]  # the others differ in experts and routers
-        mine = {name: compare_pair(s, name) for name in pairs[s.ranks.rank :: s.ranks.world]}
-        results = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
-        if s.ranks.first:
-            main_pair = TOUR if sparse else "bf16"
-            info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
-            info["weights"] = delta_sizes(s.weights("before_final"), s.run.trained_weights)
-            info["fidelity"] = compare_places(s)
+    sparse = s.load("final").config.moe_layers > 0
+    pairs = list(PAIRS) if sparse else ["bf16"]  # the others differ in experts and routers
+    mine = {name: compare_pair(s, name) for name in pairs[s.ranks.rank :: s.ranks.world]}
+    results = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
+    if s.ranks.first:
+        main_pair = TOUR if sparse else "bf16"
+        info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
+        info["weights"] = delta_sizes(s.weights("before_final"), s.run.trained_weights)
+        info["fidelity"] = compare_places(s)
 
 
 def compare_places(s: Stages) -> dict[str, Any] | None:
@@ -454,36 +468,32 @@ def compare_pair(s: Stages, name: str) -> dict[str, Any]:
 # RL without services: the loop of `rl.py` on the ranks, with each batch sampled from the newest weights
 
 
-def reinforcement(s: Stages) -> None:
+@stage("rl")
+def reinforcement(s: Stages, info: dict[str, Any]) -> None:
     """Run reinforcement learning from `start`. Publish `final` and the version before it."""
-    with s.stage("rl") as info:
-        if info is None:
-            return
-        work = InProcess(s)
-        reinforce(work)
-        work.save(work.step)
-        info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
-        s.publish(work.learner.model, "final")
+    work = InProcess(s)
+    reinforce(work)
+    work.save(work.step)
+    info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
+    s.publish(work.learner.model, "final")
 
 
-def finish(s: Stages) -> None:
+@stage("finish")
+def finish(s: Stages, info: dict[str, Any]) -> None:
     """Average the policy that RL trained with its start, set its sharpness again, whichever the settings ask for, and publish it
     as `final`. As RL left it, it stays as `trained`."""
     r = s.settings.rl
-    with s.stage("finish") as info:
-        if info is None:
-            return
-        if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
-            s.publish(s.load("final"), "trained")
-        model = s.load("trained")
-        if r.start_weight:
-            start = s.load("start")
-            if r.uncalibrated:
-                start.final_norm.data.div_(s.run.sharpness)
-            average(model, start, r.start_weight)
+    if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
+        s.publish(s.load("final"), "trained")
+    model = s.load("trained")
+    if r.start_weight:
+        start = s.load("start")
         if r.uncalibrated:
-            calibrate(s, model, info)
-        s.publish(model, "final")
+            start.final_norm.data.div_(s.run.sharpness)
+        average(model, start, r.start_weight)
+    if r.uncalibrated:
+        calibrate(s, model, info)
+    s.publish(model, "final")
 
 
 @torch.no_grad()
@@ -499,9 +509,8 @@ class InProcess:
 
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
-        self.learner, self.step, self.before = make_learner(
-            s.run.path / "weights" / "start", s.settings, s.run.sharpness, s.run.checkpoint("rl")
-        )
+        resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
+        self.learner, self.step, self.before = resumed
         self.hinter = hinter_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
@@ -560,8 +569,7 @@ class InProcess:
         return {**train_metrics, "version": self.version, "time": {"wall_s": trained_s - self._begin, **mean_times}}
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
-        tasks = self.stages.tasks("tune")
-        samples = self.stages.settings.eval.samples
+        tasks, samples = self.stages.tasks("tune"), self.settings.eval.samples
         scores = tuning_scores(evaluate_model(self.stages, self.learner.model, tasks, samples, 1.0))
         self.say(scores_line(batch.step + 1, scores))
         return scores
@@ -580,8 +588,7 @@ class InProcess:
         self._points, self._ledgers = [], []
 
     def say(self, line: str) -> None:
-        if self.ranks.first:
-            self.stages.say(line)
+        self.stages.say(line)
 
 
 # How often an attempt is dispatched before its loss to infrastructure faults stops the run.

@@ -1,9 +1,9 @@
 """The objects that all stages of a run share: its directory, settings, ranks and sandboxes."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -116,27 +116,27 @@ class Stages:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
         if (pointer := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
+        state = _state(plan, optimizer)
         if isinstance(optimizer, ShardedOptimizer):
-            restore(optimizer, pointer[1])
+            restore(state, pointer[1])
         elif saved := self.run.checkpoint(plan.stage):
-            optimizer.load({name: value for name, value in saved[1].items() if not name.startswith("draft_")})
-            if plan.beside:
-                plan.beside.load(saved[1])
+            state = saved[1]
+        optimizer.load({name: value for name, value in state.items() if not name.startswith("draft_")})
+        if plan.beside:
+            plan.beside.load(state)
         return pointer[0], pointer[2]
 
     def commit(
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
     ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        state: dict[str, Any] | str
-        if isinstance(optimizer, ShardedOptimizer):
-            state = f"{plan.stage}-{step:06d}.ranks"
-            save(optimizer, beneath(self.run.path / "checkpoints", state)).result()
+        state, folder = _state(plan, optimizer), f"{plan.stage}-{step:06d}.ranks"
+        sharded = isinstance(optimizer, ShardedOptimizer)
+        if sharded:
+            save(state, beneath(self.run.path / "checkpoints", folder)).result()
             self.ranks.barrier()
-        elif self.ranks.first:
-            state = optimizer.state() | (plan.beside.state() if plan.beside else {})
         if self.ranks.first:
-            self.run.commit(plan.stage, step, state, [(step, point)], seconds=seconds)
+            self.run.commit(plan.stage, step, folder if sharded else state, [(step, point)], seconds=seconds)
 
     def publish_again(self, name: str, again: str) -> None:
         """Publish the weights `name` under the name `again` as well, for a stage that is left out."""
@@ -146,22 +146,32 @@ class Stages:
             link.symlink_to(name)
         self.ranks.barrier()
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[dict[str, Any] | None]:
-        """Enter a stage: `with stages.stage(name) as info`. `info` is None if the stage is complete; otherwise its contents are
-        recorded at the end."""
-        info_before = self.ranks.gather(self.run.finished(name))[0]
-        if info_before is not None:
-            yield None
-            return
-        release_memory()
-        if self.ranks.first:
-            self.say(f"{name} …")
-        start = time.perf_counter()
-        info: dict[str, Any] = {}
-        yield info
-        self.ranks.barrier()
-        if self.ranks.first:
-            seconds = time.perf_counter() - start + info.pop("seconds_before", 0.0)
-            self.run.finish(name, seconds, info)
-            self.say(f"{name}: done in {seconds:.0f} s")
+
+def stage(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function of (stages, info, *values) a stage of a run, a function of (stages, *values) that does nothing once the
+    stage is complete. `info` is recorded at the end. The stage's name has each value in place of a `{}`."""
+
+    def staged(work: Callable[..., None]) -> Callable[..., None]:
+        @wraps(work)
+        def run(s: Stages, *values: str) -> None:
+            title = name.format(*values)
+            if s.ranks.gather(s.run.finished(title))[0] is not None:
+                return
+            release_memory()
+            s.say(f"{title} …")
+            start = time.perf_counter()
+            info: dict[str, Any] = {}
+            work(s, info, *values)
+            s.ranks.barrier()
+            if s.ranks.first:
+                seconds = time.perf_counter() - start + info.pop("seconds_before", 0.0)
+                s.run.finish(title, seconds, info)
+                s.say(f"{title}: done in {seconds:.0f} s")
+
+        return run
+
+    return staged
+
+
+def _state(plan: StagePlan, optimizer: AnyOptimizer) -> dict[str, Any]:
+    return optimizer.state() | (plan.beside.state() if plan.beside else {})

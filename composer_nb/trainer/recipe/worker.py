@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> None:
     start = time.perf_counter()
 
     def say(text: str) -> None:
-        print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
+        if rank == "0":
+            print(f"{time.perf_counter() - start:5.0f} s  {text}", flush=True)
 
     try:
         with Sandboxes(settings.env, run.path.name, run.path / FOLDER) as sandboxes:

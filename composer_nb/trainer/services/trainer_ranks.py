@@ -125,7 +125,9 @@ class TrainerRank:
                 raise ValueError(
                     f"{name} is in the run directory, which {self.host()} does not see: resume where all ranks see it"
                 )
-            restore(self._sharded, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
+            state = self._sharded.state()
+            restore(state, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
+            self._sharded.load(state)
             self._saved_step = self.step
             for file in files:  # all ranks have read by now
                 beneath(folder, file).unlink(missing_ok=True)
@@ -192,7 +194,7 @@ class TrainerRank:
         if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it
             self._saved_step = self.step
             folder = self._run / "checkpoints" / name
-            self._saving = self._writer.submit(self._stored, save(self._sharded, folder, self._aside), folder)
+            self._saving = self._writer.submit(self._stored, save(self._sharded.state(), folder, self._aside), folder)
         return self.step, name
 
     def _stored(self, saving: Future[Any], folder: Path) -> dict[str, PayloadFile]:

@@ -10,12 +10,11 @@ import torch
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rewards import Reward
-from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, ReplaySettings, Stream, flatten, score
+from composer_nb.trainer.learning.packing import FULL, ReplaySettings, Stream, flatten, forward
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
@@ -149,9 +148,8 @@ def test_routes_of_the_completion_alone(make_model, streams) -> None:
         return replace(stream, routes=routes, route_valid=stream.route_valid & ~tokens)
 
     def experts(stream: Stream, replay: ReplaySettings) -> np.ndarray:
-        routings: list[Routing] = []
         batch = flatten([stream], replay)
-        score(model, batch, batch.recorded, routed=routings)
+        _, routings = forward(model, batch, batch.recorded)
         return np.stack([routing.experts_NK.numpy() for routing in routings], 1)
 
     stream = streams[0]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.environment import Sandboxes
+from composer_nb.trainer.drafts import HeadTrainer, new_head
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
@@ -49,8 +51,9 @@ BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
 
 
 def same(config: ModelConfig, mesh: MeshSettings) -> None:
-    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64). A
-    balance loss is a mean over ranks; in one process, over the rows of each rank."""
+    """Assert that each batch's metrics and held-out loss, and the weights afterwards, equal those of one process (float64), also
+    those of a draft head that begins at the second batch and trains jointly then. A balance loss is a mean over ranks; in one
+    process, over the rows of each rank."""
     team = Team(Mesh.of(mesh, dist.get_world_size()))
     alone, cut = (seeded_model(config, torch.float64, False) for _ in range(2))
     shard(cut, team)
@@ -59,21 +62,41 @@ def same(config: ModelConfig, mesh: MeshSettings) -> None:
         (alone, FlatOptimizer(alone, optimizer, weight_decay=0.1), Ranks()),
         (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
     )
-    for batch in BATCHES:
-        share = {id(model): batch if ranks.world == 1 else rows_of_rank(batch, team) for model, _, ranks in pairs}
+    joint: dict[str, Any] = {"weight": 0.3, "begin": 1, "rows": BATCHES[0], "steps": 2}
+    joints = [HeadTrainer(model, new_head(model, 3).double(), ranks, **joint) for model, _, ranks in pairs]
+    for step, batch in enumerate(BATCHES):
         alone_metrics, cut_metrics = (
             {
                 "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
-                **train_step(model, share[id(model)], optimizer, ranks, lr=1e-3, balance=0.0, clip=0.5),
+                "drafts": joint.agreement(BATCHES[0]),
+                **train_step(
+                    model,
+                    rows_of_rank(batch, ranks),
+                    optimizer,
+                    ranks,
+                    lr=1e-3,
+                    balance=0.0,
+                    clip=0.5,
+                    beside=joint.at(step),
+                ),
             }
-            for model, optimizer, ranks in pairs
+            for (model, optimizer, ranks), joint in zip(pairs, joints, strict=True)
         )
         assert cut_metrics == pytest.approx(alone_metrics, rel=1e-9, nan_ok=True)
     assert_same(cut, alone, 1e-11)
+    expected, actual = (torch.cat([weight.flatten() for weight in joint.head.parameters()]) for joint in joints)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 DENSE = replace(GQA, family="qwen2", intermediate_size=40, moe_intermediate_size=128)
 """No experts, a bias of queries, keys and values; fields of experts are at their defaults."""
+
+
+def with_copies() -> Ranks:
+    """Ranks that each have the whole model."""
+    ranks = Ranks()
+    ranks.rank, ranks.world = dist.get_rank(), dist.get_world_size()
+    return ranks
 
 
 def _balanced() -> None:
@@ -81,11 +104,9 @@ def _balanced() -> None:
     team = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2))
     alone, cut = (seeded_model(GQA, torch.float64, False) for _ in range(2))
     shard(cut, team)
-    plain = Ranks()
-    plain.rank, plain.world = team.rank, team.world
     optimizers = FlatOptimizer(alone), ShardedOptimizer(cut, team, OptimizerSettings())
     for batch in BATCHES:
-        for model, optimizer, ranks in zip((alone, cut), optimizers, (plain, team), strict=True):
+        for model, optimizer, ranks in zip((alone, cut), optimizers, (with_copies(), team), strict=True):
             train_step(model, rows_of_rank(batch, team), optimizer, ranks, lr=1e-3, balance=0.3, clip=0.5)
     assert_same(cut, alone, 1e-11)
 
@@ -140,17 +161,23 @@ def shards(model: Model) -> list[torch.Tensor]:
     return [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
 
 
-def _resumed(folder: Path) -> None:
-    """A stage that is cut off between two checkpoints ends with the numbers of one that is not."""
-    settings = override(Settings(), {"ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "until": "sft"})
-    team, results = Team(Mesh.of(settings.mesh, 2)), dict[str, tuple[list[dict[str, float]], Model]]()
-    if team.first:
+def _resumed(folder: Path, *, meshed: bool) -> None:
+    """A stage that is cut off between two checkpoints ends with the numbers of one that is not. Its head had joined before."""
+    mesh, folder = {"mesh.shard": 2, "mesh.ep": 2} if meshed else {}, folder / f"meshed-{meshed}"
+    settings = override(Settings(), {"ranks": 2, "until": "sft"} | mesh)
+    ranks: Ranks = Team(Mesh.of(settings.mesh, 2)) if meshed else with_copies()
+    results = dict[str, tuple[list[dict[str, float]], Model]]()
+    if ranks.first:
         for name in ("whole", "cut"):
             RunDir(folder / name)
-    team.barrier()
+    ranks.barrier()
     plan = StagePlan(
         stage="sft", steps=20, lr=lambda step: 1e-3, balance=0.1, clip=1.0, weight_decay=0.0, watch={"own": BATCHES[0]}
     )
+
+    def joint(model: Model) -> StagePlan:
+        options: dict[str, Any] = {"weight": 0.3, "begin": 5, "rows": BATCHES[0], "steps": 2}
+        return replace(plan, beside=HeadTrainer(model, new_head(model, 0), ranks, **options))
 
     def batches(last: int) -> Iterator[list[TokenRow]]:
         yield from (rows(4, seed=step) for step in range(last))
@@ -158,21 +185,23 @@ def _resumed(folder: Path) -> None:
             raise InterruptedError
 
     for name, cuts in (("whole", []), ("cut", [7])):
-        s = Stages(RunDir(folder / name), settings, team, Sandboxes(), lambda line: None)
+        s = Stages(RunDir(folder / name), settings, ranks, Sandboxes(), lambda line: None)
         for last in cuts:
             with pytest.raises(InterruptedError):
-                _train(s, s.divided(seeded_model(GQA, torch.float32, False)), plan, batches(last), {})
-            team.barrier()
+                model = s.divided(seeded_model(GQA, torch.float32, False))
+                _train(s, model, joint(model), batches(last), {})
+            ranks.barrier()
         model = s.divided(seeded_model(GQA, torch.float32, False))
-        cross_entropy(model, BATCHES[0], team)  # as before rehearsal and before the long-context phase
-        _train(s, model, plan, batches(plan.steps), {})
-        team.barrier()
+        cross_entropy(model, BATCHES[0], ranks)  # as before rehearsal and before the long-context phase
+        _train(s, model, joint(model), batches(plan.steps), {})
+        ranks.barrier()
         results[name] = s.run.steps("sft"), model
     assert results["cut"][0] == results["whole"][0] and len(results["cut"][0]) == 10
-    for tensor, expected_tensor in zip(*(shards(model) for _, model in results.values()), strict=True):
+    weights = (shards(model) if meshed else list(model.parameters()) for _, model in results.values())
+    for tensor, expected_tensor in zip(*weights, strict=True):
         assert torch.equal(tensor, expected_tensor)
     [checkpoint] = (folder / "cut" / "checkpoints").iterdir()
-    assert checkpoint.name == "sft-000020.ranks"
+    assert checkpoint.name == f"sft-000020.{'ranks' if meshed else 'safetensors'}"
 
 
 TWO = {
@@ -189,7 +218,8 @@ def test_two_ranks_learn_as_one_process(tmp_path: Path):
 
 
 def test_ranks_save_one_checkpoint_and_go_on_from_theirs(tmp_path: Path):
-    on_ranks(2, {"saved": _saved, "resumed": _resumed}, tmp_path, tmp_path)
+    resumed = {f"resumed, meshed {meshed}": partial(_resumed, meshed=meshed) for meshed in (True, False)}
+    on_ranks(2, {"saved": _saved, **resumed}, tmp_path, tmp_path)
 
 
 def test_four_ranks_learn_as_one_process(tmp_path: Path):

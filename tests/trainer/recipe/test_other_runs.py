@@ -14,7 +14,7 @@ from composer_nb import cli
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
-from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
+from composer_nb.trainer.drafts import HeadTrainer, load_draft, new_head, rows_of, save_draft
 from composer_nb.trainer.learning.data import code_rows, gap_tokens, read_corpus
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
@@ -70,16 +70,19 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
 
 
 @pytest.mark.whole
-def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+def test_the_policy_after_rl_has_a_head_that_learnt_from_its_rollouts(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
+):
     run = copy_of(tiny_run)
     model = load_pretrained(run.path / "weights/final")
-    save_draft(DraftHead(model.config.hidden_size), run.path / "weights/midtrained")
-    assert load_draft(run.path / "weights/final", model) is None
-    settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
+    save_draft(new_head(model, 0), run.path / "weights/start")
+    settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1, "rl.draft_steps": 20})
     with Sandboxes() as sandboxes:
         run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
-    final, midtrained = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
-    assert final is not None and midtrained is not None and torch.equal(final.join.weight, midtrained.join.weight)
+    head, rows = load_draft(run.path / "weights/final", model), rows_of(run.path, "rl_*.parquet")
+    assert head is not None
+    after, before = (HeadTrainer(model, draft).agreement(rows) for draft in (head, new_head(model, 0)))
+    assert after > before and 0 <= run.finished("draft")["draft_same"] <= 1
 
 
 SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}
@@ -95,11 +98,16 @@ def test_stretched_twice_is_stretched_once_by_both() -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_a_run_with_the_phase_goes_on_on_its_positions(tmp_path: Path) -> None:
-    settings = override(Settings(), MICRO | SHORT | {"extend.tokens": 1024, "ranks": 2})
+    drafts = {"midtrain.draft_steps": 2, "extend.draft_weight": 0.1, "sft.draft_weight": 0.1}
+    settings = override(Settings(), MICRO | SHORT | drafts | {"extend.tokens": 1024, "ranks": 2})
     run = start_or_resume(None, settings, runs=tmp_path, say=lambda line: None)
+    heads = []
     for name in ("extended", "start", "final"):
-        config = load_pretrained(run.path / "weights" / name).config
-        assert config.max_position_embeddings == 512 and config.yarn.factor == 2, name
+        model = load_pretrained(run.path / "weights" / name)
+        assert model.config.max_position_embeddings == 512 and model.config.yarn.factor == 2, name
+        heads.append(load_draft(run.path / "weights" / name, model))
+    extended, start, final = (head.join.weight for head in heads if head)
+    assert not torch.equal(extended, start) and torch.equal(start, final)
     assert load_pretrained(run.path / "weights" / "midtrained").config.max_position_embeddings == 256
     extension = build_report(run)["extend"]
     assert extension["steps"] == 4 and extension["last"]["heldout_long_loss"] < extension["before"]["stretched"]

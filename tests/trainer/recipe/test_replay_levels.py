@@ -15,7 +15,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, score
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, forward, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
@@ -137,9 +137,8 @@ def test_the_trainer_s_own_routes_hold_through_all_minibatches(make_model, strea
     metrics = learner.learn(bare, Ranks(), Random(0), **{**LEARN, "lr": 0.05})
     assert len(used) == len(order) > 2 and metrics["replay_overlap"] < 1, "the router has moved on"
     for experts, chunk in zip(used, order, strict=True):
-        routings: list[Any] = []
         with torch.no_grad():
-            score(fresh, flatten(chunk), routed=routings)
+            _, routings = forward(fresh, flatten(chunk))
         assert torch.equal(experts, torch.stack([r.experts_NK for r in routings], 1))
 
 
