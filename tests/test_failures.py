@@ -1,4 +1,4 @@
-"""docs/failures.md and docs/figures.md: each row names what fails if it is false. `test_docs.py` says if commands exist."""
+"""docs/failures.md and docs/figures.md: each row names a test of what it rests on. `test_docs.py` says if commands exist."""
 
 import ast
 import re

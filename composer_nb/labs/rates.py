@@ -23,6 +23,8 @@ from composer_nb.trainer.services.cluster import ROLE, ROLES
 # Probability with which the interval of a median covers it, at least.
 COVERAGE = 0.95
 PORT = 6379
+# Where Ray reads the token without which it refuses a connection.
+TOKEN = "~/.ray/auth_token"
 
 
 class Rate(NamedTuple):
@@ -76,6 +78,8 @@ class MachineRates:
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             values |= {name: Rate(*map(float, values[name])) for name in ("decode", "train", "matmul", "mfu")}
+            if not all(rate > 0 for name in ("decode", "train") for rate in values[name]):
+                raise ValueError("a rate of 0")
             return cls(**values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"--measured {path}: {error!r}; scripts/bench/rates_bench.py writes such a file") from None
@@ -124,23 +128,25 @@ def step_cost(schedule: Schedule, loads: Sequence[SimulatedLoad], hourly: float)
 
 def ray_cluster(hosts: Sequence[str], ranks: int) -> dict[str, Any]:
     """Return a configuration for `ray up`: trainers on the first `ranks` hosts, of which the first is the head, and engines with
-    their environments on the others. Raises ValueError for hosts that are not different addresses."""
+    their environments on the others. All need the token of the machine that starts them. Raises ValueError for hosts that are not
+    different IPv4 addresses."""
     for host in hosts:
         try:
-            ipaddress.ip_address(host)
+            ipaddress.IPv4Address(host)
         except ValueError:
-            raise ValueError(f"--hosts: {host!r} is not an IP address, by which a host knows its role") from None
+            raise ValueError(f"--hosts: {host!r} is not an IPv4 address, by which a host knows its role") from None
     if len(set(hosts)) < len(hosts):
         raise ValueError(f"--hosts {','.join(hosts)}: give each host once")
     trainer, engine = (json.dumps(dict.fromkeys(roles, ROLE)) for roles in (ROLES[:1], ROLES[1:]))
     trainers = "|".join(f'*" {host} "*' for host in hosts[:ranks])
     roles = f"case \" $(hostname -I) \" in {trainers}) roles='{trainer}';; *) roles='{engine}';; esac"
-    start = f'{roles}; ray start --resources="$roles"'
+    start = f'{roles}; RAY_AUTH_MODE=token ray start --resources="$roles"'
     return {
         "cluster_name": "composer-nb",
         "max_workers": len(hosts) - 1,
         "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
         "auth": {"ssh_user": getuser()},
+        "file_mounts": {TOKEN: TOKEN},
         "head_start_ray_commands": [
             "ray stop",
             f"{start} --head --port={PORT} --autoscaling-config=~/ray_bootstrap_config.yaml",

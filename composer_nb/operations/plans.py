@@ -62,6 +62,8 @@ def plan(args: argparse.Namespace) -> int:
         return _plan_link(args)
     if args.measured is not None:
         return _plan_measured(args)
+    if args.ray_cluster or args.hosts or args.dollars_hour:
+        raise ValueError("--ray-cluster, --hosts and --dollars-hour: only with --measured FILE")
     if args.mesh is not None:
         return _plan_mesh(args)
     if args.model is not None:
@@ -81,6 +83,13 @@ def _plan_measured(args: argparse.Namespace) -> int:
     rates, machines = MachineRates.read(args.measured), args.ranks + args.workers
     if args.run:
         raise ValueError("--run has durations of its own: leave out --measured")
+    base_schedule, results = _base_schedule(args), []
+    fleet = pick(args, "workers", "ranks", "rollout_tokens", "publish_s")
+    loads = rates.loads(_durations(args), base_schedule.batch, **fleet)
+    for order, ahead, bound in SCHEDULES:
+        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
+        costs = step_cost(schedule, loads, machines * args.dollars_hour)
+        results.append({"order": order, "ahead": ahead, "bound": bound, **costs})
     if args.ray_cluster:
         hosts = args.hosts.split(",")
         if len(hosts) != machines:
@@ -89,13 +98,6 @@ def _plan_measured(args: argparse.Namespace) -> int:
             )
         text = yaml.safe_dump(ray_cluster(hosts, args.ranks), sort_keys=False)
         args.ray_cluster.write_text(text, encoding="utf-8")
-    base_schedule, results = _base_schedule(args), []
-    fleet = pick(args, "workers", "ranks", "rollout_tokens", "publish_s")
-    loads = rates.loads(_durations(args), base_schedule.batch, **fleet)
-    for order, ahead, bound in SCHEDULES:
-        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
-        costs = step_cost(schedule, loads, machines * args.dollars_hour)
-        results.append({"order": order, "ahead": ahead, "bound": bound, **costs})
     lines = [rates.table(), "", "| schedule | samples/s | s a step | dollars a step | staleness mean / max |"]
     lines += ["|---|---|---|---|---|"]
     for row in results:

@@ -43,15 +43,19 @@ def install(args: argparse.Namespace) -> int:
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.production.install import ScriptedInstaller, agent_installer, install
 
+    if args.packages and (args.policy or not args.packages.is_dir()):
+        raise ValueError(f"--packages {args.packages}: give a folder of installed packages, and no --policy")
     agent = agent_installer(args.policy, args.backend, args.seconds) if args.policy else None
     with open_backend(args.backend) as backend, _progress() as report:
         summary = install(args.path, args.out, backend, agent or ScriptedInstaller(args.packages), report)
     lines = [f"try {number}: {', '.join(tried['changes'])}" for number, tried in enumerate(summary["tries"], 1)]
-    lines += [
+    lines.append(
         f"{summary['repository']}: {summary['verdict']}; of {summary['goals']} goals {summary['passed_before']} worked before, "
-        f"{summary['passed_after']} work now",
-        f"kept: {args.out}; go on with composer-nb tasks make {args.out}/repository --packages {args.out}/packages",
-    ]
+        f"{summary['passed_after']} work now; outputs: {args.out}/install.json"
+    )
+    if summary["verdict"] == "kept":
+        packages = f" --packages {args.out}/packages" if any((args.out / "packages").iterdir()) else ""
+        lines.append(f"go on with composer-nb tasks make {args.out}/repository{packages} --out DIR")
     return emit(args, summary, lambda: "\n".join(map(visible_lines, lines)), int(summary["verdict"] != "kept"))
 
 

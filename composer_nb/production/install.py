@@ -7,29 +7,35 @@ without success the repository is discarded. The installer never sees the other 
 
 Source: "Bootstrapping Composer with autoinstall" (cursor.com/blog, 6 May 2026). There, an agent proposes the goals, too.
 
-OUT/repository/    the checkout with what was written
+OUT/repository/    the checkout with what was written, without .gitignore, which would hide what builds write
 OUT/packages/      what was brought, for `--packages` of other commands
+OUT/try-N/         the work of an agent
 OUT/install.json   goals, tries with outputs, and the verdict
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import Distribution, distributions
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, Sandbox
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.toolchain import MODULES, PLACE, TESTING
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
-from composer_nb.harness.tasks.runtime import PACKAGES_AT, read_packages
+from composer_nb.harness.tasks.runtime import MAX_PACKAGES_BYTES, PACKAGES_AT, read_packages
 from composer_nb.harness.tools.terminal import tested
+from composer_nb.harness.untrusted import is_plain
 from composer_nb.production.agents import run_agent
 from composer_nb.production.checkout import read_checkout
 from composer_nb.production.policies import equipment
@@ -61,13 +67,18 @@ Installer = Callable[[Path, Sequence[GoalResult]], list[str]]
 
 def goals(repository: Repository) -> list[str]:
     """Return commands that should succeed in a checkout, at most GOALS: test modules are taken evenly from all."""
-    imports = [f"python3 -c 'import {name}'" for name in sorted(own_packages(repository))[:2]]
+    importable = [name for name in sorted(own_packages(repository)) if name.isidentifier()]
+    imports = [f"python3 -c 'import {name}'" for name in importable[:2]]
     room = GOALS - len(imports) - 1
     step = max(1, -(-len(repository.tests) // room))
     pytest = (
         "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads the project's own from its files
     )
-    return [*imports, f"{pytest} --collect-only", *(f"{pytest} {path}" for path in repository.tests[::step])]
+    return [
+        *imports,
+        f"{pytest} --collect-only",
+        *(f"{pytest} {shlex.quote(path)}" for path in repository.tests[::step]),
+    ]
 
 
 def own_packages(repository: Repository) -> dict[str, str]:
@@ -82,19 +93,24 @@ def run_goals(out: Path, backend: Backend, commands: Sequence[str]) -> list[Goal
     packages = read_packages.__wrapped__(out / "packages")  # a folder that changes is not to be cached
     roots = sorted({f"{WORKSPACE}/{folder}" for folder in own_packages(read_repository(out / "repository")).values()})
     variables = {"PYTHONPATH": ":".join([*roots, PACKAGES_AT, f"{PLACE}/{TESTING}"])}
-    results = []
-    with read_checkout(out / "repository").start(backend, packages=packages) as box:
-        for command in commands:
-            result = box.exec(
-                ["sh", "-c", command], env=variables, timeout_s=GOAL_S, granted=True, output_bytes=OUTPUT_BYTES
-            )
-            output = (result.stdout + result.stderr).decode("utf-8", "replace")
-            # A module whose tests are all skipped does not work.
-            has_tests = not command.endswith(".py") or tested(result.stdout.decode("utf-8", "replace")).get(
-                "tests_passed"
-            )
-            results.append(GoalResult(command=command, passed=bool(result.exit_code == 0 and has_tests), output=output))
+    checkout, results = read_checkout(out / "repository"), list[GoalResult]()
+    while len(results) < len(commands):
+        with checkout.start(backend, packages=packages) as box:
+            try:
+                for command in commands[len(results) :]:
+                    results.append(_result(box, command, variables))
+            except SandboxDied as error:
+                results.append(GoalResult(command=commands[len(results)], passed=False, output=str(error)))
     return results
+
+
+def _result(box: Sandbox, command: str, variables: dict[str, str]) -> GoalResult:
+    words = ["sh", "-c", command]
+    result = box.exec(words, env=variables, timeout_s=GOAL_S, granted=True, output_bytes=OUTPUT_BYTES)
+    stdout, stderr = (stream.decode("utf-8", "replace") for stream in (result.stdout, result.stderr))
+    # A module whose tests are all skipped does not work.
+    has_tests = not shlex.split(command)[-1].endswith(".py") or tested(stdout).get("tests_passed")
+    return GoalResult(command=command, passed=bool(result.exit_code == 0 and has_tests), output=stdout + stderr)
 
 
 def install(
@@ -105,17 +121,42 @@ def install(
 
     Raises FileNotFoundError and ValueError for an unfit repository, FileExistsError for a folder that exists, SandboxFailure.
     """
-    source, repository = read_checkout(path), read_repository(path)
-    commands = goals(repository)
+    source = read_checkout(path)
+    read_repository(path)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
     (out / "packages").mkdir(parents=True)
-    files = {
-        name: data for name, data in source.files.items() if not name.endswith(".gitignore")
-    }  # hides what builds write
-    for name, data in files.items():
-        (out / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / "repository" / name).write_bytes(data)
+    (out / "repository" / ".git").mkdir(parents=True)  # ends the search for ignore files of a repository around it
+    try:
+        for name, data in source.files.items():
+            if PurePosixPath(name).name != ".gitignore":
+                _write(out / "repository", name, data, 0o755 if name in source.executable else 0o644)
+        return _tries(path.resolve().name, out, backend, installer, report)
+    except BaseException:  # the same command begins anew
+        shutil.rmtree(out)
+        raise
+
+
+def _write(root: Path, name: str, data: bytes, mode: int) -> None:
+    """Write a file, in place of whatever an installer has put there."""
+    for place in (root / name, *(root / name).parents):
+        if place == root:
+            break
+        if place.is_symlink() or place.is_file():
+            place.unlink()
+    if (root / name).is_dir():
+        shutil.rmtree(root / name)
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(data)
+    (root / name).chmod(mode)
+
+
+def _tries(
+    name: str, out: Path, backend: Backend, installer: Installer, report: Callable[[str, str], None]
+) -> dict[str, Any]:
+    repository = read_repository(out / "repository")
+    commands = goals(repository)
+    tests = {test: (out / "repository" / test).read_bytes() for test in repository.tests}
     report("running the goals", "")
     before = run_goals(out, backend, commands)
     failed = [result for result in before if not result.passed][:TARGETS]
@@ -124,14 +165,14 @@ def install(
         report(f"try {len(tries) + 1} of {TRIES}", f"{len(failed)} of {len(targets)} targets fail")
         if not (changes := installer(out, failed)):
             break
-        for name in repository.tests:  # an installer may not make tests easier
-            (out / "repository" / name).write_bytes(files[name])
+        for test, data in tests.items():  # an installer may not make tests easier
+            _write(out / "repository", test, data, 0o644)
         results = run_goals(out, backend, targets)
         tries.append({"changes": changes, "results": [asdict(result) for result in results]})
         failed = [result for result in results if not result.passed]
     after = run_goals(out, backend, commands) if tries else before
     summary = {
-        "repository": path.resolve().name,
+        "repository": name,
         "verdict": "discarded" if failed else "kept",
         "goals": len(commands),
         "passed_before": sum(result.passed for result in before),
@@ -150,10 +191,9 @@ def agent_installer(policy: str, backend: str, seconds: float) -> Installer:
 
     def run(out: Path, failed: Sequence[GoalResult]) -> list[str]:
         number = len([*out.glob("try-*")]) + 1
-        packages = out / "packages" if any((out / "packages").iterdir()) else None
         parts = [f"$ {result.command}\n{result.output[-SHOWN_CHARACTERS:]}" for result in failed]
         limits = replace(equipment(policy)[1], seconds=seconds)
-        options: dict[str, Any] = {"backend": backend, "packages": packages, "limits": limits}
+        options: dict[str, Any] = {"backend": backend, "limits": limits}
         work = run_agent(out / "repository", REQUEST + "\n\n".join(parts), policy, out / f"try-{number}", **options)
         if work.changes:
             work.accept()
@@ -171,30 +211,36 @@ class ScriptedInstaller:
 
     def __init__(self, folder: Path | None = None) -> None:
         search = [str(folder)] if folder else sys.path
-        self._available = {_plain(dist.name): dist for dist in distributions(path=search)}
+        self._available = {_plain(dist.name): dist for dist in distributions(path=search) if dist.name}
 
     def __call__(self, out: Path, failed: Sequence[GoalResult]) -> list[str]:
         folders = own_packages(read_repository(out / "repository"))
         output = "\n".join(result.output for result in failed)
         changes = list[str]()
-        for module in dict.fromkeys(re.findall(r"No module named '([\w.]+)'", output)):
+        for module in dict.fromkeys(re.findall(r"No module named '(\w{1,99}(?:\.\w{1,99}){0,9})'", output)):
             top, _, rest = module.partition(".")
             if top not in folders:
                 changes += self._bring(out, (dist for dist in self._available.values() if top in _modules(dist)))
             elif rest.rpartition(".")[2] in VERSION_FILES:
                 path = Path(out / "repository", folders[top], *module.split(".")).with_suffix(".py")
-                version = self._version(out)
+                version = self._fact(out, "version") or "0.0"
                 parts = tuple(int(part) for part in re.findall(r"\d+", version))
-                path.write_text(f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n")
-                changes.append(f"wrote {path.relative_to(out / 'repository')}")
-        for project in dict.fromkeys(re.findall(r"No package metadata was found for ([\w.-]*\w)", output)):
-            if _plain(project) in self._available and _plain(project) not in map(_plain, folders):
-                changes += self._bring(out, [self._available[_plain(project)]])
+                if path.parent.is_dir() and not path.exists():
+                    path.write_text(
+                        f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n"
+                    )
+                    changes.append(f"wrote {path.relative_to(out / 'repository')}")
+        names = {*map(_plain, folders), _plain(self._fact(out, "name"))}
+        for project in dict.fromkeys(re.findall(r"No package metadata was found for ([\w.-]{0,100}\w)", output)):
+            if _plain(project) not in names:
+                changes += self._bring(
+                    out, (self._available[name] for name in [_plain(project)] if name in self._available)
+                )
                 continue
-            folder = out / "packages" / f"{_plain(project).replace('-', '_')}-{self._version(out)}.dist-info"
+            version, shipped = self._fact(out, "version") or "0.0", out / "repository" / "PKG-INFO"
+            folder = out / "packages" / f"{_plain(project).replace('-', '_')}-{version}.dist-info"
             folder.mkdir(exist_ok=True)
-            shipped = out / "repository" / "PKG-INFO"
-            text = f"Metadata-Version: 2.1\nName: {project}\nVersion: {self._version(out)}\n"
+            text = f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
             (folder / "METADATA").write_text(shipped.read_text("utf-8", "replace") if shipped.is_file() else text)
             changes.append(f"wrote {folder.name}")
         for name in dict.fromkeys(re.findall(r"fixture '(\w+)' not found", output)):
@@ -202,34 +248,48 @@ class ScriptedInstaller:
             changes += self._bring(out, plugins)
         return changes
 
-    def _version(self, out: Path) -> str:
-        """Return the version that the project names, or 0.0."""
+    def _fact(self, out: Path, key: str) -> str:
+        """Return the project's `name` or `version` as its own files state it; empty if they do not."""
         for name in ("PKG-INFO", "pyproject.toml", "setup.cfg"):
             if (path := out / "repository" / name).is_file():
                 text = path.read_text("utf-8", "replace")
-                if match := re.search(r"^version\s*[:=]\s*[\"']?(\d[\w.+-]*)", text, re.MULTILINE | re.IGNORECASE):
+                if match := re.search(
+                    rf"^{key}\s*[:=]\s*[\"']?(\w[\w.+-]{{0,99}})", text, re.MULTILINE | re.IGNORECASE
+                ):
                     return match[1]
-        return "0.0"
+        return ""
 
-    def _bring(self, out: Path, dists: Iterator[Distribution] | list[Distribution]) -> list[str]:
-        """Copy the first of these packages, with what it requires, and return what was not there before."""
-        changes, queue = list[str](), list(dists)[:1]
+    def _bring(self, out: Path, dists: Iterable[Distribution]) -> list[str]:
+        """Copy the first of these packages, with what it requires, as far as there is room for it in sandboxes. Return what was
+        not there before."""
+        target, changes, queue = out / "packages", list[str](), [*dists][:1]
         for dist in queue:  # grows
-            folder = f"{dist.name} {dist.version}"
-            files = [file for file in dist.files or [] if ".." not in file.parts and file.suffix != ".pyc"]
-            fresh = [file for file in files if not (out / "packages" / file).exists()]
-            if not fresh or _plain(dist.name) in MODULES:
+            sources = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or [] if is_plain(str(file))}
+            regular = {name for name, path in sources.items() if path.is_file() and not path.is_symlink()}
+            fresh = {
+                name: sources[name] for name in regular if not name.endswith(".pyc") and not (target / name).exists()
+            }
+            present = sum(path.lstat().st_size for path in target.rglob("*"))
+            is_small = present + sum(path.stat().st_size for path in fresh.values()) <= MAX_PACKAGES_BYTES
+            if not fresh or not is_small or _plain(dist.name) in MODULES:
                 continue
-            for file in fresh:
-                (out / "packages" / file).parent.mkdir(parents=True, exist_ok=True)
-                (out / "packages" / file).write_bytes(Path(str(dist.locate_file(file))).read_bytes())
-            changes.append(f"brought {folder}")
-            required = [Requirement(text) for text in dist.requires or []]
-            names = [
-                _plain(need.name) for need in required if need.marker is None or need.marker.evaluate({"extra": ""})
-            ]
-            queue += [self._available[name] for name in names if name in self._available]
+            for name, path in fresh.items():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (target / name).write_bytes(path.read_bytes())
+            changes.append(f"brought {dist.name} {dist.version}")
+            queue += [self._available[name] for name in _required(dist) if name in self._available]
         return changes
+
+
+def _required(dist: Distribution) -> list[str]:
+    """Return the names of what a distribution requires here, without extras. Old forms of requirements are left out."""
+    names = []
+    for text in dist.requires or []:
+        with suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                names.append(_plain(requirement.name))
+    return names
 
 
 def _plain(name: str) -> str:
@@ -238,7 +298,7 @@ def _plain(name: str) -> str:
 
 def _modules(dist: Distribution) -> set[str]:
     """Return the top-level modules and packages of a distribution."""
-    return {file.parts[0].removesuffix(".py") for file in dist.files or [] if file.suffix in (".py", ".so")}
+    return {file.parts[0].removesuffix(".py") for file in dist.files or [] if file.suffix == ".py"}
 
 
 def _is_plugin_with(dist: Distribution, pattern: str) -> bool:
@@ -246,4 +306,5 @@ def _is_plugin_with(dist: Distribution, pattern: str) -> bool:
     if not any(entry.group == "pytest11" for entry in dist.entry_points):
         return False
     sources = [Path(str(dist.locate_file(file))) for file in dist.files or [] if file.suffix == ".py"]
-    return any(re.search(pattern, path.read_text("utf-8", "replace"), re.MULTILINE) for path in sources)
+    texts = (path.read_text("utf-8", "replace") for path in sources if path.is_file())
+    return any(re.search(pattern, text, re.MULTILINE) for text in texts)

@@ -15,6 +15,7 @@ guesses, of which fewer are then correct.
 Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from composer_nb.harness.files import replacing
 from composer_nb.harness.policy import Completion
 from composer_nb.trainer.engine import Engine, Slot, sample
 from composer_nb.trainer.learning.data import TokenRow, deal
@@ -139,7 +141,7 @@ class HeadTrainer:
 
     @torch.no_grad()
     def agreement(self, rows: Sequence[TokenRow]) -> float:
-        """Return how often the most probable tokens of head and model are equal."""
+        """Return how often the most probable tokens of head and model are equal; NaN without a row of three tokens."""
         sums = {"same": 0.0, "drafts": 0.0}
         for part in parts_of_rank(rows, self.ranks, TOKENS):
             batch = batch_of(self.model, part, self.ranks)
@@ -147,7 +149,7 @@ class HeadTrainer:
             sums["same"] += float(((head_NV.argmax(-1) == model_NV.argmax(-1)) * batch.streams_N).sum())
             sums["drafts"] += float(batch.streams_N.sum())
         sums = self.ranks.sums(sums)
-        return sums["same"] / sums["drafts"]
+        return sums["same"] / sums["drafts"] if sums["drafts"] else math.nan
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -155,7 +157,8 @@ class HeadTrainer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         own_state = {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}
-        self._optimizer.load(own_state)
+        if own_state:  # a checkpoint from before the head joined may have none
+            self._optimizer.load(own_state)
 
     def guesses(self, batch: FlatBatch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities [N, V] of what follows each token of this rank: the head's, from the hidden state of the token
@@ -176,7 +179,8 @@ def rows_of(run: Path, files: str = "*.parquet") -> list[TokenRow]:
     """Return the tokens of stored rollouts of a run, one row per segment. Raises ValueError if there are none."""
     rows = list[TokenRow]()
     for file in sorted((run / "rollouts").glob(files)):
-        for row in pq.read_table(file).to_pylist():
+        columns = [name for name in ("token_ids", "segments") if name in pq.read_schema(file).names]
+        for row in pq.read_table(file, columns=columns).to_pylist():
             segment_ends = np.cumsum(row.get("segments") or [len(row["token_ids"])])
             parts = np.split(np.array(row["token_ids"], np.int32), segment_ends[:-1])
             rows += [row_of(part) for part in parts if len(part)]
@@ -188,7 +192,8 @@ def rows_of(run: Path, files: str = "*.parquet") -> list[TokenRow]:
 def save_draft(head: DraftHead, checkpoint: Path) -> None:
     """Write a head into the folder of its model."""
     (checkpoint / FILE).parent.mkdir(exist_ok=True)
-    save_file(head.state_dict(), checkpoint / FILE)
+    with replacing(checkpoint / FILE) as part:
+        save_file(head.state_dict(), part)
 
 
 def load_draft(checkpoint: Path, model: Model) -> DraftHead | None:

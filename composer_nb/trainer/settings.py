@@ -310,6 +310,8 @@ class Settings:
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
             "data.mistaken_demonstrations=0: sft.steps must be 0 too": sft and not data.mistaken_demonstrations,
             "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is": m.draft_steps and not m.steps,
+            "extend.draft_weight: needs extend.steps above 0": self.extend.draft_weight and not self.extend.steps,
+            "sft.draft_weight: needs sft.steps above 0": self.sft.draft_weight and not (sft or self.control_steps),
             "draft_weight of any phase, rl.draft_steps: need midtrain.draft_steps above 0": drafts
             and not m.draft_steps,
             "midtrain.rehearsal: needs model.start": m.rehearsal and not self.model.start,

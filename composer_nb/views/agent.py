@@ -142,8 +142,9 @@ def gate(judgement: Mapping[str, Any]) -> Picture:
     title(as_share(ax, 1.15), "before and after the update")
     gain, (low, high) = judgement["gain"], judgement["ci95"]
     change.axhline(0, color=style.GREY, linewidth=0.8)
-    change.errorbar(0, gain, [[gain - low], [high - gain]], fmt="o", color=style.BLUE)
-    change.set(xticks=[], xlim=(-1, 1), ylim=(-1, 1))
+    change.errorbar(0, gain, [[max(gain - low, 0.0)], [max(high - gain, 0.0)]], fmt="o", color=style.BLUE)
+    span = max(abs(low), abs(high), 0.05) * 1.2
+    change.set(xticks=[], xlim=(-1, 1), ylim=(-span, span))
     title(change, f"change of pass@1: {gain:+.3f} ({low:+.3f} to {high:+.3f})")
     key(ax)
     return picture

@@ -99,6 +99,56 @@ def test_goals_are_few_and_from_all_tests(tmp_path: Path) -> None:
     assert 6 <= len(modules) <= GOALS - 2 and modules[0] == "00.py" and modules[-1] > "30"
 
 
+HOSTILE = """
+No module named 'lib.no.version'; 'lib.no' is not a package
+No module named 'lib....version'
+No module named 'outside'
+No package metadata was found for ../../outside
+No package metadata was found for somebody
+"""
+
+
+def test_outputs_and_packages_of_others_write_nothing_outside(library: Path, tmp_path: Path) -> None:
+    secret = write(tmp_path, {"secret.py": "SECRET = 1\n"}) / "secret.py"
+    records = {
+        "outside.py": "",
+        "outside-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: outside\nVersion: 1\nRequires-Dist: old (>1 <2\n",
+        "outside-1.dist-info/RECORD": f"outside.py,,\n{secret},,\n../up.py,,\nlink.py,,\ngone.py,,\n",
+        "unnamed-1.dist-info/METADATA": "Metadata-Version: 2.1\n",
+    }
+    available = write(tmp_path / "available", records)
+    (available / "link.py").symlink_to(secret)
+    out = tmp_path / "out"
+    write(out / "repository", BROKEN)
+    (out / "packages").mkdir()
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    result = GoalResult(command="a command", passed=False, output=HOSTILE)
+    assert ScriptedInstaller(available)(out, [result]) == ["brought outside 1"]
+    after = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    assert [str(path) for path in after if path not in before] == ["out/packages/outside.py"]
+
+
+def test_an_ignored_test_a_script_and_a_repository_around_the_result(tmp_path: Path, backend: Backend) -> None:
+    around = write(tmp_path / "around", {".gitignore": "*\n", ".git/HEAD": ""})
+    script = "import subprocess\n\ndef test():\n    subprocess.run(['./run.sh'], check=True)\n    import lib.made\n"
+    files = {
+        ".gitignore": "test_ignored.py\n",
+        "run.sh": "#!/bin/sh\n",
+        "lib/__init__.py": "",
+        "test_script.py": script,
+    }
+    library = write(tmp_path / "lib", files | {"test_ignored.py": "def test():\n    pass\n"})
+    (library / "run.sh").chmod(0o755)
+
+    def build(out: Path, failed: Sequence[GoalResult]) -> list[str]:
+        (out / "repository" / "test_script.py").unlink()
+        write(out / "repository", {"lib/made.py": "", "test_script.py/in_its_place": ""})
+        return ["built"]
+
+    summary = install(library, around / "out", backend, build, quiet)
+    assert summary["verdict"] == "kept" and summary["goals"] == summary["passed_after"] == 3
+
+
 def test_an_agent_writes_what_is_missing(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {
         "src/lib/_version.py": "version = '1.2'\n",

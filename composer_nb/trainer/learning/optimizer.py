@@ -240,13 +240,14 @@ class FlatOptimizer(Optimizer):
         if state["master"].shape != self.master.shape:
             weights = f"{state['master'].numel()} weights, the model {self.master.numel()}"
             raise ValueError(f"the checkpoint holds {weights}: the model's settings changed since it was written")
-        if moments.keys() != expected:
+        if moments and moments.keys() != expected:  # AdamW of older checkpoints had none before its first step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
                 f"{', '.join(sorted(expected))}; it was written with another optimiser: go on with that one, or begin a new run"
             )
         self._momentum.copy_(moments.pop("momentum", self._momentum))
-        self._adam.state[self._rest] = {n: x.to(self.master.device, copy=True) for n, x in moments.items()}
+        if moments:
+            self._adam.state[self._rest] = {n: x.to(self.master.device, copy=True) for n, x in moments.items()}
         self.master.copy_(state["master"])
         self._publish()
 

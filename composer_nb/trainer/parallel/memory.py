@@ -160,7 +160,8 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     # What lives while gradients go through the first product of the experts, less what has been let go by then.
     passing = n * c.hidden_size + rows * (c.hidden_size - c.moe_intermediate_size)
     passing += 2 * rows * c.hidden_size * (mesh.ep > 1) + max(s.largest_expert // mesh.ep, s.largest_other)
-    # Of Muon on shards: parts that are sent and matrices that are received, and the largest stack, dealt or of experts.
+    # Of Muon on shards: parts that are sent and matrices that are received, and the largest stack, dealt or of experts; before
+    # that, the parts twice.
     dealt = math.ceil((s.muon - s.experts) / mesh.fsdp) * (mesh.fsdp * mesh.ep > 1)
     of_experts = s.largest_expert // (2 * mesh.ep * mesh.expert_shard)
     stack = max(of_experts, min(dealt, max(TOGETHER, s.largest_other))) if dealt else s.muon_stack
@@ -168,7 +169,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
         activations + output + (n * c.hidden_size + table) * b + gathered,
         activations + again + passing * b + gathered,
         8 * mine,  # the optimizer's step
-        4 * (2 * dealt + 5 * stack) * (muon > 0),
+        4 * max(2 * dealt + 5 * stack, 3 * dealt) * (muon > 0),
     )
     return Need(
         **state,

@@ -32,7 +32,7 @@ COMPLETE = "the run is complete"
 # Stages of a complete run, in the order of the recipe.
 STAGES = (
     *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
-    *("rl", "finish", "eval_final", "numerics"),
+    *("rl", "finish", "eval_final", "draft", "numerics"),
 )
 
 
@@ -54,8 +54,9 @@ def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
         return STAGES[: STAGES.index(until) + 1]
     if settings.get("control_steps"):
         return (*STAGES[: STAGES.index("rl")], "control", "eval_control")
-    is_finished = any(settings.get("rl", {}).get(name) for name in ("start_weight", "uncalibrated"))
-    return tuple(name for name in STAGES if name != "finish" or is_finished)
+    rl, midtrain = settings.get("rl", {}), settings.get("midtrain", {})
+    optional = {"finish": rl.get("start_weight") or rl.get("uncalibrated"), "draft": midtrain.get("draft_steps")}
+    return tuple(name for name in STAGES if optional.get(name, True))
 
 
 def start_or_resume(

@@ -90,9 +90,9 @@ def run_recipe(s: Stages) -> None:
     if s.settings.rl.start_weight or s.settings.rl.uncalibrated:
         finish(s)
     evaluate(s, "final")
-    compare_numerics(s)
     if s.settings.midtrain.draft_steps:
         draft(s)
+    compare_numerics(s)
 
 
 def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[TokenRow]], info: dict[str, Any]) -> None:
@@ -133,17 +133,21 @@ def midtrain(s: Stages, info: dict[str, Any]) -> None:
         info["own_loss_before"] = cross_entropy(model, own_rows[:HELD], s.ranks)
     begin = min(round(m.constant * m.steps), m.steps - 1)
     head = _head(s, model, "base", rows=_shown(s), steps=m.draft_steps, weight=m.draft_weight, begin=begin)
-    plan = replace(midtrain_plan(m, watch), beside=head)
+    plan = replace(midtrain_plan(m, watch), beside=head if m.draft_weight else None)
     _train(s, model, plan, _mixture(s, s.settings.seed, m, m.row_tokens, own_rows[HELD:]), info)
     s.publish(model, "midtrained")
     _save_head(s, head, model, "midtrained", info)
 
 
 def _head(s: Stages, model: Model, before: str, **options: Any) -> HeadTrainer | None:
-    """Return a trainer of the head of the weights `before`, or of a new one; None if the run has no drafts."""
+    """Return a trainer of the head of the weights `before`, else of an earlier phase, and of a new one for the base; None if the
+    run has no drafts. Raises ValueError if a phase has no head to begin with."""
     if not s.settings.midtrain.draft_steps:
         return None
-    head = load_draft(s.weights(before), model) or new_head(model, s.settings.seed)
+    heads = (load_draft(s.weights(name), model) for name in (before, "extended", "midtrained"))
+    head = new_head(model, s.settings.seed) if before == "base" else next((head for head in heads if head), None)
+    if head is None:
+        raise ValueError(f"{s.run.path}: no phase has left a draft head: begin a new run with midtrain.draft_steps")
     return HeadTrainer(model, head, s.ranks, seed=s.settings.seed, **options)
 
 
@@ -267,6 +271,7 @@ def extend(s: Stages, info: dict[str, Any]) -> None:
     model = s.divided(trained.on_positions(config))
     del trained  # a whole copy
     info["stretched"] = cross_entropy(model, heldout, s.ranks)
+    head = _head(s, model, "midtrained", weight=e.draft_weight)
     plan = StagePlan(
         stage="extend",
         steps=e.steps,
@@ -274,11 +279,11 @@ def extend(s: Stages, info: dict[str, Any]) -> None:
         balance=s.settings.midtrain.balance,
         clip=e.clip,
         watch={**_watched(s), "heldout_long_loss": heldout},
-        beside=_head(s, model, "midtrained", weight=e.draft_weight),
+        beside=head if e.draft_weight else None,
     )
     _train(s, model, plan, _mixture(s, s.settings.seed + 1, e, length), info)
     s.publish(model, "extended")
-    _save_head(s, plan.beside, model, "extended", info)
+    _save_head(s, head, model, "extended", info)
 
 
 @stage("sft")
@@ -338,13 +343,14 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
     model = s.trained(s.weights(_taught(s)))
     written = [TokenRow(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
+    head = _head(s, model, _taught(s), weight=t.draft_weight)
     plan = StagePlan(
         stage=stage,
         steps=steps,
         lr=lambda step: t.lr * trapezoid(step, steps, 0.05, 0.05, 0.1),
         clip=t.clip,
         watch={"heldout_agent_loss": s.rows("tune")[:64]},
-        beside=_head(s, model, _taught(s), weight=t.draft_weight),
+        beside=head if t.draft_weight else None,
     )
     _train(s, model, plan, ([written[number] for number in numbers] for numbers in dealt), info)
     if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
@@ -352,7 +358,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
         model = s.load(name)
     calibrate(s, model, info)
     s.publish(model, name)
-    _save_head(s, plan.beside, model, name, info)
+    _save_head(s, head, model, name, info)
 
 
 # Evaluation

@@ -130,8 +130,10 @@ class Stages:
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
     ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        state, folder = _state(plan, optimizer), f"{plan.stage}-{step:06d}.ranks"
-        sharded = isinstance(optimizer, ShardedOptimizer)
+        folder, sharded = f"{plan.stage}-{step:06d}.ranks", isinstance(optimizer, ShardedOptimizer)
+        if not (sharded or self.ranks.first):
+            return
+        state = _state(plan, optimizer)
         if sharded:
             save(state, beneath(self.run.path / "checkpoints", folder)).result()
             self.ranks.barrier()

@@ -96,7 +96,7 @@ def test_the_plan_writes_a_cluster_that_ray_accepts_and_whose_hosts_know_their_r
     for wrong, why in (
         (["--hosts", "10.0.0.1"], "--hosts has 1: one for each of --ranks 2 and --workers 1"),
         (["--hosts", "10.0.0.1,10.0.0.1,10.0.0.2"], "give each host once"),
-        (["--hosts", "a,b,c"], "--hosts: 'a' is not an IP address"),
+        (["--hosts", "a,b,c"], "--hosts: 'a' is not an IPv4 address"),
         (["--measured", str(file)], f"--measured {file}"),
         (["--ranks", "0", "--workers", "3", "--hosts", ",".join(hosts)], "--ranks 0"),
     ):

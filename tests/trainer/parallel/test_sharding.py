@@ -245,7 +245,7 @@ def _saves(folder: Path) -> None:
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=8))
     batch = streams(MLA, 6)
     learn(learner, team, batch, range(1))
-    saving = save(learner.optimizer, folder / "saved", torch.distributed.new_group(backend="gloo"))
+    saving = save(learner.optimizer.state(), folder / "saved", torch.distributed.new_group(backend="gloo"))
     learn(learner, team, batch, range(1, 2))
     saving.result()
     divided = learner.optimizer.state()
@@ -256,7 +256,9 @@ def _saves(folder: Path) -> None:
 
 def _goes_on(folder: Path) -> None:
     learner, team = cut_learner(MeshSettings(shard=torch.distributed.get_world_size()))
-    restore(learner.optimizer, folder / "saved")
+    state = learner.optimizer.state()
+    restore(state, folder / "saved")
+    learner.optimizer.load(state)
     learn(learner, team, streams(MLA, 6), range(1, 2))
     for name, expected in torch.load(folder / "next.pt").items():
         actual = learner.optimizer.state()[name]
