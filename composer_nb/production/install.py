@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import Distribution, distributions
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,7 +36,7 @@ from composer_nb.harness.sandbox.toolchain import MODULES, PLACE, TESTING
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.runtime import MAX_PACKAGES_BYTES, PACKAGES_AT, read_packages
 from composer_nb.harness.tools.terminal import tested
-from composer_nb.harness.untrusted import is_plain
+from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.production.agents import run_agent
 from composer_nb.production.checkout import read_checkout
 from composer_nb.production.policies import equipment
@@ -139,16 +140,15 @@ def install(
 
 def _write(root: Path, name: str, data: bytes, mode: int) -> None:
     """Write a file, in place of whatever an installer has put there."""
-    for place in (root / name, *(root / name).parents):
-        if place == root:
-            break
+    path = beneath(root, name)
+    for place in (path, *takewhile(lambda folder: folder != root, path.parents)):
         if place.is_symlink() or place.is_file():
             place.unlink()
-    if (root / name).is_dir():
-        shutil.rmtree(root / name)
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_bytes(data)
-    (root / name).chmod(mode)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.chmod(mode)
 
 
 def _tries(
@@ -156,7 +156,7 @@ def _tries(
 ) -> dict[str, Any]:
     repository = read_repository(out / "repository")
     commands = goals(repository)
-    tests = {test: (out / "repository" / test).read_bytes() for test in repository.tests}
+    tests = {test: beneath(out / "repository", test).read_bytes() for test in repository.tests}
     report("running the goals", "")
     before = run_goals(out, backend, commands)
     failed = [result for result in before if not result.passed][:TARGETS]
@@ -194,7 +194,9 @@ def agent_installer(policy: str, backend: str, seconds: float) -> Installer:
         parts = [f"$ {result.command}\n{result.output[-SHOWN_CHARACTERS:]}" for result in failed]
         limits = replace(equipment(policy)[1], seconds=seconds)
         options: dict[str, Any] = {"backend": backend, "limits": limits}
-        work = run_agent(out / "repository", REQUEST + "\n\n".join(parts), policy, out / f"try-{number}", **options)
+        work = run_agent(
+            out / "repository", REQUEST + "\n\n".join(parts), policy, beneath(out, f"try-{number}"), **options
+        )
         if work.changes:
             work.accept()
         return [f"{'removed' if blob is None else 'wrote'} {name}" for name, blob in work.changes.items()]
@@ -238,7 +240,7 @@ class ScriptedInstaller:
                 )
                 continue
             version, shipped = self._fact(out, "version") or "0.0", out / "repository" / "PKG-INFO"
-            folder = out / "packages" / f"{_plain(project).replace('-', '_')}-{version}.dist-info"
+            folder = beneath(out / "packages", f"{_plain(project).replace('-', '_')}-{version}.dist-info")
             folder.mkdir(exist_ok=True)
             text = f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
             (folder / "METADATA").write_text(shipped.read_text("utf-8", "replace") if shipped.is_file() else text)
@@ -267,15 +269,18 @@ class ScriptedInstaller:
             sources = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or [] if is_plain(str(file))}
             regular = {name for name, path in sources.items() if path.is_file() and not path.is_symlink()}
             fresh = {
-                name: sources[name] for name in regular if not name.endswith(".pyc") and not (target / name).exists()
+                name: sources[name]
+                for name in regular
+                if not name.endswith(".pyc") and not beneath(target, name).exists()
             }
             present = sum(path.lstat().st_size for path in target.rglob("*"))
             is_small = present + sum(path.stat().st_size for path in fresh.values()) <= MAX_PACKAGES_BYTES
             if not fresh or not is_small or _plain(dist.name) in MODULES:
                 continue
             for name, path in fresh.items():
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                (target / name).write_bytes(path.read_bytes())
+                copy = beneath(target, name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(path.read_bytes())
             changes.append(f"brought {dist.name} {dist.version}")
             queue += [self._available[name] for name in _required(dist) if name in self._available]
         return changes

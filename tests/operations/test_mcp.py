@@ -112,7 +112,7 @@ def test_a_reader_gets_no_argument_that_names_a_file_to_write() -> None:
         for (flag, *_), options in COMMANDS[name].arguments
         if flag not in WRITERS and options.get("metavar") in ("FILE", "CSV", "DIR", "NEW")
     }
-    assert named == {"--durations": "CSV", "--runs": "DIR"}
+    assert named == {"--durations": "CSV", "--measured": "FILE", "--runs": "DIR"}
 
 
 @pytest.mark.parametrize("name", [*READS, *WRITES])

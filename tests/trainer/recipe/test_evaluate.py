@@ -1,6 +1,5 @@
 """Which tasks score which policy, gains over what both were scored on, and the sharpness of a start."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,8 +88,9 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
         return policy
 
     monkeypatch.setattr(recipe, "calibrate", lambda s, policy, info: policy.final_norm.data.mul_(2.0))
-    s: Any = SimpleNamespace(stage=lambda name: nullcontext({}), ranks=Ranks(), weights=tmp_path.joinpath)
-    s.settings, s.run, s.load, s.publish = override(Settings(), values), SimpleNamespace(sharpness=2.0), load, publish
+    run = SimpleNamespace(sharpness=2.0, finished=lambda name: None, finish=lambda name, seconds, info: None)
+    s: Any = SimpleNamespace(ranks=Ranks(), weights=tmp_path.joinpath, say=lambda line: None)
+    s.settings, s.run, s.load, s.publish = override(Settings(), values), run, load, publish
     for _ in range(2):
         recipe.finish(s)
         assert published == {"final": final, "trained": 3.0, "start": 4.0}
