@@ -183,7 +183,8 @@ class Coordinator:
                 self.say(f"{pair.name} joins")
                 working.append(pair)
                 others.remove(pair)
-                events.append(fsm.Joined(worker=pair.name, capacity=self.settings.slots))
+                # It may have taken the newest version before it could join.
+                events += [fsm.Joined(worker=pair.name, capacity=self.settings.slots), *self._served()]
         lacking = max(0, self.engines - len(working)) + self.settings.services.standby - len(others)
         for _ in range(lacking):
             self._make_pair()

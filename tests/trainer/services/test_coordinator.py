@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.faults import ThreadRemote, Threads, no_fault
 from composer_nb.labs.rewards.rescore import settings_at
@@ -343,7 +344,17 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     with pytest.raises(ValueError, match=r"late fails on a rollout of task .* mend it, or leave it out"):
         go(run, settings)
     request_change(run, "reward.weights", good)
-    go(run, settings)
+    updated = threading.Event()
+
+    def late(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        """Hold an environment back until its engine has the version that the stored batch makes."""
+        assert method != "work" or updated.wait(patience(60))
+        result = no_fault(remote, method, values)
+        if method == "update":
+            updated.set()
+        return result
+
+    go(run, settings, Threads(late))
     assert len(run.steps("rl")) == 3
     changes = run.query("SELECT value FROM change WHERE step >= 0 ORDER BY number")
     assert [json.loads(value) for (value,) in changes] == [new, good]
