@@ -141,9 +141,9 @@ def install(
 def _write(root: Path, name: str, data: bytes, mode: int) -> None:
     """Write a file, in place of whatever an installer has put there."""
     path = beneath(root, name)
-    for place in (path, *takewhile(lambda folder: folder != root, path.parents)):
-        if place.is_symlink() or place.is_file():
-            place.unlink()
+    for entry in (path, *takewhile(lambda folder: folder != root, path.parents)):
+        if entry.is_symlink() or entry.is_file():
+            entry.unlink()
     if path.is_dir():
         shutil.rmtree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
