@@ -283,6 +283,8 @@ class Coordinator:
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(f"{error}; so did {self.stillborn - 1} before it: more than services.deaths allows")
         self.say(f"{error}; made again")
+        # The trainer may have died with it: between two batches nobody would notice, and engines would wait for its version.
+        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
         return [self._end(pair), *self._served()]
 
     def _trainer_died(self, error: Exception) -> list[fsm.Event]:
