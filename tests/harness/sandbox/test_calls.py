@@ -287,7 +287,9 @@ WORKING_THREAD = (
 def test_a_program_that_the_machine_starved_is_no_timeout_and_not_remembered() -> None:
     with SandboxExecutor(CallLimits(cpu_s=2.0, wall_s=0.2)) as executor:
         memory = CachedExecutor(executor)
-        with overloaded(executor), pytest.raises(SandboxFailure, match=r"waited for this machine.*run less beside it"):
+        # The second try begins anew, on a machine so busy that it may not come that far.
+        refusal = r"waited for this machine.*run less beside it|not ready in time: the machine is busy"
+        with overloaded(executor), pytest.raises(SandboxFailure, match=refusal):
             memory.run([request(WORKING_THREAD)])
         assert memory.executed == 0
 
