@@ -179,6 +179,16 @@ class Rollout:
         return sum(not turn.beside for turn in self.turns)
 
     @property
+    def turns_by_message(self) -> list[list[Turn]]:
+        """The turns of each of the model's messages, without summaries."""
+        messages: list[list[Turn]] = []
+        for turn in self.turns:
+            if not turn.beside or not messages:
+                messages.append([])
+            messages[-1].append(turn)
+        return messages
+
+    @property
     def calls(self) -> int:
         """Number of calls, including invalid ones."""
         return sum(bool(turn.call) or turn.error not in (None, "ProviderError") for turn in self.turns)

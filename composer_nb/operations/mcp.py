@@ -33,8 +33,8 @@ READS = (
     "weights verify",
 )
 WRITES = ("eval", "set")
-# Arguments that are hidden from read-only commands.
-WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write", "--ray-cluster"}
+# Arguments that are hidden from read-only commands: they write files, or execute what agents and tasks hold.
+WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write", "--ray-cluster", "--atif", "--tests"}
 # Limits of a command's time and of its output.
 LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
 _TYPES = {int: "integer", float: "number"}

@@ -2,8 +2,9 @@
 
 import argparse
 import logging
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -296,25 +297,77 @@ def runs(args: argparse.Namespace) -> int:
     arg("--of SOURCE", 'as "step 12", "all steps" or final; default: the last step that trained on something', ""),
     WHERE,
     arg("--read N", "print the rollout of that number in the list", -1),
+    arg("--atif FOLDER", "also write them to a new folder, as trajectories in Harbor's format ATIF", type=Path),
+    arg("--tests TASKS|MODULE:CLASS", "grade them again by the hidden tests of these tasks; list what changes", ""),
     JSON,
 )
 def rollouts(args: argparse.Namespace) -> int:
-    """List the stored rollouts of a run that fit a search, or read one."""
+    """List, read or export the stored rollouts of a run that fit a search, or grade them again."""
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.harness.plain import to_json
+    from composer_nb.production.atif import trajectory
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views import rollouts as stored
-    from composer_nb.views.page import shown, text_table
 
-    fitting = stored.search(ReadOnly(args.path), args.of, args.where)
+    run = ReadOnly(args.path)
+    limit = {"most": sys.maxsize} if args.atif or args.tests else {}
+    fitting = stored.search(run, args.of, args.where, **limit)
     if args.read >= len(fitting):
         raise ValueError(f"--read {args.read}: the list has {len(fitting)} rollouts")
     if args.read >= 0:
         fitting = fitting[args.read : args.read + 1]
     rows = stored.rows(fitting)
+    if args.atif:
+        args.atif.mkdir(parents=True)
+        for row, rollout in zip(rows, fitting, strict=True):
+            document = trajectory(rollout.attempt, rollout.tokenizer, f"{run.path.name} {row['rollout']}", row)
+            write_atomic(args.atif / f"{row['rollout']:05}.json", to_json(document))
+    if args.tests:
+        return _graded_again(args, run, fitting)
     if args.read >= 0:
         text = f"{fitting[0].heading}\n\n{stored.text(fitting[0])}"
         return emit(args, rows[0] | {"text": text}, lambda: text)
+    return emit(args, rows, lambda: _table(rows, "" if rows else "no rollout fits"))
+
+
+def _table(rows: Sequence[dict[str, Any]], title: str) -> Any:
+    from composer_nb.views.page import shown, text_table
+
     cells = [[shown(v, ".3f") if isinstance(v, float) else shown(v) for v in row.values()] for row in rows]
-    return emit(args, rows, lambda: text_table(cells, [*rows[0]] if rows else ("no rollout fits",)))
+    return text_table(cells, [*rows[0]] if rows else (), title)
+
+
+def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) -> int:
+    """Grade rollouts by the hidden tests of `args.tests`, and list those that change. Return 1 if a grade is unknown."""
+    from composer_nb.harness.environment import EnvSettings, Sandboxes, load_environment
+    from composer_nb.labs.rewards.rescore import graded_again
+    from composer_nb.trainer.recipe.reader import settings_at
+    from composer_nb.trainer.rl import reward_of
+    from composer_nb.views.rollouts import row
+
+    tasks, settings = {task.id: task for task in load_environment(args.tests)[0]}, settings_at(run)
+    before = {number: old for number, old in enumerate(fitting) if old.attempt.task.id in tasks}
+    attempts = [replace(old.attempt, task=tasks[old.attempt.task.id]) for old in before.values()]
+    if not attempts:
+        raise ValueError(f"--tests {args.tests}: has none of the tasks of these {len(fitting)} rollouts")
+    for old, attempt in zip(before.values(), attempts, strict=True):
+        if old.attempt.task.files != attempt.task.files:
+            raise ValueError(f"--tests {args.tests}: {attempt.task.id} begins with other files than in the run")
+    with Sandboxes(EnvSettings(backend=settings.env.backend)) as sandboxes:
+        grades = graded_again(attempts, sandboxes)
+    custom, rows = settings.env.reward_function(settings.limits.seconds), []
+    for (number, old), attempt, grade in zip(before.items(), attempts, grades, strict=True):
+        new = replace(old, attempt=replace(attempt, grade=grade))
+        rewards = [reward_of(stored.attempt, settings.reward, custom).total for stored in (old, new)]
+        solved = [row(number, stored)["solved"] for stored in (old, new)]
+        rows.append(
+            {"rollout": number, "task": attempt.task.id, "before": solved[0], "now": solved[1]}
+            | {"reward before": rewards[0], "reward now": rewards[1], "failed now": ", ".join(grade.failed)}
+        )
+    changed = [r for r in rows if (r["before"], r["reward before"]) != (r["now"], r["reward now"])]
+    worse, better = (sum(r["before"] == a and r["now"] == b for r in rows) for a, b in (("yes", "no"), ("no", "yes")))
+    line = f"{len(rows)} of {len(fitting)} rollouts graded again: {worse} passed and fail now, {better} failed and pass now"
+    return emit(args, rows, lambda: _table(changed, line), int(not all(grade.known for grade in grades)))
 
 
 @command(

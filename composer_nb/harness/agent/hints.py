@@ -21,12 +21,7 @@ def hint_for(turns: Sequence[Turn], tools: ToolSet) -> str:
 
 def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[list[Hint]]:
     """Return the hints of each segment, from `hint_for`."""
-    messages: list[list[Turn]] = []
-    for turn in rollout.turns:
-        if not turn.beside or not messages:
-            messages.append([])
-        messages[-1].append(turn)
-    rest, hints = iter(messages), list[list[Hint]]()
+    rest, hints = iter(rollout.turns_by_message), list[list[Hint]]()
     for segment in rollout.segments:
         hints.append([])
         for places in segment.messages:
