@@ -1,24 +1,31 @@
 """Re-scoring gives back what was trained on, and its gradients are autograd's."""
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from composer_nb import cli
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
+from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.labs.rewards import rescore as lab_scores
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, to_streams
 from composer_nb.trainer.services.journal import Journal, request_change
 from composer_nb.trainer.settings import Settings, override
+from composer_nb.views import rollouts
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +137,46 @@ def test_lengths_and_angles_are_those_of_autograd(
     assert gradients.norm(second_R) == pytest.approx(float(second.norm()), rel=1e-4)
     expected = float(first @ second / (first.norm() * second.norm()))
     assert gradients.cosine(first_R, second_R) == pytest.approx(expected, abs=1e-4)
+
+
+# Grades
+
+
+def test_changed_hidden_tests_judge_stored_rollouts_again(tmp_path: Path, capsys: Any):
+    """One task's first test asks for something else, another task has lost the files of the tests that its rollouts fail."""
+    stored = rollouts.search(ReadOnly(EXAMPLES[0]))
+    tasks = {one.attempt.task.id: one.attempt.task for one in stored}
+    harder = next(one.attempt.task for one in stored if one.attempt.grade.passed)
+    path, text = next(iter(harder.tests.items()))
+    tasks[harder.id] = changed(harder, {**harder.tests, path: re.sub("== .*", "== 7777", text, count=1)})
+    easier, failed = next(
+        (one.attempt.task, files)
+        for one in stored
+        if (files := {name.partition("::")[0] for name in one.attempt.grade.failed})
+        and len(files) < len(one.attempt.task.tests)
+    )
+    tasks[easier.id] = changed(easier, {name: text for name, text in easier.tests.items() if name not in failed})
+    save_tasks(tasks.values(), tmp_path / "tasks.jsonl")
+    call = ["rollouts", str(EXAMPLES[0]), "--tests", str(tmp_path / "tasks.jsonl")]
+    assert cli.main([*call, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    for row, one in zip(rows, stored, strict=True):
+        grade, left = one.attempt.grade, tasks[one.attempt.task.id].tests
+        passes = (
+            all(ok for name, ok in grade.tests.items() if name.partition("::")[0] in left) and row["task"] != harder.id
+        )
+        assert (row["before"], row["now"]) == tuple("yes" if solved else "no" for solved in (grade.passed, passes))
+        assert row["reward before"] == one.reward
+        assert row["reward now"] == pytest.approx(one.reward + passes - grade.passed)
+    pairs = [(row["before"], row["now"]) for row in rows]
+    worse, better = pairs.count(("yes", "no")), pairs.count(("no", "yes"))
+    assert worse and better and cli.main(call) == 0
+    output = capsys.readouterr().out
+    assert f"64 of 64 rollouts graded again: {worse} passed and fail now, {better} failed and pass now" in output
+    assert output.count("\n") == 2 + worse + better
+    save_tasks([harder.model_copy(update={"files": {**harder.files, "new.py": ""}})], tmp_path / "tasks.jsonl")
+    assert cli.main(call) == 2 and f"{harder.id} begins with other files" in capsys.readouterr().err
+
+
+def changed(task: Task, tests: dict[str, str]) -> Task:
+    return task.model_copy(update={"tests": tests})
