@@ -23,7 +23,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-engine bench-gpu bench-weights speedrun docs lab clean moved
+.PHONY: help setup demo quick-rl demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-engine bench-gpu bench-weights speedrun docs lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -33,6 +33,13 @@ setup: .venv/.ready ## the environment alone
 
 demo: .venv/.ready ## train a small coding agent from nothing and show what each stage did
 	@$(BIN)/composer-nb tour $(ARGS)
+
+# Tasks and attempts decide which difference the scores before and after can show; the first evaluation prints it.
+QUICK := --set rl.max_seconds=60 --set rl.steps=40 --set data.rl_tasks=340 --set data.heldout_tasks=200 \
+  --set data.structure_tasks=0 --set data.tune_tasks=8 --set eval.samples=3
+
+quick-rl: .venv/.ready ## RL for a minute from the example's start: what its scores can show, then the gain with its interval
+	@$(BIN)/composer-nb rl --model data/example/weights/start --tasks generated --out runs/quick $(QUICK) $(ARGS)
 
 test: .venv/.ready ## all tests but whole runs, the slow ones and those in a browser
 	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
