@@ -322,19 +322,7 @@ def test_a_run_is_followed_to_its_end_and_stopped_only_while_it_is_live(tiny_run
     assert "no head lives in" in capsys.readouterr().out
 
 
-FOLLOWED = {
-    "tour",
-    "rl",
-    "fork",
-    "track",
-    "follow",
-    "serve",
-    "mcp",
-    "agent",
-    "jobs run",
-    "jobs log",
-    "jobs sweep",
-}
+FOLLOWED = {"tour", "rl", "fork", "track", "follow", "serve", "mcp", "agent", "jobs run", "jobs log", "jobs sweep"}
 """Commands that print what happens while it happens, or nothing; their results are files."""
 
 

@@ -19,10 +19,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.segment import Segment
+
+from composer_nb.harness.untrusted import visible_lines
 
 Run = Callable[[argparse.Namespace], int]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -103,10 +105,6 @@ def pick(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 def console() -> Console:
     """Return a console as wide as the terminal, or wide enough for all tables if output is a file. It escapes what a terminal
     would obey in any text (`visible_lines`): names and texts may be those of a foreign run."""
-    from rich.console import Console
-    from rich.segment import Segment
-
-    from composer_nb.harness.untrusted import visible_lines
 
     class EscapingConsole(Console):
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
@@ -118,13 +116,20 @@ def console() -> Console:
 
 
 def emit(args: argparse.Namespace, result: Any, render: Callable[[], Any], status: int = 0) -> int:
-    """Print a result as JSON with --json, else the return value of `render`, escaped as by `console`. Return `status`."""
-    from composer_nb.harness.untrusted import visible_lines
-
-    if args.json:
-        print(json.dumps(result, indent=2))
-    elif isinstance(text := render(), str):
-        print(visible_lines(text))
-    else:
-        console().print(text)
+    """Print a result as JSON with --json, else what `render` returns: a text, a table, or a tuple of these, escaped as by
+    `console`. Return `status`."""
+    parts = json.dumps(result, indent=2) if args.json else render()
+    for part in parts if isinstance(parts, tuple) else (parts,):
+        if isinstance(part, str):
+            print(part if args.json else visible_lines(part))
+        else:
+            console().print(part)
     return status
+
+
+def save(path: Path | None, make: Callable[[], str | bytes]) -> None:
+    """Write a page or a picture, if an option names the file."""
+    from composer_nb.harness.files import write_atomic
+
+    if path:
+        write_atomic(path, make())

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+from rich.table import Table
+
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
 from composer_nb.production import SLOTS
+from composer_nb.views.page import text_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from composer_nb.harness.grading.grade import Attempt
     from composer_nb.harness.tasks.task import Task
     from composer_nb.production.planner import TaskPlan
@@ -51,8 +52,6 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Score a policy on tasks."""
-    from rich.console import Console, Group
-
     from composer_nb.harness.environment import load_environment
     from composer_nb.harness.files import write_json
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
@@ -113,7 +112,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.suite or args.judge:
         write_json(out / "report.json", report)
     _write_pictures(report, tasks, out)
-    emit(args, report, lambda: Group(bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
+    emit(args, report, lambda: (bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
     require_attempts(report, out)
     return 0
 
@@ -170,8 +169,6 @@ def humaneval(args: argparse.Namespace) -> int:
 
 def _rubric_table(arms: Mapping[str, Any]) -> Table:
     """Return a table of the mean levels, beside the share solved, and the number of verdicts that are missing."""
-    from composer_nb.views.page import text_table
-
     rows, names = list[tuple[str, ...]](), next(iter(arms.values()))["rubrics"]
     for arm, row in arms.items():
         judged = list(row["rubrics"].values())

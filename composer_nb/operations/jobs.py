@@ -11,6 +11,7 @@ from typing import Any
 
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.operations import JSON, arg, command, emit, overrides
+from composer_nb.views.page import text_table
 
 SETTINGS = "PARAMETER=VALUE, {}:PARAMETER=VALUE, or a dotted setting for `overrides`; may be given again"
 RUNS = arg("--runs DIR", "folder of runs of job files", Path("runs/jobs"))
@@ -59,7 +60,6 @@ def from_run(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.launch import absolute
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.settings import Settings, changed, from_dict, override
-    from composer_nb.views.page import text_table
 
     run = ReadOnly(args.path)
     settings, out = absolute(from_dict(run.settings())), args.out or Path(f"{run.path.name}.yml")
@@ -104,18 +104,13 @@ def cancel(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, summary: Mapping[str, Any]) -> int:
     """Show the status of a run, node by node."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from composer_nb.views.page import text_table
-
     rows = []
     for name, node in summary["nodes"].items():
         seconds = f"{node['seconds']:.1f} s" if node.get("seconds") else ""
         notes = "; ".join(filter(None, ("kept" if node.get("kept") else "", node.get("error"))))
         rows.append((name, node["state"], str(node["attempt"] or ""), seconds, notes))
-    headline = Text(visible_lines(f"{summary['id']}  {summary['state']}"))
-    return emit(args, summary, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
+    headline = f"{summary['id']}  {summary['state']}"
+    return emit(args, summary, lambda: (headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
 
 
 @command(

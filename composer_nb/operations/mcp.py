@@ -20,17 +20,8 @@ from typing import Any
 from composer_nb.operations import COMMANDS, Argument, arg, command
 
 READS = (
-    "report",
-    "watch",
-    "runs",
-    "rollouts",
-    "compare",
-    "headroom",
-    "plan",
-    "doctor",
-    "jobs status",
-    "weights log",
-    "weights verify",
+    *("report", "watch", "runs", "rollouts", "compare", "headroom", "plan", "doctor"),
+    *("jobs status", "weights log", "weights verify"),
 )
 WRITES = ("eval", "set")
 # Arguments that are hidden from read-only commands: they write files, or execute what agents and tasks hold.

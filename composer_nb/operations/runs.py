@@ -13,7 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides, pick
+from composer_nb.harness.untrusted import json_of, visible
+from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides, pick, save
+from composer_nb.views.page import document, shown, text_table
 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
@@ -145,7 +147,6 @@ def fork(args: argparse.Namespace) -> int:
 
     Steps before its checkpoint are made again from the stored rollouts.
     """
-    from composer_nb.harness.untrusted import json_of
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.recipe.replay import branch, settings_after
     from composer_nb.trainer.records.rundir import open_run
@@ -190,15 +191,13 @@ def tour_notebook() -> Path:
 @command("report", RUN, HTML, JSON)
 def report(args: argparse.Namespace) -> int:
     """Summarize a run, with its verdict first."""
-    from composer_nb.harness.files import write_atomic
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import build_report
     from composer_nb.views.report import page, pictures, table, verdict
 
     run = ReadOnly(args.path)
     summary = build_report(run)
-    if args.html:
-        write_atomic(args.html, page(run, summary, pictures(run)))
+    save(args.html, lambda: page(run, summary, pictures(run)))
     scores = summary.get("eval", {})
     if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
@@ -222,7 +221,6 @@ def headroom(args: argparse.Namespace) -> int:
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.settings import Settings, override
-    from composer_nb.views.page import text_table
 
     if (args.path / "run.db").is_file():
         report = room.run_headroom(ReadOnly(args.path), args.policy or "start")
@@ -250,20 +248,16 @@ def headroom(args: argparse.Namespace) -> int:
 @command("watch", RUN, HTML, JSON, arg("--port N", "serve a page that follows the run here, until Ctrl-C", 0))
 def watch(args: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""
-    from composer_nb.harness.files import write_atomic
-    from composer_nb.harness.untrusted import visible
     from composer_nb.operations.live import LivePage
     from composer_nb.trainer.recipe.reader import read_status
     from composer_nb.views import dashboard
-    from composer_nb.views.page import document, text_table
 
     status = read_status(args.path)
     if args.port:
         with LivePage(status.path, args.port) as live_page:
             print(live_page.url, flush=True)
             live_page.wait()
-    if args.html:
-        write_atomic(args.html, document(status.path.name, [dashboard.board(status).text]))
+    save(args.html, lambda: document(status.path.name, [dashboard.board(status).text]))
     if not args.json:
         print(visible(dashboard.headline(status)))
     return emit(args, dashboard.plain(status), lambda: text_table(list(dashboard.facts(status)), ("", "")))
@@ -272,7 +266,6 @@ def watch(args: argparse.Namespace) -> int:
 @command("runs", arg("folder RUNS", "a folder of runs", Path("runs"), nargs="?"), WHERE, JSON)
 def runs(args: argparse.Namespace) -> int:
     """List runs: the settings that differ, and scores with intervals."""
-    from composer_nb.views.page import shown, text_table
     from composer_nb.views.runs import POLICIES, run_rows, runs_below
 
     if not args.folder.is_dir():
@@ -327,14 +320,12 @@ def rollouts(args: argparse.Namespace) -> int:
     if args.read >= 0:
         text = f"{fitting[0].heading}\n\n{stored.text(fitting[0])}"
         return emit(args, rows[0] | {"text": text}, lambda: text)
-    return emit(args, rows, lambda: _table(rows, "" if rows else "no rollout fits"))
+    return emit(args, rows, lambda: _table(rows) if rows else "no rollout fits")
 
 
-def _table(rows: Sequence[dict[str, Any]], title: str) -> Any:
-    from composer_nb.views.page import shown, text_table
-
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
     cells = [[shown(v, ".3f") if isinstance(v, float) else shown(v) for v in row.values()] for row in rows]
-    return text_table(cells, [*rows[0]] if rows else (), title)
+    return text_table(cells, [*rows[0]] if rows else ())
 
 
 def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) -> int:
@@ -367,7 +358,7 @@ def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) ->
     changed = [r for r in rows if (r["before"], r["reward before"]) != (r["now"], r["reward now"])]
     worse, better = (sum(r["before"] == a and r["now"] == b for r in rows) for a, b in (("yes", "no"), ("no", "yes")))
     line = f"{len(rows)} of {len(fitting)} rollouts graded again: {worse} passed and fail now, {better} failed and pass now"
-    return emit(args, rows, lambda: _table(changed, line), int(not all(grade.known for grade in grades)))
+    return emit(args, rows, lambda: (line, _table(changed)), int(not all(grade.known for grade in grades)))
 
 
 @command(
@@ -378,8 +369,7 @@ def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) ->
 )
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
-    from composer_nb.harness.files import read_json, write_atomic
-    from composer_nb.harness.untrusted import visible
+    from composer_nb.harness.files import read_json
     from composer_nb.production.bench import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
@@ -404,8 +394,7 @@ def compare(args: argparse.Namespace) -> int:
         if unfinished := [str(path) for path in args.paths if str(path) not in reports]:
             caption += f" Not drawn, because it has no report.json: {visible(', '.join(unfinished))}."
         pictures = {"pareto": (caption, pareto(reports))} if args.html else {}
-    if args.html:
-        write_atomic(args.html, page(comparison, pictures))
+    save(args.html, lambda: page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))
 
 
@@ -414,7 +403,6 @@ def compare(args: argparse.Namespace) -> int:
 )
 def track(args: argparse.Namespace) -> int:
     """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
-    from composer_nb.harness.untrusted import visible
     from composer_nb.operations.track import follow, parse
     from composer_nb.trainer.recipe.reader import read_status
 

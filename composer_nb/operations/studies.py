@@ -5,7 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
+from composer_nb.operations import JSON, RUN, STEP, arg, command, emit, save
+from composer_nb.views.page import text_table
 
 
 @command(
@@ -20,12 +21,9 @@ from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
 )
 def microscope(args: argparse.Namespace) -> int:
     """Explain why an engine and the trainer give a run's tokens different log-probabilities."""
-    from rich.console import Group
-
     from composer_nb.labs.microscope import view
     from composer_nb.labs.microscope.microscope import examine_run
     from composer_nb.trainer.recipe.reader import ReadOnly
-    from composer_nb.views.page import text_table
 
     if args.fusions:
         from composer_nb.labs.microscope.fusions import fusion_gaps
@@ -39,7 +37,7 @@ def microscope(args: argparse.Namespace) -> int:
     report = examine_run(ReadOnly(args.path), args.engine, **choices)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))
     rows = text_table(list(view.rows(report)), view.HEAD)
-    return emit(args, report.to_dict(), lambda: Group(view.headline(report), rows, causes))
+    return emit(args, report.to_dict(), lambda: (view.headline(report), rows, causes))
 
 
 @command(
@@ -51,22 +49,17 @@ def microscope(args: argparse.Namespace) -> int:
 )
 def scaling(args: argparse.Namespace) -> int:
     """Fit the held-out loss of a run's mid-training against tokens, and test the fits on its second half."""
-    from rich.console import Group
-
-    from composer_nb.harness.files import write_atomic
     from composer_nb.labs.scaling import predictions
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.views.midtraining import against_tokens, tokens_seen
-    from composer_nb.views.page import text_table
 
     points = ReadOnly(args.path).steps("midtrain")
     if len(points) < 3 or args.loss not in points[0]:
         raise ValueError(f"{args.path}: fewer than three measurements of {args.loss!r} in mid-training")
     tokens, loss = tokens_seen(points).tolist(), [point[args.loss] for point in points]
     laws_by_shape = predictions(tokens, loss)
-    if args.png:
-        fits = [fit for fit, _ in laws_by_shape.values()]
-        write_atomic(args.png, against_tokens(tokens, loss, fits, (len(tokens) + 1) // 2, args.loss).png())
+    fits, half = [fit for fit, _ in laws_by_shape.values()], (len(tokens) + 1) // 2
+    save(args.png, lambda: against_tokens(tokens, loss, fits, half, args.loss).png())
     laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in laws_by_shape.items()}
     rows = [
         (name, f"{law['intercept']:.3f}", f"{law['slope']:+.4f}", f"{law['error']:+.3f}") for name, law in laws.items()
@@ -74,7 +67,7 @@ def scaling(args: argparse.Namespace) -> int:
     title = f"{args.loss}: {loss[0]:.3f} after {tokens[0]:,.0f} tokens, {loss[-1]:.3f} after {tokens[-1]:,.0f}"
     header = ("law", "intercept", "slope", "error at the last")
     report = {"tokens": tokens, "loss": loss, "laws": laws}
-    return emit(args, report, lambda: Group(title, text_table(rows, header, numbers=True)))
+    return emit(args, report, lambda: (title, text_table(rows, header, numbers=True)))
 
 
 @command(
@@ -99,9 +92,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 @command(
-    "weights apply",
-    *(arg("base BASE", type=Path), arg("delta DELTA", type=Path), arg("out OUT", type=Path)),
-    JSON,
+    "weights apply", *(arg("base BASE", type=Path), arg("delta DELTA", type=Path), arg("out OUT", type=Path)), JSON
 )
 def apply(args: argparse.Namespace) -> int:
     """Write the version that a base and a delta give."""
@@ -110,12 +101,7 @@ def apply(args: argparse.Namespace) -> int:
     return _version(args, weights.apply_delta(args.base, args.delta, args.out))
 
 
-@command(
-    "weights fetch",
-    arg("store STORE"),
-    *(arg("version N", type=int), arg("out OUT", type=Path)),
-    JSON,
-)
+@command("weights fetch", arg("store STORE"), *(arg("version N", type=int), arg("out OUT", type=Path)), JSON)
 def fetch(args: argparse.Namespace) -> int:
     """Write a version of a store or a run as a checkpoint, by its number."""
     from composer_nb.trainer import weights
@@ -175,15 +161,12 @@ def history(args: argparse.Namespace) -> int:
 )
 def regions(args: argparse.Namespace) -> int:
     """Simulate four regions that follow a trainer: bytes, lag, staleness, and what a lost region costs."""
-    from composer_nb.harness.files import write_atomic
     from composer_nb.labs.regions import REGION_COLUMNS, RegionPlan, draw, outage_study
-    from composer_nb.views.page import text_table
 
     plan = RegionPlan(versions=args.versions)
     study = outage_study(plan, "overseas", plan.versions // 2 * plan.step_s + plan.step_s, 60 * args.minutes)
     figures = {name: by_region for name, (_, _, by_region) in study.items()}
-    if args.png:
-        write_atomic(args.png, draw(study).png())
+    save(args.png, lambda: draw(study).png())
     rows = [
         (name, region, *(f"{row[column]:,.4g}" for column in REGION_COLUMNS))
         for name, by_region in figures.items()

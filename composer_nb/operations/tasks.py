@@ -13,13 +13,14 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
 
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.operations import JSON, arg, command, emit, pick
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from composer_nb.views.page import text_table
 
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
 GUARDS = ["calls", "twins", "none"]
@@ -98,9 +99,6 @@ def make(args: argparse.Namespace) -> int:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, str], None]]:
     """Yield a function that shows what is being done: in one line on a terminal, else as a line now and then."""
-    from rich.console import Console
-    from rich.markup import escape
-
     console, last, when = Console(stderr=True), "", -LINE_S
     with console.status("reading") if console.is_terminal else nullcontext() as status:
 
@@ -116,13 +114,9 @@ def _progress() -> Iterator[Callable[[str, str], None]]:
         yield show
 
 
-def _made(summary: Mapping[str, Any]) -> Group:
+def _made(summary: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what `tasks make` made: kinds of changes, those with most tasks first, tests, guards, and sources without tasks."""
-    from rich.console import Group
-    from rich.text import Text
-
     from composer_nb.harness.grading.recorded import guards_line
-    from composer_nb.views.page import text_table
 
     rows = []
     for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
@@ -141,7 +135,7 @@ def _made(summary: Mapping[str, Any]) -> Group:
     unused = {path: why for path, why in reasons.items() if path.endswith(".py")}
     lines += [f"{path}: {reason}, so no task is made of it" for path, reason in list(unused.items())[:10]]
     table = text_table(rows, ("kind", "tried", "kept", "yield", "s a task", "why not"))
-    return Group(table, *(Text(visible_lines(line)) for line in lines))
+    return (table, *lines)
 
 
 @command(
@@ -163,13 +157,10 @@ def mine(args: argparse.Namespace) -> int:
     """Make tasks from the commits of a checkout, or from consecutive releases."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
         raise ValueError("tasks mine needs dulwich and libcst: pip install -e '.[tasks]'")
-    from rich.console import Group
-
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
     from composer_nb.harness.tasks.making.options import RunOptions
     from composer_nb.production.requests import accepted_requests, request_behind
-    from composer_nb.views.page import text_table
 
     if args.requests and len(args.paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
@@ -185,7 +176,7 @@ def mine(args: argparse.Namespace) -> int:
     unfetched = [row["why"] for row in summary["candidates"] if row["verdict"] == UNFETCHED]
     line += f"; {UNFETCHED}: {unfetched[0]}" if unfetched else ""
     line += f"; reasons: {args.out}/summary.json"
-    return emit(args, summary, lambda: Group(text_table(rows, ("changes", "")), line), int(not summary["tasks"]))
+    return emit(args, summary, lambda: (text_table(rows, ("changes", "")), line), int(not summary["tasks"]))
 
 
 @command(
@@ -199,11 +190,8 @@ def bugs(args: argparse.Namespace) -> int:
     """Make tasks from real bugs of published projects, which pip downloads."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
         raise ValueError("tasks bugs needs dulwich and libcst: pip install -e '.[tasks]'")
-    from rich.console import Group
-
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.bugs import make_bugs, read_recipe
-    from composer_nb.views.page import text_table
 
     recipe = read_recipe()
     if foreign := set(args.projects) - recipe.keys():
@@ -217,7 +205,7 @@ def bugs(args: argparse.Namespace) -> int:
         for name, row in summary["projects"].items()
     ]
     line = f"{summary['tasks']} tasks in {args.out}; reasons: {args.out}/PROJECT/summary.json"
-    return emit(args, summary, lambda: Group(text_table(rows, columns), line), int(not summary["tasks"]))
+    return emit(args, summary, lambda: (text_table(rows, columns), line), int(not summary["tasks"]))
 
 
 def _reasons(verdicts: Mapping[str, int]) -> str:
@@ -235,12 +223,9 @@ def _reasons(verdicts: Mapping[str, int]) -> str:
 )
 def check(args: argparse.Namespace) -> int:
     """Check that every solution scores 1, every start scores 0, and repeats agree."""
-    from rich.console import Group
-
     from composer_nb.harness.grading.check import check_tasks
     from composer_nb.harness.grading.recorded import guards_line
     from composer_nb.harness.tasks.task import read_tasks
-    from composer_nb.views.page import text_table
 
     checks = check_tasks(read_tasks(args.path), args.backend, args.require, args.egress)
     if not checks:
@@ -252,7 +237,7 @@ def check(args: argparse.Namespace) -> int:
     return emit(
         args,
         {"tasks": checks, "fit": fit_count, "unfit": len(unfit), "guards": guards},
-        lambda: Group(*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
+        lambda: (*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
         int(bool(unfit)),
     )
 
@@ -313,12 +298,9 @@ def audit(args: argparse.Namespace) -> int:
         return _audit_foreign(args)
     if find_spec("libcst") is None:
         raise ValueError("audit plants bugs with libcst: pip install -e '.[tasks]'")
-    from rich.console import Group
-
     from composer_nb.harness.environment import EnvSettings, tasks_of
     from composer_nb.harness.tasks.task import read_tasks
     from composer_nb.labs.audit.audit import audit as run
-    from composer_nb.views.page import text_table
 
     environment = EnvSettings(tasks=args.path).own
     own_tasks = ((task.id, task) for task in tasks_of(args.path, environment)) if environment else None
@@ -334,15 +316,12 @@ def audit(args: argparse.Namespace) -> int:
     line += f"; {slips} of {planted} planted bugs found; {report['seconds']:.0f} s"
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
     tables += [text_table(problems, ("task", "problem", ""))] if problems else []
-    return emit(args, report, lambda: Group(*tables, line), int(bool(problems)))
+    return emit(args, report, lambda: (*tables, line), int(bool(problems)))
 
 
 def _audit_foreign(args: argparse.Namespace) -> int:
     """Audit the grader of a foreign environment."""
-    from rich.console import Group
-
     from composer_nb.production.foreign import audit_openenv, audit_verifiers
-    from composer_nb.views.page import text_table
 
     kind, _, name = args.path.partition(":")
     report = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(args, "seconds", "seed"))
@@ -351,16 +330,13 @@ def _audit_foreign(args: argparse.Namespace) -> int:
         for probe, row in report["probes"].items()
     ]
     table = text_table(rates, ("answer" if kind == "verifiers" else "probe", "tried", "wrong", ""))
-    return emit(args, report, lambda: Group(table, *report.get("errors", ())), int(bool(report["faults"])))
+    return emit(args, report, lambda: (table, *report.get("errors", ())), int(bool(report["faults"])))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)
 def attack(args: argparse.Namespace) -> int:
     """Run every attack against a sandbox backend."""
-    from rich.console import Group
-
     from composer_nb.labs.attacks.sandbox_check import run_checks
-    from composer_nb.views.page import text_table
 
     report = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
     cases, kinds = report["cases"], report["kinds"]
@@ -368,7 +344,7 @@ def attack(args: argparse.Namespace) -> int:
     blocked, right = (sum(row["blocked"] for row in rows) for rows in (kinds, cases))
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
-    return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)
+    return emit(args, report, lambda: (text_table(table, ("", "kind", "attempt", "observed")), line), status)
 
 
 @command(
@@ -381,7 +357,6 @@ def attack(args: argparse.Namespace) -> int:
 def fleet(args: argparse.Namespace) -> int:
     """Measure how many sandboxes live here at the same time, or simulate a cluster of them."""
     from composer_nb.labs.fleets import GIB, ClusterLoad, SpreadScheduler, live_at_once, simulate_fleet
-    from composer_nb.views.page import text_table
 
     if args.simulate:
         from composer_nb.harness.sandbox.fleet import FleetScheduler

@@ -30,14 +30,7 @@ class Tour:
             yield from self.generate("tour", 64, heldout=False, executor=sandboxes.functions)
 
     def generate(
-        self,
-        seed: str,
-        count: int,
-        *,
-        heldout: bool,
-        executor: Executor,
-        level: str = "repositories",
-        **options: Any,
+        self, seed: str, count: int, *, heldout: bool, executor: Executor, level: str = "repositories", **options: Any
     ) -> Iterator[Task]:
         """Return `count` distinct tasks, the same for the same seed: of one function each, or repositories with the `options` of
         `make_miniatures`."""

@@ -19,15 +19,7 @@ from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import RULES, Task
 from composer_nb.tour.paraphrases import draw_others, draw_wrong_number, paraphrase
 from composer_nb.tour.programs import Program, draw_program
-from composer_nb.tour.repairs import (
-    BuggyProgram,
-    bugs,
-    distinct,
-    draw_candidate,
-    evaluate,
-    neighbours,
-    run_programs,
-)
+from composer_nb.tour.repairs import BuggyProgram, bugs, distinct, draw_candidate, evaluate, neighbours, run_programs
 
 # bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
 # tests that mutants fail. lint: a name is unused or does not exist. rename: a function gets another name, in two modules.

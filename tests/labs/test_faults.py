@@ -6,15 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer_nb.labs.faults import (
-    Aftermath,
-    DeliveredTwice,
-    Fault,
-    KilledInSwap,
-    LostDispatch,
-    impatient,
-    run_with,
-)
+from composer_nb.labs.faults import Aftermath, DeliveredTwice, Fault, KilledInSwap, LostDispatch, impatient, run_with
 from composer_nb.trainer.recipe.reader import example_run
 
 

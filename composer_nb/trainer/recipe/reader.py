@@ -308,10 +308,7 @@ POLL_S = 0.5
 
 
 def wait_until(
-    path: Path,
-    is_done: Callable[[Status], bool],
-    seconds: float,
-    say: Callable[[str], None] | None = None,
+    path: Path, is_done: Callable[[Status], bool], seconds: float, say: Callable[[str], None] | None = None
 ) -> Status:
     """Poll the run until `is_done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
 

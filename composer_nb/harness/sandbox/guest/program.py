@@ -317,13 +317,7 @@ def zygote(layouts: Header) -> None:
             poller.register(lifeline, select.POLLIN)
 
 
-def _hatch(
-    settings: Header,
-    layouts: Header,
-    fds: tuple[int, int],
-    maps: typing.Any,
-    most: int,
-) -> typing.NoReturn:
+def _hatch(settings: Header, layouts: Header, fds: tuple[int, int], maps: typing.Any, most: int) -> typing.NoReturn:
     """Become the first process of a new sandbox. `fds`: its channel and its lifeline. `most`: the highest descriptor."""
     try:
         signal.set_wakeup_fd(-1)
