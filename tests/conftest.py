@@ -1,5 +1,5 @@
-"""What tests all over share: one tiny run of the whole recipe, made once a session; devices; a Docker Engine; how hypothesis
-works."""
+"""What tests all over share: one tiny run of the whole recipe, made once a session; sandboxes; devices; a Docker Engine; how
+hypothesis works."""
 
 import fcntl
 import os
@@ -87,6 +87,24 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
         return start_or_resume(
             None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
         )
+
+
+@pytest.fixture(scope="session")
+def sandboxes() -> Iterator[Any]:
+    """Return an executor, which calls functions in sandboxes."""
+    from composer_nb.harness.sandbox.calls import SandboxExecutor
+
+    with SandboxExecutor() as executor:
+        yield executor
+
+
+@pytest.fixture(scope="session")
+def backend() -> Iterator[Any]:
+    """Return a backend of sandboxes with a workspace: bubblewrap."""
+    from composer_nb.harness.sandbox.bwrap import BwrapBackend
+
+    with BwrapBackend() as bwrap:
+        yield bwrap
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """scripts/docker_engine: starts nothing where an engine answers, and says in one line what to do where it can not."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -11,8 +11,6 @@ that the user can fix, which `cli.main` prints as one line. Heavy imports are in
 starts quickly.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,8 +1,6 @@
 """Commands for tasks and their sandboxes: tasks install, tasks make, tasks mine, tasks bugs, tasks check, tasks from, audit,
 sandbox check."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -13,8 +13,6 @@ OUT/try-N/         the work of an agent
 OUT/install.json   goals, tries with outputs, and the verdict
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -4,8 +4,6 @@ The code runs where its results are made, so it can say anything: what it can no
 expected values never enter a sandbox.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

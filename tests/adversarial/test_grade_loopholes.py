@@ -1,7 +1,7 @@
 """Code without a right answer that uses what surrounds the tests: words, names, ids, neighbours, the host. It must not pass."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,7 +13,6 @@ from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import enough, guard, record
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
@@ -21,12 +20,6 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, ROUND_TRIPS
 
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    with BwrapBackend() as sandboxes:
-        yield sandboxes
 
 
 def task_of(

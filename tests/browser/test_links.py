@@ -1,7 +1,5 @@
 """Links of notebooks lead to the heading that they name, on a rendered page; tables of calls keep their indents."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
-"""Fixtures of the harness: a fleet of sandboxes, a backend, a small tokenizer, a task, and a policy that writes given tokens."""
+"""Fixtures of the harness: a small tokenizer, a task, and a policy that writes given tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from tokenizers import Tokenizer
@@ -9,9 +9,6 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.policy import Completion, Request, Trace
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.calls import SandboxExecutor
-from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
@@ -21,18 +18,6 @@ BUGGY = "def f(xs, k):\n    out = []\n    for x in xs:\n        if x < k:\n     
 RIGHT = BUGGY.replace("x < k", "x > k")
 VISIBLE = [(([1, 5, 3], 2), [5, 3]), (([], 1), [])]
 HIDDEN = [(([4, 4, 9], 4), [9]), (([2, 8], 1), [2, 8]), (([-1, 0, 7], -5), [-1, 0, 7])]
-
-
-@pytest.fixture(scope="session")
-def sandboxes() -> Iterator[SandboxExecutor]:
-    with SandboxExecutor() as boxes:
-        yield boxes
-
-
-@pytest.fixture(scope="session")
-def backend() -> Iterator[Backend]:
-    with BwrapBackend() as sandboxes:
-        yield sandboxes
 
 
 @pytest.fixture(scope="session")

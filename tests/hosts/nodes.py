@@ -1,7 +1,5 @@
 """Ray nodes on hosts, and runs that are sent to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hosts are apart but for their links, and end with the process that made them."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

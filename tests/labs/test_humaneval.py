@@ -10,7 +10,7 @@ from composer_nb import cli
 from composer_nb.harness.agent.endpoint import ContextExceeded
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.labs import humaneval
 from composer_nb.labs.humaneval import Problem, completed, evaluate_humaneval, extracted, read_problems, task_of
@@ -25,16 +25,15 @@ def answers(problem: Problem) -> tuple[str, str]:
     return body, f"    return [None, {problem.entry_point}.__name__]\n"
 
 
-def graded(programs: list[tuple[Problem, str]]) -> list[bool]:
-    with open_backend("bwrap") as backend:
-        return [grade(task_of(p), {"solution.py": text}, backend).passed for p, text in programs]
+def graded(programs: list[tuple[Problem, str]], backend: Backend) -> list[bool]:
+    return [grade(task_of(p), {"solution.py": text}, backend).passed for p, text in programs]
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_canonical_solutions_pass_and_wrong_ones_fail(every: int) -> None:
+def test_canonical_solutions_pass_and_wrong_ones_fail(every: int, backend: Backend) -> None:
     assert len(PROBLEMS) == 164
     right, wrong = ([(p, completed(p, f"\n{answers(p)[n]}")) for p in PROBLEMS[::every]] for n in (0, 1))
-    assert all(graded(right)) and not any(graded(wrong))
+    assert all(graded(right, backend)) and not any(graded(wrong, backend))
 
 
 @pytest.mark.parametrize(
@@ -96,49 +95,46 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.mark.parametrize("form", ["raw", "chat"])
 def test_an_endpoint_is_scored_and_a_killed_run_goes_on_where_it_was(
-    stand_in: StandIn, form: humaneval.Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: StandIn, form: humaneval.Form, monkeypatch: pytest.MonkeyPatch, backend: Backend, tmp_path: Path
 ) -> None:
     options = {"form": form, "samples": 2, "workers": 1}
-    with open_backend("bwrap") as backend:
-        stand_in.fail_after = 5
-        with pytest.raises(KeyboardInterrupt):
-            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
-        assert len(list((tmp_path / "answers").iterdir())) == 5
-        (tmp_path / "answers" / "HumanEval-1-1.json").write_text('{"task": "Human')
-        stand_in.fail_after = 1 << 30
-        report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
-        with pytest.raises(ValueError, match="another policy, backend, harness or settings"):
-            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options, tokens=9)
-        monkeypatch.setattr(stand_in, "model", "another that the server has now")
-        with pytest.raises(ValueError, match="another policy"):
-            evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
+    stand_in.fail_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
+    assert len(list((tmp_path / "answers").iterdir())) == 5
+    (tmp_path / "answers" / "HumanEval-1-1.json").write_text('{"task": "Human')
+    stand_in.fail_after = 1 << 30
+    report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
+    with pytest.raises(ValueError, match="another policy, backend, harness or settings"):
+        evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options, tokens=9)
+    monkeypatch.setattr(stand_in, "model", "another that the server has now")
+    with pytest.raises(ValueError, match="another policy"):
+        evaluate_humaneval("openai:http://x/v1", PROBLEMS[:4], tmp_path, backend, **options)
     assert len(stand_in.requests) == 8 and len({body["seed"] for body in stand_in.requests}) == 8
     assert report["pass_at_1"] == 0.5 and report["n_tasks"] == 4 and report["lost"] == 0
     assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == 0.5
 
 
 def test_an_answer_that_the_sandbox_lost_is_no_failure_and_is_asked_for_again(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, backend: Backend, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"workers": 1}
-    with open_backend("bwrap") as backend:
-        with monkeypatch.context() as broken:
-            broken.setattr(humaneval, "grade", lambda *_: Grade(status="infra_error"))
-            report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
-        assert report["lost"] == 1 and "pass_at_1" not in report
+    with monkeypatch.context() as broken:
+        broken.setattr(humaneval, "grade", lambda *_: Grade(status="infra_error"))
         report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
+    assert report["lost"] == 1 and "pass_at_1" not in report
+    report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, **options)
     assert (report["lost"], report["pass_at_1"], len(stand_in.requests)) == (0, 1.0, 2)
 
 
 def test_a_problem_beyond_the_context_is_failed_and_does_not_end_the_run(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, backend: Backend, tmp_path: Path
 ) -> None:
     def too_long(*_: Any) -> Any:
         raise ContextExceeded("status 400: maximum context length is 512 tokens")
 
     monkeypatch.setattr(stand_in, "ask", too_long)
-    with open_backend("bwrap") as backend:
-        report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, workers=1)
+    report = evaluate_humaneval("openai:http://x/v1", PROBLEMS[:1], tmp_path, backend, workers=1)
     assert (report["lost"], report["pass_at_1"]) == (0, 0.0)
 
 

@@ -1,7 +1,5 @@
 """The loss bench: each loss's gradient against its formula written out in float64, and the exact one against enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

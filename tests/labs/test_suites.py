@@ -1,7 +1,6 @@
 """Side suites tell an honest script from one that meddles, and both from one that cheats."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from composer_nb.tour.repairs import home_of, split_at
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[CachedExecutor]:
-    with SandboxExecutor() as boxes:
-        yield CachedExecutor(boxes)
+def executor(sandboxes: SandboxExecutor) -> CachedExecutor:
+    return CachedExecutor(sandboxes)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from composer_nb.harness.environment import Carried
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.policy import Completion, Request, SampledToken, Trace
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.production.conversations import Conversations
@@ -29,12 +28,6 @@ from composer_nb.production.serve import ChatServer
 
 TEST = 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
-
-
-@pytest.fixture(scope="session")
-def backend() -> Iterator[Backend]:
-    with BwrapBackend() as sandboxes:
-        yield sandboxes
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """The demo of a pretrained model: its settings on a tiny dense model, and, where the package is installed, the model itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

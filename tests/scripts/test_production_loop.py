@@ -1,7 +1,5 @@
 """The script of the production loop: the control deals verdicts out at random, and requests measure a withdrawal."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

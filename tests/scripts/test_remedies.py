@@ -1,7 +1,5 @@
 """The study of remedies: gains by task and seed, and the tokens that open a turn."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

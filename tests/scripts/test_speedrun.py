@@ -1,7 +1,5 @@
 """The rules of the speedrun, each broken once, and the row of an entry."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

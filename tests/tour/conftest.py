@@ -1,5 +1,5 @@
 """Fixtures of the harness, which the tour's tests share."""
 
-from tests.harness.conftest import agent, boxes, renderer, sandboxes, task, typist
+from tests.harness.conftest import agent, boxes, renderer, task, typist
 
-__all__ = ["agent", "boxes", "renderer", "sandboxes", "task", "typist"]
+__all__ = ["agent", "boxes", "renderer", "task", "typist"]

@@ -1,7 +1,5 @@
 """Deltas: their size, on tensors whose difference is known; every bit comes back; nothing damaged is ever used."""
 
-from __future__ import annotations
-
 import math
 import warnings
 import weakref

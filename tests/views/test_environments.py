@@ -1,9 +1,7 @@
 """What the walkthrough of sandboxes notes is what happened, and its figures show what was noted."""
 
 import json
-from collections.abc import Iterator
 
-import pytest
 from pixels import inked_share
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -14,12 +12,6 @@ from composer_nb.views.environments import Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[BwrapBackend]:
-    with BwrapBackend() as bwrap:
-        yield bwrap
 
 
 def texts(picture: Picture) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 
 WRONG, RIGHT = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"
@@ -52,9 +52,8 @@ def test_a_row_with_its_repository_is_graded_by_pytest() -> None:
 @pytest.mark.parametrize(
     "task", [Task.from_swebench(BENCH, FILES), Task.from_swesmith(SMITH, WHOLE)], ids=["bench", "smith"]
 )
-def test_such_tasks_are_valid(task: Task) -> None:
-    with BwrapBackend() as backend:
-        validation = validate_task(task, backend)
+def test_such_tasks_are_valid(task: Task, backend: Backend) -> None:
+    validation = validate_task(task, backend)
     assert (
         validation.valid
         and validation.fail_to_pass == ("tests/test_sums.py::test_two",)

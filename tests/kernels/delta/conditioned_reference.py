@@ -3,8 +3,6 @@
 It trusts its input. Names are those of docs/weight_codec.md.
 """
 
-from __future__ import annotations
-
 import struct
 from itertools import accumulate
 

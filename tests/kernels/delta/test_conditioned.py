@@ -1,7 +1,5 @@
 """The codec conditioned on the base: every pattern comes back, near the entropy, the same on any thread; damage is refused."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

@@ -1,6 +1,5 @@
 """The audit finds faults that others planted, and none in sound environments (`planted.py`)."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,11 @@ PARAMETERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def calls() -> Iterator[SandboxExecutor]:
-    with SandboxExecutor() as executor:
-        yield executor
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_audit_names_the_fault_and_no_other(name: str, calls: SandboxExecutor, tmp_path: Path) -> None:
+def test_the_audit_names_the_fault_and_no_other(name: str, sandboxes: SandboxExecutor, tmp_path: Path) -> None:
     kind, task, reward = CASES[name]
     if task.grader == "script":
         task = Task.from_harbor(task.to_harbor(tmp_path / task.id))
-    with Sandboxes() as sandboxes:
-        row = audit_task(task, calls if task.grader == QUICK else sandboxes.backend, {}, reward)
+    with Sandboxes() as others:
+        row = audit_task(task, sandboxes if task.grader == QUICK else others.backend, {}, reward)
     assert {kind for kind, _ in row["problems"]} == (set() if kind in ("sound", "missed") else {kind})

@@ -14,7 +14,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.tools.tool_call import call
 from composer_nb.labs.rewards.judges import level_of
@@ -98,9 +98,8 @@ def test_an_answer_that_cannot_be_read_is_no_level(says: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tasks() -> list[Task]:
-    with BwrapBackend() as backend:
-        plan = validate_task(TASK, backend).plan
+def tasks(backend: Backend) -> list[Task]:
+    plan = validate_task(TASK, backend).plan
     assert plan
     return [with_plan(TASK, plan)]
 

@@ -12,8 +12,6 @@ some in common whatever they see: the namespace of the clock, or the interpreter
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 
