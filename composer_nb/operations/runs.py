@@ -313,8 +313,8 @@ def rollouts(args: argparse.Namespace) -> int:
     if args.atif:
         args.atif.mkdir(parents=True)
         for row, rollout in zip(rows, fitting, strict=True):
-            document = trajectory(rollout.attempt, rollout.tokenizer, f"{run.path.name} {row['rollout']}", row)
-            write_atomic(args.atif / f"{row['rollout']:05}.json", to_json(document))
+            exported = trajectory(rollout.attempt, rollout.tokenizer, f"{run.path.name} {row['rollout']}", row)
+            write_atomic(args.atif / f"{row['rollout']:05}.json", to_json(exported))
     if args.tests:
         return _graded_again(args, run, fitting)
     if args.read >= 0:
@@ -348,13 +348,11 @@ def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) ->
         grades = graded_again(attempts, sandboxes)
     custom, rows = settings.env.reward_function(settings.limits.seconds), []
     for (number, old), attempt, grade in zip(before.items(), attempts, grades, strict=True):
-        new = replace(old, attempt=replace(attempt, grade=grade))
-        rewards = [reward_of(stored.attempt, settings.reward, custom).total for stored in (old, new)]
-        solved = [row(number, stored)["solved"] for stored in (old, new)]
-        rows.append(
-            {"rollout": number, "task": attempt.task.id, "before": solved[0], "now": solved[1]}
-            | {"reward before": rewards[0], "reward now": rewards[1], "failed now": ", ".join(grade.failed)}
-        )
+        judged: dict[str, Any] = {"rollout": number, "task": attempt.task.id}
+        for when, stored in (("before", old), ("now", replace(old, attempt=replace(attempt, grade=grade)))):
+            judged[when] = row(number, stored)["solved"]
+            judged[f"reward {when}"] = reward_of(stored.attempt, settings.reward, custom).total
+        rows.append(judged | {"failed now": ", ".join(grade.failed)})
     changed = [r for r in rows if (r["before"], r["reward before"]) != (r["now"], r["reward now"])]
     worse, better = (sum(r["before"] == a and r["now"] == b for r in rows) for a, b in (("yes", "no"), ("no", "yes")))
     line = f"{len(rows)} of {len(fitting)} rollouts graded again: {worse} passed and fail now, {better} failed and pass now"

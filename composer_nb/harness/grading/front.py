@@ -55,13 +55,17 @@ def grade(task: Task, files: Files, sandbox: Executor | Backend | None = None, *
             result = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
             return strictly(task, files, result)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
-        contents = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
+        contents = {path: _bytes(data) for path, data in files.items()}
         run = grade_script if task.grader == "script" else grade_pytest if anew else grade_once
-        return strictly(task, files, run(task, contents, backend))
+        return strictly(task, contents, run(task, contents, backend))
 
 
 def _text(data: str | bytes) -> str:
     return data if isinstance(data, str) else data.decode("utf-8", "replace")
+
+
+def _bytes(data: str | bytes) -> bytes:
+    return data if isinstance(data, bytes) else data.encode("utf-8", "surrogateescape")
 
 
 def strictly(task: Task, files: Files, result: Grade) -> Grade:

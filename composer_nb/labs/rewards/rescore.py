@@ -293,15 +293,9 @@ def verdict(lab: Lab, scores: Scores) -> RescoredBatch:
 def graded_again(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[Grade]:
     """Return the grades of what attempts left, each in a fresh sandbox. Raises SandboxUnavailable."""
     return [
-        grade(attempt.task, attempt.rollout.files, sandboxes.functions)
-        if attempt.task.grader == "functions"
-        else grade(attempt.task, _bytes(attempt), sandboxes.backend)
-        for attempt in attempts
+        grade(a.task, a.rollout.files, sandboxes.functions if a.task.grader == "functions" else sandboxes.backend)
+        for a in attempts
     ]
-
-
-def _bytes(attempt: Attempt) -> dict[str, bytes]:
-    return {path: text.encode("utf-8", "surrogateescape") for path, text in attempt.rollout.files.items()}
 
 
 def visible_share(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[float | None]:

@@ -143,28 +143,20 @@ def test_lengths_and_angles_are_those_of_autograd(
 
 
 def test_changed_hidden_tests_judge_stored_rollouts_again(tmp_path: Path, capsys: Any):
-    """One task's first test asks for something else, another task has lost the files of the tests that its rollouts fail."""
+    """Each task keeps the first file of its tests alone, which asks one task for something else."""
     stored = rollouts.search(ReadOnly(EXAMPLES[0]))
-    tasks = {one.attempt.task.id: one.attempt.task for one in stored}
-    harder = next(one.attempt.task for one in stored if one.attempt.grade.passed)
-    path, text = next(iter(harder.tests.items()))
-    tasks[harder.id] = changed(harder, {**harder.tests, path: re.sub("== .*", "== 7777", text, count=1)})
-    easier, failed = next(
-        (one.attempt.task, files)
-        for one in stored
-        if (files := {name.partition("::")[0] for name in one.attempt.grade.failed})
-        and len(files) < len(one.attempt.task.tests)
-    )
-    tasks[easier.id] = changed(easier, {name: text for name, text in easier.tests.items() if name not in failed})
+    harder, tasks = next(one.attempt.task for one in stored if one.attempt.grade.passed), dict[str, Task]()
+    for task in (one.attempt.task for one in stored):
+        path, text = next(iter(task.tests.items()))
+        text = re.sub("== .*", "== 7777", text) if task.id == harder.id else text
+        tasks[task.id] = task.model_copy(update={"tests": {path: text}})
     save_tasks(tasks.values(), tmp_path / "tasks.jsonl")
     call = ["rollouts", str(EXAMPLES[0]), "--tests", str(tmp_path / "tasks.jsonl")]
     assert cli.main([*call, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     for row, one in zip(rows, stored, strict=True):
-        grade, left = one.attempt.grade, tasks[one.attempt.task.id].tests
-        passes = (
-            all(ok for name, ok in grade.tests.items() if name.partition("::")[0] in left) and row["task"] != harder.id
-        )
+        grade, [path] = one.attempt.grade, tasks[row["task"]].tests
+        passes = row["task"] != harder.id and all(ok for name, ok in grade.tests.items() if name.startswith(path))
         assert (row["before"], row["now"]) == tuple("yes" if solved else "no" for solved in (grade.passed, passes))
         assert row["reward before"] == one.reward
         assert row["reward now"] == pytest.approx(one.reward + passes - grade.passed)
@@ -176,7 +168,3 @@ def test_changed_hidden_tests_judge_stored_rollouts_again(tmp_path: Path, capsys
     assert output.count("\n") == 2 + worse + better
     save_tasks([harder.model_copy(update={"files": {**harder.files, "new.py": ""}})], tmp_path / "tasks.jsonl")
     assert cli.main(call) == 2 and f"{harder.id} begins with other files" in capsys.readouterr().err
-
-
-def changed(task: Task, tests: dict[str, str]) -> Task:
-    return task.model_copy(update={"tests": tests})
