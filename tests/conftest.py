@@ -25,24 +25,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 TINY: dict[str, Any] = {
-    "data.demonstrations": 128,
-    "data.mistaken_demonstrations": 48,
-    "data.rl_tasks": 64,
-    "data.heldout_tasks": 16,
-    "data.structure_tasks": 4,
-    "data.tune_tasks": 8,
-    "midtrain.steps": 30,
-    "midtrain.tokens": 512,
-    "sft.steps": 6,
-    "sft.tokens": 1024,
+    **{"data.demonstrations": 128, "data.mistaken_demonstrations": 48, "data.rl_tasks": 64, "data.heldout_tasks": 16},
+    **{"data.structure_tasks": 4, "data.tune_tasks": 8, "eval.samples": 2, "limits.tokens": 384},
+    **{"midtrain.steps": 30, "midtrain.tokens": 512, "sft.steps": 6, "sft.tokens": 1024},
+    **{"rl.steps": 3, "rl.prompts": 4, "rl.group": 4, "rl.checkpoint_every": 2, "rl.evaluate_every": 2},
     "services.on": False,
-    "rl.steps": 3,
-    "rl.prompts": 4,
-    "rl.group": 4,
-    "rl.checkpoint_every": 2,
-    "rl.evaluate_every": 2,
-    "eval.samples": 2,
-    "limits.tokens": 384,
     # So small a model solves nothing. Other terms make its rewards differ, so that there is something to train on.
     "rl.gate": False,
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},

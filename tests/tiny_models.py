@@ -19,17 +19,9 @@ from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 MakeModel = Callable[..., Model]
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 96,
-    "rope_theta": 700.0,
+    **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"max_position_embeddings": 96, "rope_theta": 700.0},
 }
 LATENT: dict[str, Any] = {
     "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16, "kv_lora_rank": 24,

@@ -14,13 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "Sandbox", "Task", "grade", "reap", "reward", "run_eval"]
 _HOMES = {
-    "Agent": "attempt",
-    "Sandbox": "sandbox.contract",
-    "Task": "tasks.task",
-    "grade": "grading.front",
-    "reap": "sandbox.reap",
-    "reward": "rewards",
-    "run_eval": "bench",
+    **{"Agent": "attempt", "Sandbox": "sandbox.contract", "Task": "tasks.task", "grade": "grading.front"},
+    **{"reap": "sandbox.reap", "reward": "rewards", "run_eval": "bench"},
 }
 
 

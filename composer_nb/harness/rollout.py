@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -181,12 +182,8 @@ class Rollout:
     @property
     def turns_by_message(self) -> list[list[Turn]]:
         """The turns of each of the model's messages, without summaries."""
-        messages: list[list[Turn]] = []
-        for turn in self.turns:
-            if not turn.beside or not messages:
-                messages.append([])
-            messages[-1].append(turn)
-        return messages
+        starts = [number for number, turn in enumerate(self.turns) if not turn.beside]
+        return [[*self.turns[start:end]] for start, end in pairwise([*starts, len(self.turns)])]
 
     @property
     def calls(self) -> int:

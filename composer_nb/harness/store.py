@@ -34,14 +34,10 @@ _STREAMS = {
 }
 # Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; rewards and egress are JSON.
 _COUNTS = {
-    "read_tokens": pa.int64(),
-    "written_tokens": pa.int64(),
+    **dict.fromkeys(("read_tokens", "written_tokens"), pa.int64()),
     "seconds": pa.float64(),
-    "calls": pa.int64(),
-    "calls_failed": pa.int64(),
-    "timeouts": pa.int64(),
-    "rewards": pa.string(),
-    "egress": pa.string(),
+    **dict.fromkeys(("calls", "calls_failed", "timeouts"), pa.int64()),
+    **dict.fromkeys(("rewards", "egress"), pa.string()),
 }
 # Columns that are fields of the grade as they are.
 _GRADE = "status", "calls", "calls_failed", "timeouts"

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -303,8 +302,7 @@ def rollouts(args: argparse.Namespace) -> int:
     from composer_nb.views import rollouts as stored
 
     run = ReadOnly(args.path)
-    limit = {"most": sys.maxsize} if args.atif or args.tests else {}
-    fitting = stored.search(run, args.of, args.where, **limit)
+    fitting = stored.search(run, args.of, args.where)
     if args.read >= len(fitting):
         raise ValueError(f"--read {args.read}: the list has {len(fitting)} rollouts")
     if args.read >= 0:
@@ -348,15 +346,15 @@ def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) ->
         grades = graded_again(attempts, sandboxes)
     custom, rows = settings.env.reward_function(settings.limits.seconds), []
     for (number, old), attempt, grade in zip(before.items(), attempts, grades, strict=True):
-        judged: dict[str, Any] = {"rollout": number, "task": attempt.task.id}
+        line: dict[str, Any] = {"rollout": number, "task": attempt.task.id}
         for when, stored in (("before", old), ("now", replace(old, attempt=replace(attempt, grade=grade)))):
-            judged[when] = row(number, stored)["solved"]
-            judged[f"reward {when}"] = reward_of(stored.attempt, settings.reward, custom).total
-        rows.append(judged | {"failed now": ", ".join(grade.failed)})
+            line[when] = row(number, stored)["solved"]
+            line[f"reward {when}"] = reward_of(stored.attempt, settings.reward, custom).total
+        rows.append(line | {"failed now": ", ".join(grade.failed)})
     changed = [r for r in rows if (r["before"], r["reward before"]) != (r["now"], r["reward now"])]
     worse, better = (sum(r["before"] == a and r["now"] == b for r in rows) for a, b in (("yes", "no"), ("no", "yes")))
-    line = f"{len(rows)} of {len(fitting)} rollouts graded again: {worse} passed and fail now, {better} failed and pass now"
-    return emit(args, rows, lambda: (line, _table(changed)), int(not all(grade.known for grade in grades)))
+    summary = f"{len(rows)} of {len(fitting)} rollouts graded again: {worse} passed and fail now, {better} failed and pass now"
+    return emit(args, rows, lambda: (summary, _table(changed)), int(not all(grade.known for grade in grades)))
 
 
 @command(

@@ -36,9 +36,7 @@ def trajectory(attempt: Attempt, tokenizer: Tokenizer, session_id: str, facts: M
         for positions in segment.messages:
             is_summary = bool(segment.kind[positions[-1]] == Kind.SUMMARY)
             turns = [] if is_summary else next(messages, [])
-            text = tokenizer.decode(
-                segment.token_ids[positions].tolist()
-            )  # of a summary, or a message that was cut off
+            text = tokenizer.decode(segment.token_ids[positions].tolist())  # of a summary, or cut off
             step, *answer = _steps(turns or [Turn(call="", observation="", said=text)], call_numbers)
             steps += [step | _tokens(segment, positions, tokenizer), *answer, *[_COMPACTION] * is_summary]
     for turns in messages:  # an endpoint's have no tokens

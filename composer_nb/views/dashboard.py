@@ -244,7 +244,7 @@ class Desk:
 
     def rollouts(self, source: str = "", where: str = "") -> dict[str, Any]:
         """Return a row for each rollout of `source` that fits `where`."""
-        self._listed = rollouts.search(ReadOnly(self.path), source, where)
+        self._listed = rollouts.search(ReadOnly(self.path), source, where, most=500)
         return {"rows": rollouts.rows(self._listed), "flags": [*rollouts.FLAGS]}
 
     def rollout(self, number: str | int) -> dict[str, Any]:

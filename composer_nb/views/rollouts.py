@@ -80,8 +80,8 @@ def rollouts(run: RunDir, source: str = "") -> Iterator[StoredRollout]:
         yield from sampled(run, int(source.removeprefix("step ") or -1))
 
 
-def search(run: RunDir, source: str = "", where: str = "", most: int = 500) -> list[StoredRollout]:
-    """Return the first `most` rollouts that fit `where`."""
+def search(run: RunDir, source: str = "", where: str = "", most: int | None = None) -> list[StoredRollout]:
+    """Return the first `most` rollouts that fit `where`, or all."""
     fits, fitting = selector(where, NAMES, text, FLAGS), list[StoredRollout]()
     for number, stored in enumerate(rollouts(run, source)):
         if fits(row(number, stored), stored):

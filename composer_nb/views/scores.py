@@ -66,16 +66,10 @@ def families(report: Mapping[str, Any]) -> Figure:
 
 
 _FIGURES = {
-    "greedy": ("pass_greedy", ".3f"),
-    "best of k": ("best_of_k", ".3f"),
-    "k": ("k", ""),
-    "tasks": ("n_tasks", ""),
-    "recovery": ("recovery", ".3f"),
-    "runs tests": ("runs_tests", ".0%"),
-    "calls a task": ("tool_calls_per_task", ".1f"),
-    "calls a turn": ("calls_per_turn", ".2f"),
-    "invalid calls": ("invalid_call_rate", ".1%"),
-    "tries": ("tries", ".1f"),
+    **{"greedy": ("pass_greedy", ".3f"), "best of k": ("best_of_k", ".3f"), "k": ("k", ""), "tasks": ("n_tasks", "")},
+    **{"recovery": ("recovery", ".3f"), "runs tests": ("runs_tests", ".0%")},
+    **{"calls a task": ("tool_calls_per_task", ".1f"), "calls a turn": ("calls_per_turn", ".2f")},
+    **{"invalid calls": ("invalid_call_rate", ".1%"), "tries": ("tries", ".1f")},
     "reads before edit": ("reads_before_edit", ".1f"),
 }
 _BY_COUNT = {

@@ -13,17 +13,8 @@ from composer_nb.production.diff import patch
 
 Tree = dict[str, Blob]
 NAMES = ["a", "a/b", "a/c d", "e", "e\tf", 'g"h', "ä", "i\\j/k", " l", "m\n"]
-CONTENTS = [
-    b"",
-    b"x",
-    b"x\n",
-    b"x\ny\n",
-    b"\r\n\x0c\x85",
-    b"\xff\n",
-    b"\0\1",
-    bytes(range(256)) * 40,
-    b"- x\n+ y\n@@ z\n",
-]
+CONTENTS = [b"", b"x", b"x\n", b"x\ny\n", b"\r\n\x0c\x85", b"\xff\n", b"\0\1", b"- x\n+ y\n@@ z\n"]
+CONTENTS.append(bytes(range(256)) * 40)
 BLOBS = st.builds(
     Blob, data=st.sampled_from(CONTENTS) | st.lists(st.sampled_from([b"p\n", b"q\n", b"\n", b"r"])).map(b"".join),
     mode=st.sampled_from([PLAIN, EXECUTABLE]),

@@ -21,18 +21,9 @@ from composer_nb.trainer.settings import Settings, override
 from scripts.studies import demo_smollm as module
 
 FEW: dict[str, Any] = {
-    "data.mistaken_demonstrations": 6,
-    "data.heldout_tasks": 2,
-    "data.structure_tasks": 1,
-    "data.tune_tasks": 2,
-    "data.rl_tasks": 2,
-    "sft.steps": 3,
-    "rl.steps": 1,
-    "rl.prompts": 2,
-    "rl.group": 2,
-    "rl.gate": False,
-    "eval.samples": 1,
-    "engine.slots": 4,
+    **{"data.mistaken_demonstrations": 6, "data.rl_tasks": 2, "data.heldout_tasks": 2, "data.structure_tasks": 1},
+    **{"data.tune_tasks": 2, "sft.steps": 3, "eval.samples": 1, "engine.slots": 4},
+    **{"rl.steps": 1, "rl.prompts": 2, "rl.group": 2, "rl.gate": False},
 }
 
 

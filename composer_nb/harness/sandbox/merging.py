@@ -44,17 +44,8 @@ _MODULE = re.compile(r"\w{1,64}\.py")
 BUILTINS = frozenset({"abs", "len", "max", "min", "range", "sorted", "sum"})
 _NODES = (
     *(ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AugAssign, ast.Expr, ast.Pass),
-    *(
-        ast.For,
-        ast.While,
-        ast.If,
-        ast.Break,
-        ast.Continue,
-        ast.IfExp,
-        ast.ListComp,
-        ast.GeneratorExp,
-        ast.comprehension,
-    ),
+    *(ast.For, ast.While, ast.If, ast.Break, ast.Continue),
+    *(ast.IfExp, ast.ListComp, ast.GeneratorExp, ast.comprehension),
     *(ast.BinOp, ast.operator, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop, ast.Compare, ast.cmpop, ast.Constant),
     *(ast.Name, ast.expr_context, ast.Call, ast.keyword, ast.Attribute, ast.Subscript, ast.Slice, ast.List, ast.Tuple),
 )

@@ -87,15 +87,8 @@ def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, u
         )
         assert call("mirror.test", listed_server.port, smuggled)[1].startswith("listed got CONNECT")
         # Names of other hosts, other ports of the listed one, this machine's addresses, and a list of one's own.
-        for host in (
-            "other.test",
-            "mirror.test",
-            "127.0.0.1",
-            "127.80.0.2",
-            "10.0.0.1",
-            "169.254.169.254",
-            "93.184.215.14",
-        ):
+        hosts = ("other.test", "mirror.test", "127.0.0.1", "127.80.0.2", "10.0.0.1", "169.254.169.254", "93.184.215.14")
+        for host in hosts:
             assert call(host, unlisted_server.port, "x")[0], host
         changed = box.exec(["sh", "-c", "echo '127.80.0.1 other.test' > /etc/hosts || mount -t tmpfs none /etc"])
         assert changed.exit_code and call("other.test", listed_server.port, "x")[0]

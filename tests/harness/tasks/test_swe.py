@@ -22,13 +22,8 @@ TEST_PATCH = (
     "@@ -3,3 +3,7 @@\n \n def test_zero():\n     assert add(0, 0) == 0\n+\n+\n+def test_two():\n+    assert add(1, 1) == 2\n"
 )
 BENCH: dict[str, Any] = {
-    "instance_id": "Org__lib-1",
-    "repo": "org/lib",
-    "base_commit": "abc",
-    "problem_statement": "add subtracts",
-    "patch": FIX,
-    "test_patch": TEST_PATCH,
-    "FAIL_TO_PASS": '["tests/test_sums.py::test_two"]',
+    **{"instance_id": "Org__lib-1", "repo": "org/lib", "base_commit": "abc", "problem_statement": "add subtracts"},
+    **{"patch": FIX, "test_patch": TEST_PATCH, "FAIL_TO_PASS": '["tests/test_sums.py::test_two"]'},
     "PASS_TO_PASS": ["tests/test_sums.py::test_zero"],
 }
 FILES = {"lib/__init__.py": "", "lib/sums.py": WRONG, "tests/test_sums.py": OLD_TEST}

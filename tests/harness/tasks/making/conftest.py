@@ -136,12 +136,8 @@ def test_fine():
     assert clamp(5, high=3) == 3
 """
 FILES = {
-    "shapes/__init__.py": "",
-    "shapes/core.py": SHAPES,
-    "tests/test_core.py": TESTS,
-    "tests/test_odd.py": ODD,
-    "README.md": "# shapes\n",
-    "setup.py": "raise SystemExit('nobody runs me')\n",
+    **{"shapes/__init__.py": "", "shapes/core.py": SHAPES, "tests/test_core.py": TESTS, "tests/test_odd.py": ODD},
+    **{"README.md": "# shapes\n", "setup.py": "raise SystemExit('nobody runs me')\n"},
 }
 LEAKS = {
     ".git/HEAD": "ref: refs/heads/main\n",
