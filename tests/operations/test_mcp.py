@@ -104,13 +104,14 @@ def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:
     assert (tmp_path / "f.py").read_text() == "x = 1\n"
 
 
-def test_a_reader_gets_no_argument_that_names_a_file_to_write() -> None:
-    """What `FILE`, `CSV` or `DIR` an argument names is read, or its flag is among WRITERS."""
+def test_a_reader_gets_no_argument_that_names_a_file_to_write_or_tasks_to_execute() -> None:
+    """What `FILE`, `CSV`, `DIR` or `FOLDER` an argument names is read, or its flag is among WRITERS."""
     named = {
         flag: options["metavar"]
         for name in READS
         for (flag, *_), options in COMMANDS[name].arguments
-        if flag not in WRITERS and options.get("metavar") in ("FILE", "CSV", "DIR", "NEW")
+        if flag not in WRITERS
+        and options.get("metavar") in ("FILE", "CSV", "DIR", "NEW", "FOLDER", "TASKS|MODULE:CLASS")
     }
     assert named == {"--durations": "CSV", "--measured": "FILE", "--runs": "DIR"}
 
