@@ -31,6 +31,7 @@ from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.recipe.report import hosts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services import inference
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import Updates
@@ -39,6 +40,7 @@ from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore, folder
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
 
@@ -235,6 +237,48 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, deaths: Deaths):
 
 
 @pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
+def test_a_trainer_that_died_with_its_engines_between_two_batches_is_made_again(begun, monkeypatch: pytest.MonkeyPatch):
+    """Its last version was not published yet, so no engine could begin, and no batch would call the trainer."""
+    run, settings = begun("host", {"services.ahead": 0, "services.bound": 0, "rl.steps": 6})
+    publish, unwritten, lines = Publisher.publish, list[int](), list[str]()
+
+    def not_yet_written(publisher: Publisher, version: int, *values: Any) -> Any:
+        if version == 4 and not unwritten:
+            unwritten.append(version)
+            return None
+        return publish(publisher, version, *values)
+
+    def host_dies(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "update" and values[0] == 4 and len(unwritten) == 1:
+            unwritten.append(-1)
+            for name, service in actors.made.items():
+                service.dead |= name.startswith(("trainer", "engine"))
+            remote.require_alive()
+        return no_fault(remote, method, values)
+
+    monkeypatch.setattr(Publisher, "publish", not_yet_written)
+    monkeypatch.setattr(inference, "APPEARS_S", patience(3.0))
+    actors = Threads(host_dies)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        actors.close()
+    assert unwritten == [4, -1] and any("resuming from step" in line for line in lines), lines
+    assert_whole(run, info)
+
+
+def test_an_engine_that_begins_with_other_weights_than_the_trainer_made_ends_the_run(begun):
+    deaths = Deaths(update={1})
+
+    def impostor(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        reply = deaths(remote, method, values)
+        return "0" * 64 if method == "first_hash" and remote.values[2] > 0 else reply
+
+    run, settings = begun("impostor", {"services.ahead": 1, "services.bound": 2})
+    with pytest.raises(RunStopped, match=r"runs 000000000000 as version \d+, .*services.store"):
+        go(run, settings, Threads(impostor))
+
+
 def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
     begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
 ):
