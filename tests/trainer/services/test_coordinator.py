@@ -39,7 +39,7 @@ from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
-from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.manifest import DamagedVersion, state_hash
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore, folder
 from tests.trainer.recipe.test_recipe import MICRO as WHOLE
@@ -236,21 +236,20 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, deaths: Deaths):
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
 def test_a_trainer_that_died_with_its_engines_between_two_batches_is_made_again(begun, monkeypatch: pytest.MonkeyPatch):
     """Its last version was not published yet, so no engine could begin, and no batch would call the trainer."""
     run, settings = begun("host", {"services.ahead": 0, "services.bound": 0, "rl.steps": 6})
-    publish, unwritten, lines = Publisher.publish, list[int](), list[str]()
+    publish, unwritten, dead, lines = Publisher.publish, threading.Event(), threading.Event(), list[str]()
 
     def not_yet_written(publisher: Publisher, version: int, *values: Any) -> Any:
-        if version == 4 and not unwritten:
-            unwritten.append(version)
-            return None
+        if version == 4 and not unwritten.is_set():
+            return unwritten.set()
         return publish(publisher, version, *values)
 
     def host_dies(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
-        if method == "update" and values[0] == 4 and len(unwritten) == 1:
-            unwritten.append(-1)
+        if method == "update" and values[0] == 4 and not dead.is_set():
+            unwritten.wait()
+            dead.set()
             for name, service in actors.made.items():
                 service.dead |= name.startswith(("trainer", "engine"))
             remote.require_alive()
@@ -263,7 +262,7 @@ def test_a_trainer_that_died_with_its_engines_between_two_batches_is_made_again(
         info = Coordinator(run, settings, actors, lines.append).go()
     finally:
         actors.close()
-    assert unwritten == [4, -1] and any("resuming from step" in line for line in lines), lines
+    assert dead.is_set() and any("resuming from step" in line for line in lines), lines
     assert_whole(run, info)
 
 
@@ -279,6 +278,7 @@ def test_an_engine_that_begins_with_other_weights_than_the_trainer_made_ends_the
         go(run, settings, Threads(impostor))
 
 
+@pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
 def test_a_lost_machine_s_run_goes_on_elsewhere_though_its_store_lists_nothing(
     begun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int
 ):
@@ -474,10 +474,60 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     assert not (tmp_path / "refused").exists()
 
 
-def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
-    run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
-    with pytest.raises(RunStopped, match="services.deaths"):
-        go(run, settings, Threads(Deaths(work={*range(99)})))
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("work", "so did 2 before it: .*services.deaths"), ("learn", "died 3 times at one batch: .*services.deaths")],
+)
+def test_services_that_die_again_and_again_end_the_run(begun, method: str, message: str):
+    run, settings = begun(method, {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+    with pytest.raises(RunStopped, match=message):
+        go(run, settings, Threads(Deaths(**{method: {*range(99)}})))
+
+
+def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_out(begun):
+    """The engine's thread ends by an error, as of its GPU, while its process lives."""
+    run, settings = begun("failing", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.evaluate_every": 2})
+    lines, failed = list[str](), list[str]()
+
+    def breaks() -> None:
+        raise RuntimeError("out of order")
+
+    def fail(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "look":
+            raise DamagedVersion("a bit is wrong")
+        if method == "exchange" and values[1] and not failed:
+            failed.append(remote.name)
+            remote.service.policy.step = breaks
+        return no_fault(remote, method, values)
+
+    actors = Threads(fail)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        actors.close()
+    assert any("out of order" in line and line.endswith("made again") for line in lines), lines
+    assert "evaluation: a bit is wrong" in lines
+    assert_whole(run, info)
+
+
+def test_an_engine_whose_version_does_not_come_drains_while_others_run_it(begun):
+    waiting = threading.Event()
+
+    def slow_link(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "update" and remote.name == "engine-2":
+            waiting.wait(patience(120.0))
+        return no_fault(remote, method, values)
+
+    changes = {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "services.hang_s": patience(3.0)}
+    run, settings = begun("slow", changes)
+    lines, actors = list[str](), Threads(slow_link)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        waiting.set()
+        actors.close()
+    assert any(line.startswith("engine-2 drains: no version after 0 within") for line in lines), lines
+    assert_whole(run, info)
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
