@@ -88,7 +88,8 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
         tokens_per_rank = (
             tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + max(row, s.limits.tokens))
         )
-        load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
+        joint = any((s.midtrain.draft_weight, s.extend.draft_weight, s.sft.draft_weight))
+        load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again, draft=joint)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 

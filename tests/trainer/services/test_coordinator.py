@@ -1,6 +1,5 @@
 """Asynchronous RL on threads of one process: what it promises of batches, versions, faults and resuming."""
 
-import asyncio
 import json
 import shutil
 import socket
@@ -42,22 +41,20 @@ from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import DamagedVersion, state_hash
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore, folder
-from tests.trainer.recipe.test_recipe import MICRO as WHOLE
+from tests.conftest import MICRO as WHOLE
 
 pytestmark = pytest.mark.whole
 MICRO: dict[str, Any] = WHOLE | {
-    "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
-    **{"data.rl_tasks": 40, "data.heldout_tasks": 8, "data.tune_tasks": 4, "ranks": 1, "services.engines": 2},
-    **{"rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
+    **{"ranks": 1, "services.engines": 2, "rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
 }
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def loop(micro_run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of the plain loop."""
-    folder = tmp_path_factory.mktemp("loop")
-    return start_or_resume(None, override(Settings(), MICRO), runs=folder, say=lambda line: None)
+    run = fork(micro_run, override(Settings(), MICRO), runs=tmp_path_factory.mktemp("loop"))
+    return start_or_resume(run.path, say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
