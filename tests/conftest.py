@@ -35,6 +35,16 @@ TINY: dict[str, Any] = {
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
 """Settings of a run that learns next to nothing and goes through everything."""
+MICRO: dict[str, Any] = {
+    "data.code": str(ROOT / "composer_nb" / "harness"),  # read sooner than the standard library
+    "data.level": "functions", "data.rl_tasks": 40, "data.heldout_tasks": 12, "data.structure_tasks": 4,
+    "data.tune_tasks": 8, "data.demonstrations": 32, "data.mistaken_demonstrations": 16,
+    "midtrain.steps": 10, "midtrain.tokens": 256, "sft.steps": 2, "sft.tokens": 256, "services.on": False,
+    "rl.steps": 4, "rl.prompts": 2, "rl.group": 4, "rl.checkpoint_every": 1, "rl.evaluate_every": 3,
+    "eval.samples": 1, "limits.tokens": 144, "limits.turn_tokens": 24, "model.num_hidden_layers": 2,
+    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
+}  # fmt: skip
+"""Settings of a shorter one, on two ranks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,25 +65,33 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
-    """Return a finished run to be read only, which parallel test processes share; `copy_of` gives one to change."""
+def shared_run(factory: pytest.TempPathFactory, worker_id: str, name: str, values: dict[str, Any]) -> Any:
+    """Return a finished run that parallel test processes share: the first one that asks makes it."""
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
     from composer_nb.trainer.settings import Settings, override
 
-    shared = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        shared = shared.parent
-    with (shared / "tiny.lock").open("w") as lock:
+    shared = factory.getbasetemp() if worker_id == "master" else factory.getbasetemp().parent
+    with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (path := shared / "tiny-runs" / "tiny").exists():
+        if (path := shared / f"{name}-runs" / name).exists():
             if (run := open_run(path)).finished("numerics") is not None:
                 return run  # a launcher would write its log, while other processes compare what is there
             return start_or_resume(path, say=lambda line: None)
-        return start_or_resume(
-            None, override(Settings(), TINY), runs=shared / "tiny-runs", name="tiny", say=lambda line: None
-        )
+        settings = override(Settings(), values)
+        return start_or_resume(None, settings, runs=shared / f"{name}-runs", name=name, say=lambda line: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
+    """Return a finished run to be read only; `copy_of` gives one to change."""
+    return shared_run(tmp_path_factory, worker_id, "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def micro_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
+    """Return a finished run that nobody disturbed, to be read only or forked."""
+    return shared_run(tmp_path_factory, worker_id, "micro", MICRO)
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,11 @@ def test_what_learns_imports_without_ray_and_triton() -> None:
     import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton",))
 
 
+def test_a_run_without_a_mesh_does_not_import_what_meshes_need() -> None:
+    """PyTorch's sharding imports SymPy: with it, each process of a run would start three seconds later."""
+    import_all([f"{PACKAGE}.trainer.recipe", f"{PACKAGE}.trainer.services"], {"sympy", "ray"})
+
+
 def modules() -> dict[str, Path]:
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -4,7 +4,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
@@ -30,6 +30,7 @@ what they bring.
 """
 
 
+@cache
 def code_lines(source: str) -> int:
     """Return the number of lines that hold code: no blank lines, comments or docstrings."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -45,15 +46,15 @@ def code_lines(source: str) -> int:
     return len(lines - docstring_lines)
 
 
+@cache
 def sources() -> dict[str, str]:
     return {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
-    """Yield each node of syntax in the package, with its module."""
-    for name, text in sources().items():
-        for node in ast.walk(ast.parse(text)):
-            yield name, node
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Return all nodes of syntax in the package, each with its module."""
+    return [(name, node) for name, text in sources().items() for node in ast.walk(ast.parse(text))]
 
 
 def rl_graph() -> set[str]:

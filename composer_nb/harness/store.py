@@ -77,9 +77,9 @@ def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Seque
     tensors = {
         name: np.concatenate([attempt[name] for attempt in traced] or [getattr(empty, name)]) for name in _TENSORS
     }
-    with replacing(path.with_suffix(".safetensors")) as part:
+    with replacing(path.with_suffix(".safetensors"), sync=True) as part:
         save_file(tensors, part)
-    with replacing(path) as part:
+    with replacing(path, sync=True) as part:
         pq.write_table(table, part, compression="zstd")
 
 

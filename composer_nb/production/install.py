@@ -10,9 +10,10 @@ Source: "Bootstrapping Composer with autoinstall" (cursor.com/blog, 6 May 2026).
 OUT/repository/    the checkout with what was written, without .gitignore, which would hide what builds write
 OUT/packages/      what was brought, for `--packages` of other commands
 OUT/try-N/         the work of an agent
-OUT/install.json   goals, tries with outputs, and the verdict
+OUT/install.json   goals, tries with outputs, and the verdict, which is empty until there is one
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -36,7 +37,7 @@ from composer_nb.harness.tasks.runtime import MAX_PACKAGES_BYTES, PACKAGES_AT, r
 from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.production.agents import run_agent
-from composer_nb.production.checkout import read_checkout
+from composer_nb.production.checkout import Checkout, read_checkout
 from composer_nb.production.policies import equipment
 
 GOALS, TARGETS, TRIES = 10, 3, 5
@@ -115,29 +116,67 @@ def _result(box: Sandbox, command: str, variables: dict[str, str]) -> GoalResult
 def install(
     path: Path, out: Path, backend: Backend, installer: Installer, report: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """Make the commands of the checkout at `path` work, and keep the result in the new folder `out`. Return what is in
-    install.json.
+    """Make the commands of the checkout at `path` work, and keep the result in the new folder `out`, or in that of an interrupted
+    call, whose tries count. Return what is in install.json.
 
-    Raises FileNotFoundError and ValueError for an unfit repository, FileExistsError for a folder that exists, SandboxFailure.
+    Raises FileNotFoundError and ValueError for an unfit repository, FileExistsError for another folder that exists,
+    SandboxFailure.
     """
-    source = read_checkout(path)
-    read_repository(path)
-    if out.exists():
+    source, repository, record = read_checkout(path), read_repository(path), out / "install.json"
+    summary: dict[str, Any] = json.loads(record.read_text("utf-8")) if record.is_file() else {}
+    if out.exists() and summary.get("verdict") != "":
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    (out / "packages").mkdir(parents=True)
-    (out / "repository" / ".git").mkdir(parents=True)  # ends the search for ignore files of a repository around it
+    if not summary:
+        report("running the goals", "")
+        before = _begin(source, out, backend)
+        summary = {"repository": path.resolve().name, "verdict": "", "before": _rows(before), "tries": []}
+        write_json(record, summary)
+    before, tries = [GoalResult(**row) for row in summary["before"]], summary["tries"]
+    targets = [result.command for result in before if not result.passed][:TARGETS]
+    latest = [GoalResult(**row) for row in tries[-1]["results"]] if tries else before
+    while (failed := [result for result in latest if not result.passed][:TARGETS]) and len(tries) < TRIES:
+        report(f"try {len(tries) + 1} of {TRIES}", f"{len(failed)} of {len(targets)} targets fail")
+        if not (changes := installer(out, failed)):
+            break
+        for test in {*repository.tests} & {*source.files}:  # an installer may not make tests easier
+            _copy(source, test, out)
+        latest = run_goals(out, backend, targets)
+        tries.append({"changes": changes, "results": _rows(latest)})
+        write_json(record, summary)
+    after = run_goals(out, backend, [result.command for result in before]) if tries else before
+    summary |= {
+        "verdict": "discarded" if failed else "kept",
+        "goals": len(before),
+        "passed_before": sum(result.passed for result in before),
+        "passed_after": sum(result.passed for result in after),
+        "targets": targets,
+        "after": _rows(after),
+    }
+    write_json(record, summary)
+    return summary
+
+
+def _begin(source: Checkout, out: Path, backend: Backend) -> list[GoalResult]:
+    """Copy a checkout into the new folder `out`, and return the results of its goals. An error leaves no folder."""
     try:
-        for name, data in source.files.items():
+        (out / "packages").mkdir(parents=True)
+        (out / "repository" / ".git").mkdir(parents=True)  # ends the search for ignore files of a repository around it
+        for name in source.files:
             if PurePosixPath(name).name != ".gitignore":
-                _write(out / "repository", name, data, 0o755 if name in source.executable else 0o644)
-        return _tries(path.resolve().name, out, backend, installer, report)
-    except BaseException:  # the same command begins anew
+                _copy(source, name, out)
+        return run_goals(out, backend, goals(read_repository(out / "repository")))
+    except BaseException:
         shutil.rmtree(out)
         raise
 
 
-def _write(root: Path, name: str, data: bytes, mode: int) -> None:
-    """Write a file, in place of whatever an installer has put there."""
+def _rows(results: Sequence[GoalResult]) -> list[dict[str, Any]]:
+    return [asdict(result) for result in results]
+
+
+def _copy(source: Checkout, name: str, out: Path) -> None:
+    """Write a file of a checkout, in place of whatever an installer has put there."""
+    root = out / "repository"
     path = beneath(root, name)
     for entry in (path, *takewhile(lambda folder: folder != root, path.parents)):
         if entry.is_symlink() or entry.is_file():
@@ -145,43 +184,8 @@ def _write(root: Path, name: str, data: bytes, mode: int) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    path.chmod(mode)
-
-
-def _tries(
-    name: str, out: Path, backend: Backend, installer: Installer, report: Callable[[str, str], None]
-) -> dict[str, Any]:
-    repository = read_repository(out / "repository")
-    commands = goals(repository)
-    tests = {test: beneath(out / "repository", test).read_bytes() for test in repository.tests}
-    report("running the goals", "")
-    before = run_goals(out, backend, commands)
-    failed = [result for result in before if not result.passed][:TARGETS]
-    targets, tries = [result.command for result in failed], list[dict[str, Any]]()
-    while failed and len(tries) < TRIES:
-        report(f"try {len(tries) + 1} of {TRIES}", f"{len(failed)} of {len(targets)} targets fail")
-        if not (changes := installer(out, failed)):
-            break
-        for test, data in tests.items():  # an installer may not make tests easier
-            _write(out / "repository", test, data, 0o644)
-        results = run_goals(out, backend, targets)
-        tries.append({"changes": changes, "results": [asdict(result) for result in results]})
-        failed = [result for result in results if not result.passed]
-    after = run_goals(out, backend, commands) if tries else before
-    summary = {
-        "repository": name,
-        "verdict": "discarded" if failed else "kept",
-        "goals": len(commands),
-        "passed_before": sum(result.passed for result in before),
-        "passed_after": sum(result.passed for result in after),
-        "targets": targets,
-        "before": [asdict(result) for result in before],
-        "tries": tries,
-        "after": [asdict(result) for result in after],
-    }
-    write_json(out / "install.json", summary)
-    return summary
+    path.write_bytes(source.files[name])
+    path.chmod(0o755 if name in source.executable else 0o644)
 
 
 def agent_installer(policy: str, backend: str, seconds: float) -> Installer:
@@ -211,7 +215,9 @@ class ScriptedInstaller:
 
     def __init__(self, folder: Path | None = None) -> None:
         search = [str(folder)] if folder else sys.path
-        self._available = {_plain(dist.name): dist for dist in distributions(path=search) if dist.name}
+        # A library that is imported by then may have replaced the classes behind `distributions`: theirs raise for `dist.name`.
+        names = ((dist.metadata.get("Name"), dist) for dist in distributions(path=search))
+        self._available = {_plain(name): dist for name, dist in names if name}
 
     def __call__(self, out: Path, failed: Sequence[GoalResult]) -> list[str]:
         folders = own_packages(read_repository(out / "repository"))

@@ -67,6 +67,7 @@ def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
     assert "7" in capsys.readouterr().err and not (tmp_path / "v7").exists()
 
 
+@pytest.mark.whole
 def test_the_example_is_a_run_for_all_commands_that_read_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,23 @@ def test_a_repository_that_does_not_work_in_time_is_discarded(
     assert summary["verdict"] == "discarded" and len(summary["tries"]) == tries and not summary["passed_after"]
 
 
+def test_tries_of_an_interrupted_call_count(library: Path, tmp_path: Path, backend: Backend) -> None:
+    (library / "tests" / "test_name.py").chmod(0o755)
+    calls: list[int] = []
+
+    def installer(out: Path, failed: Sequence[GoalResult]) -> list[str]:
+        calls.append(len(failed))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return ["something"]
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        install(library, out, backend, installer, quiet)
+    assert len(install(library, out, backend, installer, quiet)["tries"]) == TRIES and len(calls) == TRIES + 1
+    assert (out / "repository" / "tests" / "test_name.py").stat().st_mode & 0o777 == 0o755
+
+
 def test_an_installer_cannot_make_tests_easier(library: Path, tmp_path: Path, backend: Backend) -> None:
     """It rewrites a test, and has pytest skip another one."""
 

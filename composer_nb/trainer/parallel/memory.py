@@ -60,6 +60,7 @@ class RankLoad:
         microbatches: A step.
         published: Rounded weights beside the masters, as RL has.
         half: Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32.
+        draft: A draft head learns jointly (`drafts.HeadTrainer`). Each rank has all of it.
         fused: Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ.
     """
 
@@ -70,6 +71,7 @@ class RankLoad:
     published: bool = True
     recompute: bool = False
     half: bool = False
+    draft: bool = False
     fused: bool = False
 
     @property
@@ -141,7 +143,9 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     others, experts = math.ceil(s.others / mesh.fsdp), math.ceil(s.experts / (mesh.ep * mesh.expert_shard))
     mine = others + experts
     muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
-    state = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
+    trained = mine + (8 * c.hidden_size**2 + 4 * c.hidden_size) * load.draft  # a head's matrices and norms
+    optimizer = 8 * trained - 4 * muon + 4 * mine * load.published
+    state = {"weights": 4 * trained, "gradients": 4 * trained, "optimizer": optimizer}
     n = math.ceil(load.tokens / mesh.cp)
     rows = n * c.num_experts_per_tok if c.moe_layers else 0
     dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
@@ -152,7 +156,9 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     else:
         layers, again = first * dense + c.moe_layers * sparse, 0
     activations = layers + n * 2 * c.hidden_size * b
-    output = 2 * 4 * n * c.vocab_size
+    activations += 4 * n * 18 * c.hidden_size * load.draft
+    # A draft's loss has its head's log-probabilities, the model's, their difference and what these are multiplied with.
+    output = (2 + 4 * load.draft) * 4 * n * c.vocab_size
     # Weights put together for a layer and the next one, the gradients of one before they are summed, and the tables.
     gathered = b * (3 * s.layer_others + s.tables) * (mesh.fsdp > 1)
     gathered += b * 3 * s.layer_experts // mesh.ep * (mesh.expert_shard > 1)
@@ -168,7 +174,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     peak = max(
         activations + output + (n * c.hidden_size + table) * b + gathered,
         activations + again + passing * b + gathered,
-        8 * mine,  # the optimizer's step
+        8 * trained,  # the optimizer's step
         4 * max(2 * dealt + 5 * stack, 3 * dealt) * (muon > 0),
     )
     return Need(

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tokenizers import Tokenizer
-from torch.distributed.fsdp import FSDPModule
 
 from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.attempt import Agent
@@ -24,15 +23,16 @@ from composer_nb.trainer.learning.supervised import StagePlan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.checkpoint import load_sharded, restore, save, save_sharded
-from composer_nb.trainer.parallel.fsdp import on_mesh
-from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
 from composer_nb.trainer.settings import Settings
 
-AnyOptimizer = FlatOptimizer | ShardedOptimizer
+if TYPE_CHECKING:
+    from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+
+# Modules for meshes are imported where there is one: with them PyTorch imports for seconds.
+AnyOptimizer: TypeAlias = "FlatOptimizer | ShardedOptimizer"
 
 
 @dataclass(slots=True)
@@ -83,7 +83,9 @@ class Stages:
 
     def publish(self, model: Model, name: str) -> None:
         path = self.weights(name)
-        if isinstance(self.ranks, Team) and isinstance(model, FSDPModule):
+        if isinstance(self.ranks, Team) and _is_sharded(model):
+            from composer_nb.trainer.parallel.checkpoint import save_sharded
+
             save_sharded(model, self.ranks, path)
         elif self.ranks.first:
             save_pretrained(model, path, dtype=torch.bfloat16)
@@ -95,11 +97,17 @@ class Stages:
 
     def divided(self, model: Model) -> Model:
         """Return the model to train: sharded if `mesh.*` is set, else whole."""
-        return on_mesh(model, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else model
+        if not isinstance(self.ranks, Team):
+            return model
+        from composer_nb.trainer.parallel.fsdp import on_mesh
+
+        return on_mesh(model, self.ranks, self.settings.mesh)
 
     def trained(self, path: Path) -> Model:
         """Load the model to train, as `divided` returns it."""
         if isinstance(self.ranks, Team):
+            from composer_nb.trainer.parallel.checkpoint import load_sharded
+
             model = load_sharded(path, self.ranks, self.settings.mesh)
         else:
             model = load_pretrained(path).to(self.settings.mesh.device)
@@ -109,6 +117,8 @@ class Stages:
     def optimizer(self, model: Model, weight_decay: float) -> AnyOptimizer:
         model.recompute = self.settings.midtrain.recompute
         if isinstance(self.ranks, Team):
+            from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+
             return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
         return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)
 
@@ -117,7 +127,9 @@ class Stages:
         if (pointer := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
         state = _state(plan, optimizer)
-        if isinstance(optimizer, ShardedOptimizer):
+        if not isinstance(optimizer, FlatOptimizer):
+            from composer_nb.trainer.parallel.checkpoint import restore
+
             restore(state, pointer[1])
         elif saved := self.run.checkpoint(plan.stage):
             state = saved[1]
@@ -130,11 +142,13 @@ class Stages:
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
     ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        folder, sharded = f"{plan.stage}-{step:06d}.ranks", isinstance(optimizer, ShardedOptimizer)
+        folder, sharded = f"{plan.stage}-{step:06d}.ranks", not isinstance(optimizer, FlatOptimizer)
         if not (sharded or self.ranks.first):
             return
         state = _state(plan, optimizer)
         if sharded:
+            from composer_nb.trainer.parallel.checkpoint import save
+
             save(state, beneath(self.run.path / "checkpoints", folder)).result()
             self.ranks.barrier()
         if self.ranks.first:
@@ -147,6 +161,12 @@ class Stages:
             link.unlink(missing_ok=True)
             link.symlink_to(name)
         self.ranks.barrier()
+
+
+def _is_sharded(model: Model) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def stage(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

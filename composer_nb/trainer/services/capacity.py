@@ -88,7 +88,8 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
         tokens_per_rank = (
             tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + max(row, s.limits.tokens))
         )
-        load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
+        joint = any((s.midtrain.draft_weight, s.extend.draft_weight, s.sft.draft_weight))
+        load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again, draft=joint)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 
@@ -107,17 +108,22 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
         )
 
 
-def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity]) -> None:
-    """Raises ValueError unless `machines` run the same code, and have a GPU for each rank and engine where these compute on GPUs,
-    or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
-    counted."""
-    s, reference = settings, machines[0]
+def require_same_code(machines: Sequence[MachineCapacity]) -> None:
+    """Raises ValueError, which names two machines that run different code."""
+    reference = machines[0]
     for other in machines[1:]:
         if name := next((name for name in reference.code if reference.code[name] != other.code.get(name)), ""):
             raise ValueError(
                 f"services.address: {reference.name} has {name} {reference.code[name]}, {other.name} has {other.code.get(name)}; "
                 "install the same on all nodes, or attach to a cluster where it is"
             )
+
+
+def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity]) -> None:
+    """Raises ValueError unless `machines` have a GPU for each rank and engine where these compute on GPUs,
+    or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
+    counted."""
+    s = settings
     if s.mesh.gpus:
         gpus = _require_gpus(s, machines, s.meshed)
         engines = max(s.services.engines, s.services.max_engines) + s.services.standby

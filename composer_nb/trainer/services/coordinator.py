@@ -23,6 +23,7 @@ from typing import Any
 
 from composer_nb.harness.blocking import TooManyBlocked
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
@@ -49,6 +50,10 @@ from composer_nb.trainer.versions.store import VersionStore, stored_bytes
 OnReply = Callable[[Any], list[fsm.Event] | None]
 
 
+# Errors by which a service shows that it, or what it depends on, is gone.
+DEATHS = (ActorDied, TooManyBlocked, TimeoutError, ProviderFailure)
+
+
 class RunStopped(RuntimeError):
     """RL cannot continue. The message says why, and what to change."""
 
@@ -70,8 +75,9 @@ class Coordinator:
         self.pairs: dict[str, EnginePair] = {}
         # Number of pairs that are to work, by the load.
         self.engines = self.settings.services.engines
-        # Pairs made, pairs in a row that died before they were ready, and rollouts lost up to the last batch.
-        self.made = self.stillborn = self.lost = 0
+        # Pairs made, pairs in a row that died before they were ready, and since the last batch the trainer's deaths and lost
+        # rollouts.
+        self.made = self.stillborn = self.trainer_deaths = self.lost = 0
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
@@ -151,7 +157,7 @@ class Coordinator:
         self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
 
     def _make_pair(self) -> None:
-        """Start an engine and its environment worker, which is ready when its first reply comes."""
+        """Start an engine and its environment worker. The pair is ready once the engine has weights and the worker answers."""
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
         s = self.settings
@@ -160,11 +166,10 @@ class Coordinator:
         run_args = self.run.path, s.env, s.limits, s.rl.group
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
-        pair = self.pairs[name] = EnginePair(name, engine, worker, version)
+        pair = self.pairs[name] = EnginePair(name, engine, worker, version, since=time.monotonic())
         self._expect(engine.call("host"), pair, partial(self._on_engine_host, pair))
-        self._expect(engine.call("first_hash"), pair, partial(self._require_hash, name, version))
+        self._expect(engine.call("first_hash"), pair, partial(self._on_engine_ready, pair))
         self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
-        self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
 
     def _staff(self) -> list[fsm.Event]:
         """Start, join, drain and end pairs, so that `engines` work and `services.standby` are ready to take over."""
@@ -222,25 +227,46 @@ class Coordinator:
             return []  # from a pair that was given up
         try:
             result = reply.result()
-        except WeightFault as fault:
-            if not isinstance(service, EnginePair):
-                raise
-            self.say(f"{service.name} could not use a version ({fault}); it gets the weights themselves")
-            weights = self.trainer.call("tensors")
-            service.update = self._expect(weights, self.trainer, lambda version: self._update(service, *version))
-            return []
-        except (ActorDied, TooManyBlocked, TimeoutError) as error:
+        except Exception as error:
             if isinstance(service, EnginePair):
-                behind = service.state != "starting" and isinstance(error, TimeoutError)  # it still samples
-                return self._drain(service, error) if behind else self._pair_died(service, error)
-            if service is self.trainer:
-                return self._trainer_died(error)
-            self.say(f"evaluation: {error}")
-            return []
+                return self._pair_failed(service, error)
+            if service is not self.trainer:
+                self.say(f"evaluation: {error}")
+                service.kill()
+                return []
+            if not isinstance(error, DEATHS):
+                raise
+            return self._trainer_died(error)
         return on_reply(result) or []
 
+    def _pair_failed(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
+        """Give an engine the weights themselves if it cannot use the store's, drain it if a version does not come, or replace the
+        pair. Raises other errors."""
+        if isinstance(error, WeightFault):
+            self.say(f"{pair.name} could not use a version ({error}); it gets the weights themselves")
+            weights = self.trainer.call("tensors")
+            pair.update = self._expect(weights, self.trainer, lambda version: self._update(pair, *version))
+            return []
+        if not isinstance(error, DEATHS):
+            raise error
+        if pair.state == "starting" or not isinstance(error, TimeoutError):
+            return self._pair_died(pair, error)
+        self._ask_trainer()
+        return self._drain(pair, error)  # it still samples
+
+    def _ask_trainer(self) -> None:
+        """Find out whether the trainer lives and has written its versions: between two batches nothing else would show it, and
+        engines would wait."""
+        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
+
+    def _on_engine_ready(self, pair: EnginePair, weights_hash: str) -> None:
+        self._require_hash(pair.name, pair.version, weights_hash)
+        self._expect(pair.worker.call("work", [], [], 0.0), pair, partial(self._on_ready, pair))
+
     def _on_ready(self, pair: EnginePair, reports: Sequence[Report]) -> None:
-        self.stillborn, pair.state = 0, "standby"
+        self.stillborn = 0
+        if pair.state == "starting":  # else it drains
+            pair.state = "standby"
         if self.begin is None:
             self.begin = self.last = time.perf_counter()
 
@@ -279,21 +305,25 @@ class Coordinator:
         return events
 
     def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
-        self.stillborn += pair.state == "starting"
+        # While the trainer repeats batches, a version may come late.
+        self.stillborn += pair.state == "starting" and not self.orchestrator.redo
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(f"{error}; so did {self.stillborn - 1} before it: more than services.deaths allows")
         self.say(f"{error}; made again")
-        # The trainer may have died with it: between two batches nobody would notice, and engines would wait for its version.
-        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
+        self._ask_trainer()
         return [self._end(pair), *self._served()]
 
     def _trainer_died(self, error: Exception) -> list[fsm.Event]:
+        self.trainer_deaths += 1
+        if self.trainer_deaths > self.settings.services.deaths:
+            raise RunStopped(
+                f"{error}; the trainer died {self.trainer_deaths} times at one batch: more than services.deaths allows"
+            )
         self.say(f"{error}; resuming from step {self.saved}")
         self.trainer.kill()
         self.pending = {reply: call for reply, call in self.pending.items() if call[0] is not self.trainer}
         self._make_trainer()
-        self.trainer.call("at").result()
-        self.due = None
+        self.due = self.metrics = None
         return [fsm.TrainerLost(redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
     def _on_train_step(self, step: int, metrics: dict[str, Any]) -> None:
@@ -312,6 +342,7 @@ class Coordinator:
 
     def _update(self, pair: EnginePair, version: int, *tensors: Any) -> None:
         """Have an engine take a version, from the store or as its tensors."""
+        pair.update_since = time.monotonic()
         reply = pair.engine.call("update", version, *tensors)
         pair.update = self._expect(reply, pair, partial(self._on_update, pair))
 
@@ -387,7 +418,7 @@ class Coordinator:
                 self.journal.save(self.orchestrator.snapshot())
         self.records.clear()
         if any(isinstance(event, fsm.Trained) for event in events):
-            self.finished.remove_others(self.orchestrator.groups)
+            self.finished.remove_others(self.orchestrator.groups, below=self.orchestrator.next_slot)
         for command in commands:
             self._carry_out(command)
         for pair in self.pairs.values():
@@ -421,10 +452,22 @@ class Coordinator:
                 self._update(pair, newest)
 
     def _end_hung(self) -> None:
+        """End pairs whose worker is silent, drain those whose version does not come, and name those that do not begin."""
+        newest = max((pair.version for pair in self.pairs.values() if pair.state == "working"), default=0)
+        now, hang_s = time.monotonic(), self.settings.services.hang_s
         for pair in list(self.pairs.values()):
-            if pair.work in self.pending and time.monotonic() - pair.since > self.settings.services.hang_s:
-                died = ActorDied(f"{pair.name} said nothing for {self.settings.services.hang_s:g} s (services.hang_s)")
+            is_behind = pair.state == "working" and pair.version < newest and pair.update in self.pending
+            if pair.work in self.pending and now - pair.since > hang_s:
+                died = ActorDied(f"{pair.name} said nothing for {hang_s:g} s (services.hang_s)")
                 self._handle(self._pair_died(pair, died))
+            elif is_behind and now - pair.update_since > hang_s:
+                late = f"no version after {pair.version} within {hang_s:g} s (services.hang_s)"
+                self._handle(self._drain(pair, late))
+            elif pair.state == "starting" and now - pair.since > hang_s:
+                pair.since = now
+                self.say(
+                    f"{pair.name} has waited {hang_s:g} s for a node (up --roles, services.engines) or for its weights"
+                )
 
     # The loop's services
 
@@ -497,6 +540,7 @@ class Coordinator:
         self.train_s += train_s
         if step == self.orchestrator.version:
             # otherwise it was recorded before the trainer returned to its checkpoint
+            self.trainer_deaths = 0
             wall_s, self.last = time.perf_counter() - self.last, time.perf_counter()
             # Unknown for rollouts from before a restart.
             rollout_seconds = [self.rollout_seconds.pop(name, None) for name in self.train.rollouts]
@@ -519,8 +563,8 @@ class Coordinator:
         """Wait for evaluations and checkpoints, publish the last versions and close the journal; return the stage's results."""
         while replies := [reply for reply, (service, _) in self.pending.items() if not isinstance(service, EnginePair)]:
             for reply in wait(replies, return_when=FIRST_COMPLETED).done:
-                if reply in self.pending:  # else its service has just been found dead
-                    self._on_reply(reply)
+                if reply in self.pending and self._on_reply(reply):  # else its service has just been found dead
+                    raise ActorDied("the trainer died at the end, and repeats its last batches")
         self._handle([])
         self._on_state(self.trainer.call("state").result())
         version = self.orchestrator.version * self.per_step

@@ -41,9 +41,10 @@ class EnginePair:
 
     Attributes:
         version: Version that the engine serves.
-        state: `standby` from the worker's first answer; `working` while it gets rollouts; `draining` when it gets no more.
-        work: The worker's next reports, asked for at the time `since`.
-        update: The engine's next version.
+        state: `standby` once the engine has weights and the worker answers; `working` while it gets rollouts; `draining` when it
+            gets no more.
+        work: The worker's next reports, asked for at the time `since`, at first the time at which the pair was made.
+        update: The engine's next version, asked for at the time `update_since`.
         engine_host: Name of the engine's host, once it has answered; `worker_host` is the worker's.
     """
 
@@ -55,6 +56,7 @@ class EnginePair:
     work: Future[Any] | None = None
     since: float = 0.0
     update: Future[Any] | None = None
+    update_since: float = 0.0
     start: list[tuple[Dispatch, Task]] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
     engine_host: str = ""

@@ -5,6 +5,7 @@ An environment worker packs a rollout and writes it before it reports its end, s
 reported. A batch takes over the packed rollouts as they are (`records/batches.py`).
 """
 
+import math
 from collections.abc import Container, Iterable
 from functools import partial
 from pathlib import Path
@@ -48,11 +49,11 @@ class FinishedRollouts:
         keys = [name.removesuffix(SUFFIX).split("-") for name in names if name.endswith(SUFFIX)]
         return {(int(slot), int(attempt), int(member)) for slot, attempt, member in keys}
 
-    def remove_others(self, slots: Container[int]) -> None:
-        """Remove the rollouts of all other slots, which are trained, and in the file of their step, replaced,
-        or left over at the end."""
+    def remove_others(self, slots: Container[int], below: float = math.inf) -> None:
+        """Remove the rollouts of all other slots below a number, which are trained, and in the file of their step, replaced, or
+        left over at the end. Slots above are another coordinator's, if the run goes on elsewhere."""
         for name in self.names():
-            if name[0] not in slots:
+            if name[0] not in slots and name[0] < below:
                 self._store.patiently(partial(self._store.remove_file, _file(name)))
 
 

@@ -170,8 +170,13 @@ class Inference(Shared):
         In lockstep the engine pauses between two calls.
 
         Raises what the engine raises, and ProviderFailure when it has ended."""
-        if self.lockstep:
-            return self.advance(*requests)
+        try:
+            return self.advance(*requests) if self.lockstep else self._exchange(client, requests)
+        except Exception:
+            self.check()
+            raise
+
+    def _exchange(self, client: str, requests: Sequence[Request]) -> list[Completion | ProviderFailure]:
         ended, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
         answers = self.start(*requests)
         under_way |= {*answers}

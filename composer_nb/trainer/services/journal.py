@@ -42,8 +42,8 @@ class Journal:
     def __init__(self, run: RunDir) -> None:
         self._db = run.connect()
         self._db.isolation_level = None
-        # Transactions survive the death of any process; a power failure may lose the last ones.
-        self._db.execute("PRAGMA synchronous=NORMAL")
+        # Transactions survive a power failure, as published versions do, which must not be made again of other batches.
+        self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
         self._planned: list[tuple[int, Mapping[str, Any]]] = []
 

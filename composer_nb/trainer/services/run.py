@@ -11,7 +11,7 @@ from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal
 from composer_nb.trainer.records.rundir import RunDir, full_disk
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.actors import ActorDied, RayActors
-from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
+from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl, require_same_code
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.head import held
 from composer_nb.trainer.settings import from_dict
@@ -64,8 +64,11 @@ def main(arguments: list[str]) -> None:
     try:
         coordinator = Coordinator(run, settings, actors, say)
         coordinator.push()  # before nodes look for their inputs
-        if address and not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
-            require_room_for_rl(settings, machines_of_cluster(run.path, settings.services.store))
+        if address:
+            machines = machines_of_cluster(run.path, settings.services.store)
+            require_same_code(machines)
+            if not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
+                require_room_for_rl(settings, machines)
         info = coordinator.go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)

@@ -17,6 +17,7 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -129,12 +130,12 @@ def local_run(run: Path, store: str = "", weights: bool = False) -> Path:
             f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
             "under the same path; or set services.store, and start the nodes with composer-nb up --join"
         )
-    folder = Path(node, run.name)
-    _fetch(
-        _store_of(run.name, store),
-        folder,
-        lambda name: name in INPUTS or (weights and name.startswith("weights/start/")),
-    )
+    folder, source = Path(node, run.name), _store_of(run.name, store)
+
+    def is_input(name: str) -> bool:
+        return name in INPUTS or (weights and name.startswith("weights/start/"))
+
+    source.patiently(partial(_fetch, source, folder, is_input))
     return folder
 
 
@@ -145,7 +146,8 @@ def restore(run: str, runs: Path) -> Path:
     path, part = beneath(runs, name), beneath(runs, f"{name}.part")
     if path.exists():
         raise ValueError(f"{path} is there: resume it, or give another folder by --runs")
-    _fetch(_store_of(name, store), part, lambda file: True)
+    source = _store_of(name, store)
+    source.patiently(partial(_fetch, source, part, lambda file: True))
     part.rename(path)
     point(beneath(runs, re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name)), path)
     return path

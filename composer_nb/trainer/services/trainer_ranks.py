@@ -25,9 +25,7 @@ from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.models.companions import read_companions
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.checkpoint import load_sharded, published_share, restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
-from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import PATIENCE, Team, interface_of, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import shards
@@ -61,7 +59,8 @@ class TrainerRank:
         self._saving: Future[dict[str, PayloadFile]] | None = None
 
     def host(self) -> str:
-        """Return the name of this host."""
+        """Return the name of this host. Raises the error of publishing an earlier version."""
+        self._background.check()
         return socket.gethostname()
 
     def meet(self) -> str:
@@ -102,6 +101,9 @@ class TrainerRank:
 
     def _join(self, address: str, checkpoint: tuple[int, str, Mapping[str, PayloadFile]] | None) -> dist.ProcessGroup:
         """Join the other ranks, and load this one's share of the model. Return the group of their publishers."""
+        from composer_nb.trainer.parallel.checkpoint import restore
+        from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+
         s = self._settings
         host, _, port = address.rpartition(":")
         # By default gloo takes the address that the host's name resolves to, which may be the loopback.
@@ -134,13 +136,18 @@ class TrainerRank:
         return dist.new_group(backend="gloo")
 
     def _load(self, team: Team) -> Model:
+        from composer_nb.trainer.parallel.checkpoint import load_sharded
+
         model = load_sharded(self._run / "weights" / "start", team, self._settings.mesh)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         return model
 
     def _weights(self) -> Mapping[str, Tensor]:
-        model = self._learner.model
-        return published_share(model, self._team) if self._team else published(model)
+        if self._team is None:
+            return published(self._learner.model)
+        from composer_nb.trainer.parallel.checkpoint import published_share
+
+        return published_share(self._learner.model, self._team)
 
     def at(self) -> int:
         """Return the number of batches learned."""
@@ -189,6 +196,8 @@ class TrainerRank:
         and return the name of its folder, which is complete once `saved` has returned on all ranks."""
         if self._team is None:
             return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
+        from composer_nb.trainer.parallel.checkpoint import save
+
         self.saved()
         name = f"rl-{self.step:06d}.ranks"
         if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it

@@ -316,6 +316,10 @@ class BackgroundPublisher:
 
         self._under_way.append(self._pool.submit(work))
 
+    def check(self) -> None:
+        """Raise the error of an earlier version."""
+        self._settle(DEPTH)
+
     def close(self) -> None:
         """Wait until everything is published, end the thread, and raise the first error."""
         self._pool.shutdown()

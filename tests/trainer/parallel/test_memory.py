@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.cli import main
+from composer_nb.trainer.drafts import HeadTrainer, new_head
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
@@ -75,11 +77,18 @@ HEAVY = GROUPED | {"vocab_size": 2048, "hidden_size": 256, "num_experts": 16, "m
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows", "optimizer", "recompute"),
-    [(GROUPED, 8, "adamw", False), (GROUPED, 8, "muon", True), (LATENT, 4, "adamw", False), (HEAVY, 1, "adamw", False)],
-    ids=["activations", "recomputed", "latent", "weights"],
+    ("sizes", "rows", "load"),
+    [
+        (GROUPED, 8, RankLoad()),
+        (GROUPED, 8, RankLoad(optimizer="muon", recompute=True)),
+        (LATENT, 4, RankLoad()),
+        (HEAVY, 1, RankLoad()),
+        (GROUPED | {"vocab_size": 4096}, 8, RankLoad(draft=True)),
+        (HEAVY, 1, RankLoad(draft=True)),
+    ],
+    ids=["activations", "recomputed", "latent", "weights", "draft's output", "draft's weights"],
 )
-def test_the_peak_is_above_the_state_and_below_the_estimate(sizes: dict[str, Any], rows, optimizer, recompute: bool):
+def test_the_peak_is_above_the_state_and_below_the_estimate(sizes: dict[str, Any], rows: int, load: RankLoad):
     c, length = ModelConfig(**sizes), 256
     random = np.random.default_rng(0)
     ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
@@ -87,14 +96,15 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(sizes: dict[str, Any
 
     def two_steps() -> object:
         model = Model(c)
-        model.recompute = recompute
-        flat_optimizer = FlatOptimizer(model, OptimizerSettings(name=optimizer), published=torch.bfloat16)
+        model.recompute = load.recompute
+        flat_optimizer = FlatOptimizer(model, OptimizerSettings(name=load.optimizer), published=torch.bfloat16)
+        head = HeadTrainer(model, new_head(model, 0), weight=0.1) if load.draft else None
         for _ in range(2):
-            train_step(model, data, flat_optimizer, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
-        return flat_optimizer
+            train_step(model, data, flat_optimizer, Ranks(), lr=1e-3, balance=1e-3, clip=1.0, beside=head)
+        return flat_optimizer, head
 
-    load = RankLoad(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
-    require_bounds(estimate(c, Mesh(), load), measured_peak(two_steps))
+    need = estimate(c, Mesh(), replace(load, tokens=rows * length, longest=length))
+    require_bounds(need, measured_peak(two_steps))
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))

@@ -27,8 +27,7 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, from_dict, override
 from composer_nb.views.report import pictures
-from tests.conftest import ROOT, TINY
-from tests.trainer.recipe.test_recipe import MICRO
+from tests.conftest import MICRO, ROOT, TINY
 
 
 @pytest.mark.whole

@@ -20,7 +20,6 @@ from composer_nb.harness.environment import carried
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
-from composer_nb.trainer import settings as config
 from composer_nb.trainer.models.companions import read_companions, template, token_ids
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
@@ -28,16 +27,7 @@ from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.views.report import pictures
-
-MICRO: dict[str, Any] = {
-    "data.code": str(Path(config.__file__).parents[1] / "harness"),  # read sooner than the standard library
-    "data.level": "functions", "data.rl_tasks": 24, "data.heldout_tasks": 12, "data.structure_tasks": 4,
-    "data.tune_tasks": 8, "data.demonstrations": 32, "data.mistaken_demonstrations": 16,
-    "midtrain.steps": 10, "midtrain.tokens": 256, "sft.steps": 2, "sft.tokens": 256, "services.on": False,
-    "rl.steps": 4, "rl.prompts": 2, "rl.group": 4, "rl.checkpoint_every": 1, "rl.evaluate_every": 3,
-    "eval.samples": 1, "limits.tokens": 144, "limits.turn_tokens": 24, "model.num_hidden_layers": 2,
-    "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
-}  # fmt: skip
+from tests.conftest import MICRO
 
 pytestmark = pytest.mark.whole
 WEIGHTS = ("midtrained", "start", "final")
@@ -71,36 +61,29 @@ def same(first: RunDir, second: RunDir) -> None:
     assert weights(first) == weights(second)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run on two ranks that nobody disturbed."""
-    settings = override(Settings(), MICRO)
-    return start_or_resume(None, settings, runs=tmp_path_factory.mktemp("whole"), say=quiet)
-
-
-def test_every_task_is_trained_on_once_and_every_token_is_accounted_for(whole: RunDir) -> None:
-    rows = [row for name, part in sampled(whole).items() if name.startswith("rl_") for row in part]
+def test_every_task_is_trained_on_once_and_every_token_is_accounted_for(micro_run: RunDir) -> None:
+    rows = [row for name, part in sampled(micro_run).items() if name.startswith("rl_") for row in part]
     tasks = [row["task_id"] for row in rows]
     assert len(set(tasks)) == 4 * 2 and all(tasks.count(task) == 4 for task in tasks)
     written = sum(sum(value != 0.0 for value in row["logprob"]) for row in rows)
-    assert sum(whole.ledger().values()) == sum(step["sampled"] for step in whole.steps("rl")) >= written > 0
-    assert len(set(weights(whole).values())) == len(WEIGHTS), "each stage has learnt something"
+    assert sum(micro_run.ledger().values()) == sum(step["sampled"] for step in micro_run.steps("rl")) >= written > 0
+    assert len(set(weights(micro_run).values())) == len(WEIGHTS), "each stage has learnt something"
 
 
-def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
-    start_or_resume(whole.path, say=quiet)
+def test_a_complete_run_returns_at_once_and_changes_nothing(micro_run: RunDir) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (micro_run.path / "weights").rglob("*")}
+    start_or_resume(micro_run.path, say=quiet)
     with pytest.raises(ValueError, match="other settings"):
-        start_or_resume(whole.path, override(Settings(), MICRO | {"seed": 9}), say=quiet)
-    assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+        start_or_resume(micro_run.path, override(Settings(), MICRO | {"seed": 9}), say=quiet)
+    assert before == {path: path.stat().st_mtime_ns for path in (micro_run.path / "weights").rglob("*")}
     for name in ("base", *WEIGHTS, "before_final"):
-        files = read_companions(whole.path / "weights" / name)
+        files = read_companions(micro_run.path / "weights" / name)
         end = Tokenizer.from_str(files["tokenizer.json"].decode()).token_to_id("<|end|>")
         assert token_ids(files)["eos_token_id"] == end and files["chat_template.jinja"] == template("compact")
-        assert json.loads((whole.path / "weights" / name / "config.json").read_text())["eos_token_id"] == end
+        assert json.loads((micro_run.path / "weights" / name / "config.json").read_text())["eos_token_id"] == end
 
 
-def test_killed_at_three_random_points_it_is_the_same_run(whole: RunDir, tmp_path: Path) -> None:
+def test_killed_at_three_random_points_it_is_the_same_run(micro_run: RunDir, tmp_path: Path) -> None:
     run = create(tmp_path, "killed")
     write_json(run.path / "settings.json", to_dict(override(Settings(), MICRO)))
     write_json(run.path / "provenance.json", {})
@@ -117,29 +100,29 @@ def test_killed_at_three_random_points_it_is_the_same_run(whole: RunDir, tmp_pat
         process.wait()
         _, alive = psutil.wait_procs(family, timeout=patience(10))
         assert not alive, f"left behind: {alive}"
-    same(start_or_resume(run.path, say=quiet), whole)
+    same(start_or_resume(run.path, say=quiet), micro_run)
     assert not list(run.path.rglob("*.part*"))
 
 
-def test_a_fork_shares_what_came_before_rl(whole: RunDir, tmp_path: Path) -> None:
+def test_a_fork_shares_what_came_before_rl(micro_run: RunDir, tmp_path: Path) -> None:
     settings = override(Settings(), MICRO | {"control_steps": 2, "services.on": True})
-    forked = start_or_resume(fork(whole, settings, runs=tmp_path, name="control").path, say=quiet)
+    forked = start_or_resume(fork(micro_run, settings, runs=tmp_path, name="control").path, say=quiet)
     assert forked.finished("eval_control") is not None and forked.finished("rl") is None
     with pytest.raises(ValueError, match="a fork cannot change seed"):
-        fork(whole, override(settings, {"seed": 5}), runs=tmp_path, name="other")
+        fork(micro_run, override(settings, {"seed": 5}), runs=tmp_path, name="other")
 
 
-def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(whole: RunDir, tmp_path: Path) -> None:
+def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(micro_run: RunDir, tmp_path: Path) -> None:
     skipped = dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
-    values = {"ranks": 1, "rl.steps": 1, "model.start": str(whole.path / "weights" / "start")}
+    values = {"ranks": 1, "rl.steps": 1, "model.start": str(micro_run.path / "weights" / "start")}
     run = start_or_resume(None, override(Settings(), MICRO | values | skipped), runs=tmp_path, say=quiet)
     report = build_report(run)
     assert report["complete"] and report["train"]["steps"] == 1 and not run.steps("midtrain")
     names = ("base", "midtrained", "start")
     assert {(run.path / "weights" / name / "model.safetensors").read_bytes() for name in names} == {
-        weights(whole)["start"]
+        weights(micro_run)["start"]
     }
-    tokenizers = (run.path / "data" / "tokenizer.json", whole.path / "weights" / "start" / "tokenizer.json")
+    tokenizers = (run.path / "data" / "tokenizer.json", micro_run.path / "weights" / "start" / "tokenizer.json")
     assert len({file.read_bytes() for file in tokenizers}) == 1
     assert carried(run.path / "weights" / "start", "qwen").limits == from_dict(run.settings()).limits
     scores = [{**report["eval"][name], "same_as": ""} for name in names]
@@ -149,9 +132,9 @@ def test_rl_alone_from_a_checkpoint_keeps_scores_and_weights_under_all_names(who
     assert report["gain"]["from"] == "midtrained" and len(pictures(run)) > 5
 
 
-def test_own_tasks_go_round_and_no_prompt_counts_twice(whole: RunDir, tmp_path: Path) -> None:
-    save_tasks(load_tasks(whole.path / "data" / "rl.jsonl")[:8], tmp_path / "tasks.jsonl")
-    out, model = tmp_path / "runs" / "mine", whole.path / "weights" / "start"
+def test_own_tasks_go_round_and_no_prompt_counts_twice(micro_run: RunDir, tmp_path: Path) -> None:
+    save_tasks(load_tasks(micro_run.path / "data" / "rl.jsonl")[:8], tmp_path / "tasks.jsonl")
+    out, model = tmp_path / "runs" / "mine", micro_run.path / "weights" / "start"
     words = ["rl", "--model", str(model), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out)]
     names = ("rl.steps", "rl.group", "rl.prompts", "rl.checkpoint_every", "limits.tokens", "limits.turn_tokens")
     dotted = {name: MICRO[name] for name in names} | {"ranks": 1, "services.on": False, "eval.samples": 1}
@@ -167,21 +150,24 @@ def test_own_tasks_go_round_and_no_prompt_counts_twice(whole: RunDir, tmp_path: 
     assert cli.main(words) == 0 and out.resolve() == run.path, "the same command goes on with its run"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk that is small enough to fill")
-def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(whole: RunDir, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_clear_line_and_the_run_goes_on_when_there_is_room(
+    micro_run: RunDir, tmp_path: Path
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
     try:
-        run = fork(whole, from_dict(whole.settings()), runs=disk, name="tour")
+        run = fork(micro_run, from_dict(micro_run.settings()), runs=disk, name="tour")
         free = shutil.disk_usage(disk).free
         (disk / "other").write_bytes(bytes(free - (1 << 20)))
         with pytest.raises(RunFailed, match="the disk is full: free some space"):
             start_or_resume(run.path, say=quiet)
         (disk / "other").unlink()
         start_or_resume(run.path, say=quiet)
-        assert run.ledger() == whole.ledger() and weights(run) == weights(whole)
+        assert run.ledger() == micro_run.ledger() and weights(run) == weights(micro_run)
     finally:
         subprocess.run(["umount", str(disk)], check=True)

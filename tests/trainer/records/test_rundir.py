@@ -38,6 +38,8 @@ def test_a_damaged_finished_rollout_is_named(run: RunDir):
     (run.path / "rollouts" / "finished" / "3-1-0.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"finished/3-1-0\.safetensors: a stored attempt is damaged"):
         finished.load((3, 1, 0), SimpleNamespace(id="t"))  # type: ignore[arg-type]
+    finished.remove_others((), below=3)  # of a later slot: another coordinator's
+    assert finished.names() == {(3, 1, 0)}
     finished.remove_others(())
     assert not finished.names()
 

@@ -1,6 +1,5 @@
 """Asynchronous RL on threads of one process: what it promises of batches, versions, faults and resuming."""
 
-import asyncio
 import json
 import shutil
 import socket
@@ -31,6 +30,7 @@ from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.recipe.report import hosts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services import inference
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import Updates
@@ -38,24 +38,23 @@ from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
-from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.manifest import DamagedVersion, state_hash
+from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore, folder
-from tests.trainer.recipe.test_recipe import MICRO as WHOLE
+from tests.conftest import MICRO as WHOLE
 
 pytestmark = pytest.mark.whole
 MICRO: dict[str, Any] = WHOLE | {
-    "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
-    **{"data.rl_tasks": 40, "data.heldout_tasks": 8, "data.tune_tasks": 4, "ranks": 1, "services.engines": 2},
-    **{"rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
+    **{"ranks": 1, "services.engines": 2, "rl.minibatches": 2, "rl.checkpoint_every": 2, "rl.evaluate_every": 0},
 }
 IN_STEP = {"services.ahead": 0, "services.bound": 0, "services.engines": 1, "services.lockstep": True}
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def loop(micro_run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of the plain loop."""
-    folder = tmp_path_factory.mktemp("loop")
-    return start_or_resume(None, override(Settings(), MICRO), runs=folder, say=lambda line: None)
+    run = fork(micro_run, override(Settings(), MICRO), runs=tmp_path_factory.mktemp("loop"))
+    return start_or_resume(run.path, say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +231,48 @@ def test_whoever_dies_the_surviving_lineage_is_whole(begun, deaths: Deaths):
     assert all(deaths.calls[method] >= min(numbers) for method, numbers in deaths.dies.items()), "they did die"
     assert_whole(run, info)
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_trainer_that_died_with_its_engines_between_two_batches_is_made_again(begun, monkeypatch: pytest.MonkeyPatch):
+    """Its last version was not published yet, so no engine could begin, and no batch would call the trainer."""
+    run, settings = begun("host", {"services.ahead": 0, "services.bound": 0, "rl.steps": 6})
+    publish, unwritten, dead, lines = Publisher.publish, threading.Event(), threading.Event(), list[str]()
+
+    def not_yet_written(publisher: Publisher, version: int, *values: Any) -> Any:
+        if version == 4 and not unwritten.is_set():
+            return unwritten.set()
+        return publish(publisher, version, *values)
+
+    def host_dies(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "update" and values[0] == 4 and not dead.is_set():
+            unwritten.wait()
+            dead.set()
+            for name, service in actors.made.items():
+                service.dead |= name.startswith(("trainer", "engine"))
+            remote.require_alive()
+        return no_fault(remote, method, values)
+
+    monkeypatch.setattr(Publisher, "publish", not_yet_written)
+    monkeypatch.setattr(inference, "APPEARS_S", patience(3.0))
+    actors = Threads(host_dies)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        actors.close()
+    assert dead.is_set() and any("resuming from step" in line for line in lines), lines
+    assert_whole(run, info)
+
+
+def test_an_engine_that_begins_with_other_weights_than_the_trainer_made_ends_the_run(begun):
+    deaths = Deaths(update={1})
+
+    def impostor(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        reply = deaths(remote, method, values)
+        return "0" * 64 if method == "first_hash" and remote.values[2] > 0 else reply
+
+    run, settings = begun("impostor", {"services.ahead": 1, "services.bound": 2})
+    with pytest.raises(RunStopped, match=r"runs 000000000000 as version \d+, .*services.store"):
+        go(run, settings, Threads(impostor))
 
 
 @pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
@@ -430,10 +471,60 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     assert not (tmp_path / "refused").exists()
 
 
-def test_environments_that_die_at_birth_end_the_run_in_the_end(begun):
-    run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
-    with pytest.raises(RunStopped, match="services.deaths"):
-        go(run, settings, Threads(Deaths(work={*range(99)})))
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("work", "so did 2 before it: .*services.deaths"), ("learn", "died 3 times at one batch: .*services.deaths")],
+)
+def test_services_that_die_again_and_again_end_the_run(begun, method: str, message: str):
+    run, settings = begun(method, {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+    with pytest.raises(RunStopped, match=message):
+        go(run, settings, Threads(Deaths(**{method: {*range(99)}})))
+
+
+def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_out(begun):
+    """The engine's thread ends by an error, as of its GPU, while its process lives."""
+    run, settings = begun("failing", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.evaluate_every": 2})
+    lines, failed = list[str](), list[str]()
+
+    def breaks() -> None:
+        raise RuntimeError("out of order")
+
+    def fail(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "look":
+            raise DamagedVersion("a bit is wrong")
+        if method == "exchange" and values[1] and not failed:
+            failed.append(remote.name)
+            remote.service.policy.step = breaks
+        return no_fault(remote, method, values)
+
+    actors = Threads(fail)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        actors.close()
+    assert any("out of order" in line and line.endswith("made again") for line in lines), lines
+    assert "evaluation: a bit is wrong" in lines
+    assert_whole(run, info)
+
+
+def test_an_engine_whose_version_does_not_come_drains_while_others_run_it(begun):
+    waiting = threading.Event()
+
+    def slow_link(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+        if method == "update" and remote.name == "engine-2":
+            waiting.wait(patience(120.0))
+        return no_fault(remote, method, values)
+
+    changes = {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "services.hang_s": patience(3.0)}
+    run, settings = begun("slow", changes)
+    lines, actors = list[str](), Threads(slow_link)
+    try:
+        info = Coordinator(run, settings, actors, lines.append).go()
+    finally:
+        waiting.set()
+        actors.close()
+    assert any(line.startswith("engine-2 drains: no version after 0 within") for line in lines), lines
+    assert_whole(run, info)
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):

@@ -10,7 +10,13 @@ from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.services import capacity as room
-from composer_nb.trainer.services.capacity import MachineCapacity, planned_engines, require_room, require_room_for_rl
+from composer_nb.trainer.services.capacity import (
+    MachineCapacity,
+    planned_engines,
+    require_room,
+    require_room_for_rl,
+    require_same_code,
+)
 from composer_nb.trainer.settings import Settings, override, to_dict
 
 GIB = 1 << 30
@@ -49,8 +55,8 @@ def test_nodes_that_run_something_else_are_refused_by_name():
         MachineCapacity(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
     )
     with pytest.raises(ValueError, match=r"services\.address: a has composer_nb a, b has b; install the same"):
-        require_room_for_rl(Settings(), [first, second])
-    require_room_for_rl(Settings(), [first, replace(second, code=first.code)])
+        require_same_code([first, second])
+    require_same_code([first, replace(second, code=first.code)])
 
 
 def test_ranks_on_gpus_need_one_each():
