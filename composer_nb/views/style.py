@@ -22,6 +22,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#8a8a8a", "#8a8a8a33"
+# Of series whose names do not decide their colours.
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
 # Text on the page, with a contrast above 4 on white and on JupyterLab's dark #111; text on a coloured field.
 INK, DARK = "#777777", "#222222"
 POLICY = {"base": GREY, "midtrained": SKY, "start": ORANGE, "final": BLUE, "control": PURPLE}
