@@ -198,11 +198,3 @@ def empty(text: str, width: float = 7.0) -> Picture:
     ax.axis("off")
     ax.text(0.0, 0.5, text, fontsize=10, color=INK, va="center")
     return picture
-
-
-def smooth(values: Sequence[float], window: int) -> np.ndarray:
-    """Return the mean of each value and up to `window` − 1 values before it."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    end = np.arange(1, len(values) + 1)
-    begin = np.maximum(0, end - window)
-    return (sums[end] - sums[begin]) / (end - begin)

@@ -33,6 +33,7 @@ from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.delta.codec import bits
 from composer_nb.kernels.formats.microscaling import Rule, e8m0_to_float, mx_quantize_reference
 from composer_nb.kernels.moe.routing import Replay, RoutingRule, route
+from composer_nb.labs.exercises import systems
 from composer_nb.labs.exercises.exercise import Exercise, Function
 from composer_nb.labs.rewards.judges import agreement
 from composer_nb.trainer.learning import loss
@@ -677,4 +678,4 @@ WITHIN_BOUND = Exercise(
 )
 
 
-EXERCISES = {name.lower(): exercise for name, exercise in dict(globals()).items() if isinstance(exercise, Exercise)}
+EXERCISES = {name.lower(): e for name, e in {**globals(), **vars(systems)}.items() if isinstance(e, Exercise)}
