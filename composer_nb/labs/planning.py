@@ -419,16 +419,12 @@ def grids(mesh: Mesh, experts: int) -> Picture:
 def needs(estimates: Mapping[str, Need], limit: int) -> Picture:
     """Draw GiB of one rank, one bar per estimate; the line is `limit` bytes."""
     picture, ax = style.one_panel(9.0, 1.3 + 0.45 * len(estimates))
-    start = np.zeros(len(estimates))
-    for part, color in (("weights", style.BLUE), ("gradients", style.SKY), ("optimizer", style.ORANGE)):
-        sizes = np.array([getattr(need, part) / GIB for need in estimates.values()])
-        ax.barh(list(estimates), sizes, left=start, color=color, label=part)
-        start += sizes
+    colors = {"weights": style.BLUE, "gradients": style.SKY, "optimizer": style.ORANGE, "only at the peak": style.GREY}
+    parts = {part: [getattr(need, part) / GIB for need in estimates.values()] for part in list(colors)[:3]}
     peaks = np.array([need.peak / GIB for need in estimates.values()])
-    ax.barh(list(estimates), peaks - start, left=start, color=style.GREY, label="for a moment, at the peak")
+    parts["only at the peak"] = list(peaks - np.sum(list(parts.values()), axis=0))
+    style.stacked(ax, list(estimates), parts, colors)
     ax.axvline(limit / GIB, color=style.VERMILION, linewidth=1.4, label="what a rank has")
-    ax.invert_yaxis()
-    ax.grid(axis="x", color=style.PALE)
     title(ax, "memory of a rank", "GiB")
     key(ax)
     return picture

@@ -179,6 +179,12 @@ def lines(
     return Chart(title, rows, {"height": 170, "transform": [smooth], "encoding": {"x": at}, "layer": layers})
 
 
+def scored(name: str, value: float | None, span: Sequence[float] | None, **more: Any) -> dict[str, Any]:
+    """Return a row of `bars` with the ends of its interval, which are None without one."""
+    low, high = span if span and value is not None else (None, None)
+    return {"name": name, **more, "value": value, "low": low, "high": high}
+
+
 def bars(
     title: str,
     rows: Sequence[Mapping[str, Any]],

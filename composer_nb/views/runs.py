@@ -56,9 +56,8 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
         row["solved"] = mean([value for _, value in known(status.steps[-LAST:], "solved")])
         for policy in POLICIES:
             score = status.scores.get(policy, {})
-            row |= {policy: score.get("pass_at_1"), f"{policy}_low": None, f"{policy}_high": None}
-            if "ci95" in score:
-                row[f"{policy}_low"], row[f"{policy}_high"] = score["ci95"]
+            low, high = score.get("ci95", (None, None))
+            row |= {policy: score.get("pass_at_1"), f"{policy}_low": low, f"{policy}_high": high}
         rows.append(row | values)
     fits = selector(where, {name for row in rows for name in row}, lambda row: " ".join(map(str, row.values())))
     return [row for row in rows if fits(row, row)]

@@ -178,6 +178,15 @@ def rows(ax: Axes, names: Sequence[str], **options: Any) -> Axes:
     return ax
 
 
+def stacked(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> Axes:
+    """Draw one horizontal bar per name, made of `parts` one after another."""
+    left = np.zeros(len(names))
+    for label, sizes in parts.items():
+        ax.barh(range(len(names)), sizes, left=left, color=colors[label], label=label, height=0.7)
+        left = left + np.array(sizes)
+    return rows(ax, names, fontsize=7.5)
+
+
 def note(ax: Axes, x: float, y: float, text: str, **options: Any) -> None:
     """Write a small text into a panel."""
     ax.text(x, y, text, **{"fontsize": 8.5, "color": INK, "va": "center", **options})

@@ -45,12 +45,6 @@ def of_each_run(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
     return ends(second_T[draw_DT].mean(1)) - ends(first_T[draw_DT].mean(1))
 
 
-def of_worst_cases(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
-    """The highest score of one run meets the lowest of the other, as if a task that is easy for one were hard for the other. This
-    is even wider than an unpaired interval: subtract within each resample."""
-    return ends(second_T[draw_DT].mean(1)) - ends(first_T[draw_DT].mean(1))[::-1]
-
-
 def first_less_second(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
     """The sign is wrong: a second run that solves more has a positive difference."""
     return ends((first_T - second_T)[draw_DT].mean(1))
@@ -64,7 +58,7 @@ def of_nine_tenths(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
 PAIRED_INTERVAL = Exercise(
     paired_interval,
     (*SCORES_2T, DRAWS_DT),
-    mistakes=(of_single_tasks, of_each_run, of_worst_cases, first_less_second, of_nine_tenths),
+    mistakes=(of_single_tasks, of_each_run, first_less_second, of_nine_tenths),
 )
 
 
@@ -80,27 +74,22 @@ def workspace_path(root: str, path: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def relative(root: str, whole: str, refused: bool) -> str:
-    if refused:
+def unresolved(root: str, path: str) -> str:
+    """`..` inside a path leads out as well, as in `docs/../../notes`. Resolve it before you compare: `posixpath.normpath`."""
+    whole = posixpath.join(root, path)
+    if not whole.startswith(root):
         raise ValueError
     return posixpath.relpath(whole, root)
 
 
-def unresolved(root: str, path: str) -> str:
-    """`..` inside a path leads out as well, as in `docs/../../notes`. Resolve it before you compare: `posixpath.normpath`."""
-    whole = posixpath.join(root, path)
-    return relative(root, whole, not whole.startswith(root))
-
-
 def by_letters(root: str, path: str) -> str:
     """The folder `/workspace-old` begins with the letters of `/workspace`, but does not lie in it. Inside, a `/` follows."""
-    whole = posixpath.normpath(posixpath.join(root, path))
-    return relative(root, whole, not whole.startswith(root))
+    return unresolved(root, posixpath.normpath(posixpath.join(root, path)))
 
 
 def without_dots(root: str, path: str) -> str:
     """This refuses every `..`, but `docs/../README.md` stays inside. Judge where a path ends."""
-    return relative(root, workspace_path(root, path), ".." in path)
+    return workspace_path(root, "/" if ".." in path else path)
 
 
 def always_below(root: str, path: str) -> str:

@@ -260,9 +260,8 @@ def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -
     *befores, after = (solved_by_task(run, name + suffix, 12) for name in (*baselines, "final"))
     gains = {name: _paired(before, after) for name, before in zip(baselines, befores, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())
-    gain_by_task = gains[over]
-    mean_gain, task_count = float(gain_by_task.mean()), len(gain_by_task)
-    return {"over": over, "gain": mean_gain, "ci95": bootstrap(gain_by_task, 0), "n_tasks": task_count}
+    gain = gains[over]
+    return {"over": over, "gain": float(gain.mean()), "ci95": bootstrap(gain, 0), "n_tasks": len(gain)}
 
 
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
