@@ -210,11 +210,14 @@ def pass_hat_k(n: int, passed: int, k: int) -> float:
     return comb(passed, k) / comb(n, k)
 
 
+def resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return the means of 2,000 resamples."""
+    return np.asarray(np.random.default_rng(seed).choice(values, (2000, len(values))).mean(1))
+
+
 def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
-    """Return the 95 % bootstrap interval of a mean, from 2,000 resamples."""
-    random = np.random.default_rng(seed)
-    means = random.choice(values, (2000, len(values))).mean(1)
-    return [float(x) for x in np.quantile(means, [0.025, 0.975])]
+    """Return the 95 % bootstrap interval of a mean."""
+    return [float(x) for x in np.quantile(resampled(values, seed), [0.025, 0.975])]
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:

@@ -30,6 +30,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from numpy.typing import ArrayLike, NDArray
 
+from composer_nb.harness.plain import NotNegative, Some, require_ranges
 from composer_nb.trainer.parallel.memory import Need
 from composer_nb.trainer.parallel.mesh import Axis, Mesh
 from composer_nb.trainer.recipe.reader import rl_tables
@@ -77,9 +78,7 @@ class Durations:
                 tokens += [int((np.array(row) >= 0).sum()) for row in table["policy_version"].to_pylist()]
         group = run.settings()["rl"]["group"]
         if not seconds or len(seconds) != len(tokens):
-            raise ValueError(
-                f"{run.path.name}: keeps no durations of rollouts; it needs services.on and stored rollouts"
-            )
+            raise ValueError(f"{run.path.name}: no durations of rollouts; needs services.on and stored rollouts")
         return cls(seconds=np.array(seconds).reshape(-1, group), tokens=np.array(tokens).reshape(-1, group))
 
 
@@ -96,20 +95,15 @@ class SimulatedLoad:
     """
 
     durations: Durations
-    workers: int = 4
-    capacity: int = 16
-    train_s: float = 60.0
-    publish_s: float = 0.0
-
-    report_s: float = 0.0
+    workers: Some = 4
+    capacity: Some = 16
+    train_s: NotNegative = 60.0
+    publish_s: NotNegative = 0.0
+    report_s: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
-        if self.workers < 1 or self.capacity < 1:
-            raise ValueError(f"workers={self.workers} and capacity={self.capacity} must be at least 1")
-        for name in ("train_s", "publish_s", "report_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
+        require_ranges(self, "load")
 
 
 class World:
@@ -203,10 +197,8 @@ def simulate(schedule: Schedule, load: SimulatedLoad) -> dict[str, Any]:
             drained = drained or isinstance(command, fsm.Drained)
             world.execute(command)
     seconds = world.now
-    places = [
-        (slot, position) for slot in range(schedule.steps * schedule.prompts) for position in range(schedule.group)
-    ]
-    first = [load.durations.rollout(slot, position, 0) for slot, position in places]
+    slots = range(schedule.steps * schedule.prompts)
+    first = [load.durations.rollout(slot, position, 0) for slot in slots for position in range(schedule.group)]
     work_s = sum(duration for duration, _ in first)
     requested = [tokens for _, tokens in first]
     trained = [world.lengths[key] for batch in world.batches for key in batch.rollouts]
@@ -237,9 +229,6 @@ def ks(a: ArrayLike, b: ArrayLike) -> float:
     a, b = np.sort(a), np.sort(b)
     at = np.concatenate([a, b])
     return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())
-
-
-_COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +372,7 @@ def sweep(
     """Draw results of `simulate`: a panel per figure in `headings` (name → heading), a line per series, over `x` (`across`)."""
     picture = Picture(4.2 * len(headings), 3.0)
     for ax, (name, heading) in zip(picture.panels(1, len(headings)), headings.items(), strict=True):
-        for (label, results), color in zip(series.items(), _COLORS, strict=False):
+        for (label, results), color in zip(series.items(), style.COLORS, strict=False):
             ax.plot(x, [result[name] for result in results], "o-", color=color, markersize=4, label=label)
         if min(x) > 0:
             ax.set_xscale("log")
@@ -430,16 +419,12 @@ def grids(mesh: Mesh, experts: int) -> Picture:
 def needs(estimates: Mapping[str, Need], limit: int) -> Picture:
     """Draw GiB of one rank, one bar per estimate; the line is `limit` bytes."""
     picture, ax = style.one_panel(9.0, 1.3 + 0.45 * len(estimates))
-    start = np.zeros(len(estimates))
-    for part, color in (("weights", style.BLUE), ("gradients", style.SKY), ("optimizer", style.ORANGE)):
-        sizes = np.array([getattr(need, part) / GIB for need in estimates.values()])
-        ax.barh(list(estimates), sizes, left=start, color=color, label=part)
-        start += sizes
+    colors = {"weights": style.BLUE, "gradients": style.SKY, "optimizer": style.ORANGE, "only at the peak": style.GREY}
+    parts = {part: [getattr(need, part) / GIB for need in estimates.values()] for part in list(colors)[:3]}
     peaks = np.array([need.peak / GIB for need in estimates.values()])
-    ax.barh(list(estimates), peaks - start, left=start, color=style.GREY, label="for a moment, at the peak")
+    parts["only at the peak"] = list(peaks - np.sum(list(parts.values()), axis=0))
+    style.stacked(ax, list(estimates), parts, colors)
     ax.axvline(limit / GIB, color=style.VERMILION, linewidth=1.4, label="what a rank has")
-    ax.invert_yaxis()
-    ax.grid(axis="x", color=style.PALE)
     title(ax, "memory of a rank", "GiB")
     key(ax)
     return picture

@@ -182,7 +182,7 @@ class _RegionSite(RelayedStore):
                 receiver.report()
 
 
-class _RegionCourse:
+class RegionCourse:
     """The simulation: a queue of actions in virtual time, and the events so far."""
 
     def __init__(self, plan: RegionPlan) -> None:
@@ -198,6 +198,7 @@ class _RegionCourse:
         heapq.heappush(self._queue, (at, next(self._order), act))
 
     def run(self) -> list[RegionEvent]:
+        """Return what happens until the last version's step is over, in order of time."""
         for version in range(self.plan.versions):
             self._later(version * self.plan.step_s, partial(self._publish, version=version))
         for site in self._sites:
@@ -245,11 +246,6 @@ class _RegionCourse:
     def _lose(self, at: float, site: _RegionSite) -> None:
         site.begin()
         self.events.append(RegionEvent(at, "lost", site.region.name, -1, site.read_bytes))
-
-
-def simulate_regions(plan: RegionPlan) -> list[RegionEvent]:
-    """Return what happens until the last version's step is over, in order of time."""
-    return _RegionCourse(plan).run()
 
 
 def staleness(events: Sequence[RegionEvent], region: str, until: float) -> list[tuple[float, float, float]]:
@@ -307,11 +303,8 @@ def outage_study(plan: RegionPlan, region: str, begin: float, seconds: float) ->
         f"{region}'s line down": plan.with_outage(region, Outage(begin=begin, end=end)),
         f"{region} lost": plan.with_outage(region, Outage(begin=begin, end=end, lost=True)),
     }
-    courses = {name: (changed, simulate_regions(changed)) for name, changed in plans.items()}
+    courses = {name: (changed, RegionCourse(changed).run()) for name, changed in plans.items()}
     return {name: (plan, events, region_figures(plan, events)) for name, (plan, events) in courses.items()}
-
-
-_COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 
 
 def draw(study: Mapping[str, Any]) -> Picture:
@@ -322,7 +315,7 @@ def draw(study: Mapping[str, Any]) -> Picture:
     for column, (name, (plan, events, _)) in enumerate(study.items()):
         stale, traffic = axes[column], axes[len(study) + column]
         hours = plan.versions * plan.step_s / 3600
-        for region, color in zip(plan.regions, _COLORS, strict=False):
+        for region, color in zip(plan.regions, style.COLORS, strict=False):
             spans = staleness(events, region.name, hours * 3600)
             behind = [versions if versions < math.inf else math.nan for _, _, versions in spans]
             stale.step([begin / 3600 for begin, _, _ in spans], behind, where="post", color=color)

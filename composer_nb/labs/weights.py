@@ -135,9 +135,6 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
     return {key: changed[key] / max(1, sizes[key]) for key in sorted(sizes)}
 
 
-_COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
-
-
 def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
     """Draw the share of weights that changed, one bar per group of tensors. Groups named "a, b" have a panel for each a."""
     panels: dict[str, dict[str, float]] = {}
@@ -159,7 +156,7 @@ def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
 def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
-    hues = itertools.cycle(_COLORS)
+    hues = itertools.cycle(style.COLORS)
     sides = [style.BarSeries(name, next(hues), values) for name, values in bits_by_codec.items()]
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)
@@ -173,7 +170,7 @@ def densities(
 ) -> Picture:
     """Draw the share of weights that a step changes by learning rate: points as measured, lines as predicted, by dtype."""
     picture, ax = style.one_panel(7.0, 3.4)
-    for (name, shares), expected, color in zip(measured.items(), predicted, _COLORS, strict=False):
+    for (name, shares), expected, color in zip(measured.items(), predicted, style.COLORS, strict=False):
         ax.plot(rates, expected, color=color, linewidth=1.2)
         ax.plot(rates, shares, "o", color=color, markersize=5, label=name)
     ax.set(xscale="log", yscale="log")

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from composer_nb.trainer.models.config import ModelConfig
     from composer_nb.trainer.schedule import Schedule
 
-# Order, batches ahead and staleness bound of the compared schedules; the first is synchronous.
-SCHEDULES = (
-    ("fifo", 0, 0),
-    *(("fifo", 2, 2), ("fifo", 4, 4)),
-    *(("window", 2, 2), ("window", 2, 4), ("window", 4, 4), ("window", 4, 8)),
-    *(("discard", 2, 2), ("discard", 4, 4), ("discard", 4, 8)),
-)
+# The compared schedules; the first is synchronous.
+SCHEDULES: list[dict[str, Any]] = [
+    {"order": order, "ahead": ahead, "bound": bound}
+    for order, bounds in {
+        "fifo": ((0, 0), (2, 2), (4, 4)),
+        "window": ((2, 2), (2, 4), (4, 4), (4, 8)),
+        "discard": ((2, 2), (4, 4), (4, 8)),
+    }.items()
+    for ahead, bound in bounds
+]
 HEAD = (
     "| schedule | samples/s | against synchronous | of the optimum | staleness mean / max | tokens lost | lengths, KS |"
 )
@@ -83,13 +86,10 @@ def _plan_measured(args: argparse.Namespace) -> int:
     rates, machines = MachineRates.read(args.measured), args.ranks + args.workers
     if args.run:
         raise ValueError("--run has durations of its own: leave out --measured")
-    base_schedule, results = _base_schedule(args), []
+    base_schedule, hourly = _base_schedule(args), machines * args.dollars_hour
     fleet = pick(args, "workers", "ranks", "rollout_tokens", "publish_s")
     loads = rates.loads(_durations(args), base_schedule.batch, **fleet)
-    for order, ahead, bound in SCHEDULES:
-        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
-        costs = step_cost(schedule, loads, machines * args.dollars_hour)
-        results.append({"order": order, "ahead": ahead, "bound": bound, **costs})
+    results = [row | step_cost(replace(base_schedule, **row), loads, hourly) for row in SCHEDULES]
     if args.ray_cluster:
         hosts = args.hosts.split(",")
         if len(hosts) != machines:
@@ -152,7 +152,7 @@ def _plan_schedules(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
 
     base_schedule, schedules = _base_schedule(args), [*SCHEDULES]
-    measured_rate, results = 0.0, []
+    measured_rate = 0.0
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:
@@ -162,12 +162,10 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         base_schedule = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
         if args.write:
             recorded.write(args.write)
-        schedules.append((base_schedule.order, base_schedule.ahead, base_schedule.bound))
+        schedules.append({name: getattr(base_schedule, name) for name in SCHEDULES[0]})
     else:
         load = SimulatedLoad(durations=_durations(args), **pick(args, "workers", "capacity", "train_s", "publish_s"))
-    for order, ahead, bound in schedules:
-        schedule = replace(base_schedule, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
-        results.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
+    results = [row | simulate(replace(base_schedule, **row), load) for row in schedules]
     if args.run:
         results[-1]["measured_s"] = measured_rate
     lines, synchronous = [HEAD, "|---|---|---|---|---|---|---|"], results[0]["samples_s"]

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from composer_nb.views.style import BLUE, DARK, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SKY, VERMILION
+from composer_nb.views.style import COLORS, DARK, GREY, INK, PALE, VERMILION
 
 # JupyterLab brings Vega-Lite 5, which draws these descriptions too.
 VERSION = "6.4"
 MIME = "application/vnd.vegalite.v5+json"
 # Steps that a bold line averages.
 WINDOW = 8
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
 _TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal"}
 CONFIG: Mapping[str, Any] = {
     "background": "transparent",
@@ -178,6 +177,12 @@ def lines(
         "encoding": {"opacity": {"condition": {"value": 0.6, "param": "hover", "empty": False}, "value": 0}},
     })  # fmt: skip
     return Chart(title, rows, {"height": 170, "transform": [smooth], "encoding": {"x": at}, "layer": layers})
+
+
+def scored(name: str, value: float | None, span: Sequence[float] | None, **more: Any) -> dict[str, Any]:
+    """Return a row of `bars` with the ends of its interval, which are None without one."""
+    low, high = span if span and value is not None else (None, None)
+    return {"name": name, **more, "value": value, "low": low, "high": high}
 
 
 def bars(

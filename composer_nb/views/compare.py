@@ -17,7 +17,7 @@ from rich.table import Table
 
 from composer_nb.harness.untrusted import visible
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views.charts import WINDOW, Figure, bars
+from composer_nb.views.charts import WINDOW, Figure, bars, scored
 from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
 from composer_nb.views.scores import differences
@@ -42,16 +42,13 @@ def scores(comparison: Mapping[str, Any]) -> Figure:
     if not shared:
         return Figure([], note="there is no policy yet that both runs have scored")
     rows = [
-        {"name": name, "series": label, "value": s["pass_at_1"], "low": s["ci95"][0], "high": s["ci95"][1]}
+        scored(name, s["pass_at_1"], s["ci95"], series=label)
         for name, part in shared.items()
         for label, s in zip(labels(comparison), part["scores"], strict=True)
     ]
     gaps = {name: part["difference"] for name, part in shared.items()}
     how = "paired by task" if all(gap["paired"] for gap in gaps.values()) else "not paired"
-    spans = [
-        {"name": name, "value": gap["pass_at_1"], "low": gap["ci95"][0], "high": gap["ci95"][1]}
-        for name, gap in gaps.items()
-    ]
+    spans = [scored(name, gap["pass_at_1"], gap["ci95"]) for name, gap in gaps.items()]
     bar_chart = bars("solved, held-out tasks, pass@1", rows, unit="share", form=".2f")
     return Figure([bar_chart, differences(f"second − first, {how}", spans)])
 

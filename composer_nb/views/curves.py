@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from composer_nb.trainer.recipe.reader import Status
 from composer_nb.trainer.services.journal import REFUSED
@@ -126,17 +127,16 @@ def overlaid(runs: Mapping[str, Sequence[Steps]]) -> list[Chart]:
 
 def _over_seeds(seeds: Sequence[Steps], figure: str, line: str) -> Iterator[dict[str, Any]]:
     """Yield the mean over runs at each step that all have, and the interval of their means over the last WINDOW steps."""
-    values = [{row["step"]: row["value"] for row in points(steps, figure, line)} for steps in seeds]
     if len(seeds) == 1:
-        yield from ({"step": step, "line": line, "value": value} for step, value in values[0].items())
+        yield from points(seeds[0], figure, line)
         return
-    steps = sorted(set.intersection(*map(set, values)))
-    smooth = np.array([style.smooth([by_step[step] for step in steps], WINDOW) for by_step in values])
-    half = T_975[min(len(values), len(T_975) + 2) - 3] * smooth.std(0, ddof=1) / len(values) ** 0.5
-    for at, step in enumerate(steps):
-        mean = float(smooth[:, at].mean())
-        ends = {"low": mean - float(half[at]), "high": mean + float(half[at])}
-        yield {"step": step, "line": line, "value": float(np.mean([by_step[step] for by_step in values]))} | ends
+    values = pd.DataFrame([{row["step"]: row["value"] for row in points(steps, figure, line)} for steps in seeds])
+    values = values.dropna(axis=1).sort_index(axis=1).T
+    smooth = values.rolling(WINDOW, min_periods=1).mean()
+    half = T_975[min(len(seeds), len(T_975) + 2) - 3] * smooth.std(axis=1) / len(seeds) ** 0.5
+    ends = {"low": smooth.mean(axis=1) - half, "high": smooth.mean(axis=1) + half}
+    for row in pd.DataFrame({"value": values.mean(axis=1), **ends}).itertuples():
+        yield {"step": row.Index, "line": line, "value": row.value, "low": row.low, "high": row.high}
 
 
 def supervised(status: Status) -> Figure:

@@ -26,7 +26,7 @@ from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import curves, rollouts, runs, style
-from composer_nb.views.charts import CONFIG, WINDOW, Chart, Figure, bars, script, stack
+from composer_nb.views.charts import CONFIG, WINDOW, Chart, Figure, bars, scored, script, stack
 from composer_nb.views.page import Html, box, html_table, image
 from composer_nb.views.rollout import StoredRollout, read
 from composer_nb.views.scores import by_policy
@@ -143,13 +143,8 @@ def charts(status: Status) -> list[Chart]:
     panels = []
     if scores := status.scores:
         stages = stages_of(status.settings) if status.settings else status.stages
-        names = [name.removeprefix("eval_") for name in stages if name.startswith("eval_")]
-        ends = {name: score.get("ci95", (None, None)) for name, score in scores.items()}
-        rows = [
-            {"name": name, "value": scores.get(name, {}).get("pass_at_1")}
-            | dict(zip(("low", "high"), ends.get(name, (None, None)), strict=True))
-            for name in dict.fromkeys([*names, *scores])
-        ]
+        planned: dict[str, Any] = {stage.removeprefix("eval_"): {} for stage in stages if stage.startswith("eval_")}
+        rows = [scored(name, s.get("pass_at_1"), s.get("ci95")) for name, s in (planned | {**scores}).items()]
         panels.append(bars("held-out tasks, pass@1 (95 % over tasks)", rows, style.POLICY, unit="share", form=".2f"))
     panels += curves.panels(status) or curves.supervised(status).charts
     panels += curves.times(status)

@@ -18,16 +18,12 @@ _MONITORS = {
 }
 
 
-def _flags(name: str) -> Callable[[StoredRollout], bool]:
-    return lambda stored: DETECTORS[name](stored.attempt)
-
-
 # What can be asked of a rollout, by words.
 FLAGS: Mapping[str, Callable[[StoredRollout], bool]] = {
     "solved": lambda stored: stored.attempt.grade.passed,
     "tampered": lambda stored: stored.attempt.grade.status == "tampered",
     "invalid call": lambda stored: stored.attempt.rollout.invalid_calls > 0,
-    **{words: _flags(name) for words, name in _MONITORS.items()},
+    **{words: lambda stored, flags=DETECTORS[name]: flags(stored.attempt) for words, name in _MONITORS.items()},
 }
 NAMES = frozenset({"rollout", "from", "group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"})
 

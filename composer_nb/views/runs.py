@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.trainer.recipe.reader import Status, read_status
-from composer_nb.trainer.recipe.report import mean
-from composer_nb.trainer.settings import from_dict, to_dict
+from composer_nb.trainer.recipe.report import current, differing, mean
 from composer_nb.views.curves import known
 from composer_nb.views.query import selector
 
@@ -33,26 +32,10 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (path / "run.db").stat().st_mtime)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree of settings by dotted name."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return leaves
-
-
-def settings_of(status: Status) -> dict[str, Any]:
-    """Return a run's settings by dotted name; one that an old run lacks has its default."""
-    settings = status.settings
-    with suppress(ValueError, TypeError):
-        settings = to_dict(from_dict(settings))
-    return flat(settings)
-
-
-def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for leaves in settings for name in leaves)
-    return [name for name in names if any(leaves.get(name) != settings[0].get(name) for leaves in settings)]
+def differing_settings(statuses: Sequence[Status]) -> list[dict[str, Any]]:
+    """Return the settings of each run, by dotted name, that are not the same in all."""
+    settings = differing(*(current(status.settings) for status in statuses))
+    return [{name: values[run] for name, values in settings.items()} for run in range(len(statuses))]
 
 
 def label(values: Mapping[str, Any]) -> str:
@@ -66,19 +49,15 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
     for path in paths:
         with suppress(ValueError, FileNotFoundError):
             statuses.append(read_status(path))
-    settings = [settings_of(status) for status in statuses]
-    names = differing(settings)
     rows = []
-    for status, leaves in zip(statuses, settings, strict=True):
-        values = {name: leaves.get(name) for name in names}
+    for status, values in zip(statuses, differing_settings(statuses), strict=True):
         row: dict[str, Any] = {"run": status.path.name, "name": label(values), "path": str(status.path)}
         row |= {"state": status.state, "steps": len(status.steps)}
         row["solved"] = mean([value for _, value in known(status.steps[-LAST:], "solved")])
         for policy in POLICIES:
             score = status.scores.get(policy, {})
-            row |= {policy: score.get("pass_at_1"), f"{policy}_low": None, f"{policy}_high": None}
-            if "ci95" in score:
-                row[f"{policy}_low"], row[f"{policy}_high"] = score["ci95"]
+            low, high = score.get("ci95", (None, None))
+            row |= {policy: score.get("pass_at_1"), f"{policy}_low": low, f"{policy}_high": high}
         rows.append(row | values)
     fits = selector(where, {name for row in rows for name in row}, lambda row: " ".join(map(str, row.values())))
     return [row for row in rows if fits(row, row)]
@@ -86,11 +65,8 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
     """Return runs by what differs between them. Three and more that differ in their seeds alone are one group."""
-    settings = [settings_of(status) for status in statuses]
-    names = differing(settings)
     groups: dict[str, list[tuple[Status, str]]] = {}
-    for status, leaves in zip(statuses, settings, strict=True):
-        values = {name: leaves.get(name) for name in names}
+    for status, values in zip(statuses, differing_settings(statuses), strict=True):
         alone = label({name: value for name, value in values.items() if name not in SEEDS})
         groups.setdefault(alone, []).append((status, label(values) or status.path.name))
     result: dict[str, list[Status]] = {}

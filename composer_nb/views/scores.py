@@ -7,7 +7,7 @@ import pandas as pd
 
 from composer_nb.harness.bench import wilson
 from composer_nb.views import style
-from composer_nb.views.charts import Chart, Figure, bars
+from composer_nb.views.charts import Chart, Figure, bars, scored
 from composer_nb.views.page import shown
 from composer_nb.views.style import POLICY
 
@@ -31,16 +31,12 @@ def policies(report: Mapping[str, Any]) -> Figure:
         shares = [(f"best of {k}", score.get("best_of_k"), score["n_tasks"])]
         shares += [(name, p.get("pass_within", {}).get("12"), p["n_tasks"]) for name, p in parts.items() if p]
         values += [(name, share, None if share is None else wilson(share, count)) for name, share, count in shares]
-        for name, value, span in values:
-            row = {"name": name, "series": policy, "value": value}
-            rows.append(row | (dict(zip(("low", "high"), span, strict=True)) if span and value is not None else {}))
+        rows += [scored(name, value, span, series=policy) for name, value, span in values]
     fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
     title = f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else "")
-    gains = [
-        {"name": part, "value": gain["gain"], "low": gain["ci95"][0], "high": gain["ci95"][1]}
-        for part, gain in report.get("gain", {}).get("within_12", {}).items()
-    ]
-    stronger = next((f" over “{g['over']}”" for g in report.get("gain", {}).get("within_12", {}).values()), "")
+    within_12 = report.get("gain", {}).get("within_12", {})
+    gains = [scored(part, gain["gain"], gain["ci95"]) for part, gain in within_12.items()]
+    stronger = next((f" over “{gain['over']}”" for gain in within_12.values()), "")
     panels = [bars(title, rows, POLICY, unit="share", form=".2f")]
     return Figure([*panels, *([differences(f"RL's gain in 12 calls{stronger}", gains)] if gains else [])], width=420)
 

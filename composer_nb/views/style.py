@@ -22,6 +22,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#8a8a8a", "#8a8a8a33"
+# Of series whose names do not decide their colours.
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY)
 # Text on the page, with a contrast above 4 on white and on JupyterLab's dark #111; text on a coloured field.
 INK, DARK = "#777777", "#222222"
 POLICY = {"base": GREY, "midtrained": SKY, "start": ORANGE, "final": BLUE, "control": PURPLE}
@@ -176,6 +178,15 @@ def rows(ax: Axes, names: Sequence[str], **options: Any) -> Axes:
     return ax
 
 
+def stacked(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> Axes:
+    """Draw one horizontal bar per name, made of `parts` one after another."""
+    left = np.zeros(len(names))
+    for label, sizes in parts.items():
+        ax.barh(range(len(names)), sizes, left=left, color=colors[label], label=label, height=0.7)
+        left = left + np.array(sizes)
+    return rows(ax, names, fontsize=7.5)
+
+
 def note(ax: Axes, x: float, y: float, text: str, **options: Any) -> None:
     """Write a small text into a panel."""
     ax.text(x, y, text, **{"fontsize": 8.5, "color": INK, "va": "center", **options})
@@ -196,11 +207,3 @@ def empty(text: str, width: float = 7.0) -> Picture:
     ax.axis("off")
     ax.text(0.0, 0.5, text, fontsize=10, color=INK, va="center")
     return picture
-
-
-def smooth(values: Sequence[float], window: int) -> np.ndarray:
-    """Return the mean of each value and up to `window` − 1 values before it."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    end = np.arange(1, len(values) + 1)
-    begin = np.maximum(0, end - window)
-    return (sums[end] - sums[begin]) / (end - begin)

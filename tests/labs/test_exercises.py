@@ -10,8 +10,9 @@ from composer_nb.labs.exercises.exercise import Exercise
 def test_each_usual_mistake_gets_its_own_hint(exercise: Exercise):
     assert exercise.judge(exercise.reference).state == "right"
     assert exercise.judge(lambda *arguments: None).state == "unfinished"
-    for hint, mistake in exercise.mistakes:
-        assert hint and exercise.judge(mistake) == ("wrong", f"not right yet. {hint}")
+    hints = [" ".join((mistake.__doc__ or "").split()) for mistake in exercise.mistakes]
+    judgements = [("wrong", f"not right yet. {hint}") for hint in hints]
+    assert all(hints) and [exercise.judge(mistake) for mistake in exercise.mistakes] == judgements
 
 
 def test_other_mistakes_show_an_input_or_their_error_and_leave_the_package_s_function(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from composer_nb.cli import main
-from composer_nb.labs.regions import GIB, Region, RegionPlan, outage_study, region_figures, simulate_regions, staleness
+from composer_nb.labs.regions import GIB, Region, RegionCourse, RegionPlan, outage_study, region_figures, staleness
 
 
 def test_a_lost_region_costs_a_full_version_and_nobody_else_anything(capsys: pytest.CaptureFixture[str]):
@@ -29,10 +29,10 @@ def test_lag_is_what_the_line_and_the_swap_take():
     plan = RegionPlan(
         regions=(Region(name="a", latency_s=1.0, bytes_s=1e9, receivers=1),), versions=8, full_bytes=1e11, poll_s=0.5
     )
-    events = simulate_regions(plan)
+    events = RegionCourse(plan).run()
     figures = region_figures(plan, events)["a"]
     delta_bytes = (figures["gib"] * GIB - plan.full_bytes) / 7
-    assert events == simulate_regions(plan), "one plan has one course"
+    assert events == RegionCourse(plan).run(), "one plan has one course"
     # A manifest and a file, each a second of latency; the payload; the swap. The configuration is there, under its hash.
     assert 30 + delta_bytes / 1e9 + 2 <= figures["lag_s"] < 30 + delta_bytes / 1e9 + 3
     spans = staleness(events, "a", 8 * plan.step_s)

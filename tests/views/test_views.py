@@ -11,8 +11,6 @@ from typing import Any, get_args
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pixels import PAGES, contrasts, inked_share, luminance
 
 from composer_nb.harness.rollout import Kind, Turn
@@ -82,7 +80,7 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     heights = [row["value"] for (_, policy), row in bars.items() if policy == "final"]
     assert heights == [0.5, final["pass_greedy"], final["best_of_k"], *within]
     assert (bars["pass@1", "final"]["low"], bars["pass@1", "final"]["high"]) == (0.4, 0.6)
-    assert bars["greedy", "base"]["value"] is None and "low" not in bars["greedy", "base"]
+    assert bars["greedy", "base"]["value"] is None and bars["greedy", "base"]["low"] is None
     assert f"{final['n_tasks']} held-out tasks (base 3)" in chart.title
     assert gains.rows[0]["value"] == report["gain"]["within_12"]["heldout"]["gain"]
     names = ["pass_at_1", "pass_greedy", "retries_after_failed_test"]
@@ -92,13 +90,6 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert panels["invalid calls"][0] == {"name": "base", "value": None}
     report["replay"]["on"] = {"logprob_gap_p50": 0.0, "logprob_gap_p99": None, "k3": None}
     assert scores.mismatch(report).svg().count(">–<") == 2
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 10))
-def test_smoothing_averages_the_past_alone(values: list[float], window: int):
-    expected = [np.mean(values[max(0, at + 1 - window) : at + 1]) for at in range(len(values))]
-    assert np.allclose(style.smooth(values, window), expected, atol=1e-6)
 
 
 def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(tiny_run: RunDir):

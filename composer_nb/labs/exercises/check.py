@@ -10,15 +10,20 @@ right, so a notebook also runs from top to bottom with nothing filled in.
 
 import ast
 import json
-from functools import partial
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial, update_wrapper
 from math import comb
+from statistics import fmean
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from composer_nb.harness.bench import pass_at_k, pass_hat_k
+from composer_nb.harness.bench import Course, pass_at_k, pass_hat_k
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.twins import all_candidates
 from composer_nb.harness.rollout import Rollout, Turn
@@ -28,10 +33,14 @@ from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.delta.codec import bits
 from composer_nb.kernels.formats.microscaling import Rule, e8m0_to_float, mx_quantize_reference
 from composer_nb.kernels.moe.routing import Replay, RoutingRule, route
+from composer_nb.labs.exercises import systems
 from composer_nb.labs.exercises.exercise import Exercise, Function
+from composer_nb.labs.rewards.judges import agreement
 from composer_nb.trainer.learning import loss
 from composer_nb.trainer.learning.learner import divergence
 from composer_nb.trainer.learning.loss import LossSettings, detached_weight, kl_estimate
+from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import Dispatch, Finished, Joined, Orchestrator
 
 
 def check(function: Function) -> Function:
@@ -66,58 +75,52 @@ def with_zeros(function: Function, rewards_G: Tensor) -> tuple[Tensor, Tensor]:
     return advantage_G, advantage_G == 0
 
 
-ADVANTAGES = Exercise(
-    reference=loss.advantages,
-    inputs=tuple((torch.tensor(rewards),) for rewards in ([1.0, 0.0, 0.0, 0.5], [1.0] + [0.0] * 15, [0.1] * 7)),
-    observe=with_zeros,
-)
-
-
-@ADVANTAGES.mistake
-def divided(rewards_G: Tensor, correction: int = 0, floor: float = 0.0) -> Tensor:
+def divided(rewards_G: Tensor, correction: int, floor: float) -> Tensor:
     """Here a deviation divides. GRPO does that; it gives a rare success at a hopeless task the largest weight. Only subtract the
     mean."""
     return (rewards_G - rewards_G.mean()) / (rewards_G.std(correction=correction) + floor)
 
 
-ADVANTAGES.mistakes.extend(
-    (ADVANTAGES.mistakes[0][0], partial(divided, correction=correction, floor=floor))
+DIVISIONS = [
+    update_wrapper(partial(divided, correction=correction, floor=floor), divided)
     for correction in (0, 1)
     for floor in (0.0, 1e-8, 1e-6, 1e-4)
-)
+]
 
 
-@ADVANTAGES.mistake
 def negative(rewards_G: Tensor) -> Tensor:
     """The sign is wrong: a rollout that is better than its group needs a positive advantage."""
     return -loss.advantages(rewards_G)
 
 
-@ADVANTAGES.mistake
 def bare(rewards_G: Tensor) -> Tensor:
     """These are the rewards themselves. Without a baseline, every rollout of an easy task is pushed up."""
     return rewards_G
 
 
-@ADVANTAGES.mistake
 def rounded(rewards_G: Tensor) -> Tensor:
     """Nearly: the float32 mean of equal rewards is rounded, so their difference is not exactly 0 and the group would train.
     Compute in float64, with `rewards_G.double()`."""
     return rewards_G - rewards_G.mean()
 
 
-@ADVANTAGES.mistake
 def without_itself(rewards_G: Tensor) -> Tensor:
     """Each reward is compared with the mean of the *others* here. This project subtracts the mean of the whole group."""
     return loss.advantages(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
 
 
+ADVANTAGES = Exercise(
+    loss.advantages,
+    *((torch.tensor(rewards),) for rewards in ([1.0, 0.0, 0.0, 0.5], [1.0] + [0.0] * 15, [0.1] * 7)),
+    observe=with_zeros,
+    mistakes=(*DIVISIONS, negative, bare, rounded, without_itself),
+)
+
+
 # The clipped loss
 
 
-def ppo(
-    logprob_N: Tensor, sampled_N: Tensor, advantage_N: Tensor, low: float, high: float, denominator: float
-) -> Tensor:
+def ppo(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     rollout_N = torch.zeros(len(logprob_N), dtype=torch.long)
     settings = LossSettings(clip_low=low, clip_high=high)
     return loss.policy_loss(logprob_N, sampled_N, advantage_N, rollout_N, settings, denominator)[0]
@@ -128,61 +131,57 @@ def products(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> t
 
 
 LOGPROB, SAMPLED, ADVANTAGE = (normal(12, seed=seed) / 2 - 1 for seed in range(3))
-POLICY_LOSS = Exercise(
-    reference=ppo,
-    inputs=((LOGPROB, SAMPLED, ADVANTAGE + 1, 0.2, 0.28, 20.0), (LOGPROB, LOGPROB.clone(), ADVANTAGE, 0.2, 0.28, 7.0)),
-    observe=with_gradient,
-)
 
 
-@POLICY_LOSS.mistake
 def grows(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The sign is wrong: an optimizer lowers the loss, so the loss is minus what should grow."""
     return -ppo(logprob_N, sampled_N, advantage_N, low, high, denominator)
 
 
-@POLICY_LOSS.mistake
 def larger(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The clip lets through what it should stop: take the smaller of the two products, not the larger."""
     return -torch.maximum(*products((logprob_N - sampled_N).exp(), advantage_N, low, high)).sum() / denominator
 
 
-@POLICY_LOSS.mistake
 def only_clipped(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """Only the clipped product is used, so a token that moved too far the *wrong* way gets no gradient back. Take the smaller of
     the clipped and the unclipped product."""
     return -products((logprob_N - sampled_N).exp(), advantage_N, low, high)[1].sum() / denominator
 
 
-@POLICY_LOSS.mistake
 def unclipped(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """Nothing is clipped: a token that has already moved far enough keeps its gradient."""
     return -((logprob_N - sampled_N).exp() * advantage_N).sum() / denominator
 
 
-@POLICY_LOSS.mistake
 def upside_down(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The ratio is upside down: it is the trainer's probability over the sampler's."""
     return -torch.minimum(*products((sampled_N - logprob_N).exp(), advantage_N, low, high)).sum() / denominator
 
 
-@POLICY_LOSS.mistake
 def of_logarithms(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The ratio is that of probabilities, not of their logarithms: exp(ℓ − ℓ_s)."""
     return -torch.minimum(*products(logprob_N / sampled_N, advantage_N, low, high)).sum() / denominator
 
 
-@POLICY_LOSS.mistake
 def mean_of_tokens(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The sum is divided by the number of tokens, so the length of one rollout changes the weight of another. Divide by
     `denominator`."""
     return ppo(logprob_N, sampled_N, advantage_N, low, high, len(logprob_N))
 
 
-@POLICY_LOSS.mistake
 def symmetric(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The window is symmetric. Its upper end is 1 + high, so that unlikely tokens can grow."""
     return ppo(logprob_N, sampled_N, advantage_N, low, low, denominator)
+
+
+POLICY_LOSS = Exercise(
+    ppo,
+    (LOGPROB, SAMPLED, ADVANTAGE + 1, 0.2, 0.28, 20.0),
+    (LOGPROB, LOGPROB.clone(), ADVANTAGE, 0.2, 0.28, 7.0),
+    observe=with_gradient,
+    mistakes=(grows, larger, only_clipped, unclipped, upside_down, of_logarithms, mean_of_tokens, symmetric),
+)
 
 
 # Packing
@@ -195,62 +194,49 @@ def visible(lengths: list[int]) -> Tensor:
     return causal_attention(flat, flat, torch.eye(total)[:, None], lengths, 1.0)[:, 0] > 0
 
 
-VISIBLE = Exercise(reference=visible, inputs=(([3, 1, 2],), ([4],), ([2, 2],)))
-
-
-@VISIBLE.mistake
 def one_text(lengths: list[int]) -> Tensor:
     """A row sees the rows before it, as if all were one text. Tell the rows apart."""
     return torch.ones(sum(lengths), sum(lengths)).tril() > 0
 
 
-@VISIBLE.mistake
 def whole_rows(lengths: list[int]) -> Tensor:
     """Tokens see later tokens of their row, and could copy what they should predict."""
     return visible(lengths) | visible(lengths).T
 
 
-@VISIBLE.mistake
 def blind_to_itself(lengths: list[int]) -> Tensor:
     """A token does not see itself. It must: the state at a token predicts the *next* token."""
     return visible(lengths).tril(-1)
 
 
-@VISIBLE.mistake
 def transposed(lengths: list[int]) -> Tensor:
     """The table is transposed: row t says what token t reads."""
     return visible(lengths).T
 
 
+VISIBLE = Exercise(
+    visible, ([3, 1, 2],), ([4],), ([2, 2],), mistakes=(one_text, whole_rows, blind_to_itself, transposed)
+)
+
+
 # A twin
-
-
-class EqualsEverything:
-    """A cheat as a result."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
 
 
 def passes(test: str, result: Any) -> bool:
     """Whether a test passes if the function that it calls returns `result`."""
-    names: dict[str, Any] = {"total": lambda *arguments: result}
-    exec(test, names)
     try:
-        names["test_total"]()
+        exec(f"{test}\ntest_total()", {"total": lambda *arguments: result})
     except AssertionError:
         return False
     return True
 
 
 def of_twin(function: Function, source: str, right: int) -> tuple[str, str, bool, bool]:
-    """Return a twin's call and its comparison, and whether a right result and a cheat pass it."""
+    """Return a twin's call and its comparison, and whether a right result, and a cheat that equals everything, pass it."""
     text = function(source)
     claim = next(node.test for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert))
     sides = (ast.dump(claim.left), ast.dump(claim.ops[0])) if isinstance(claim, ast.Compare) else ("", "")
-    return *sides, passes(text, right), passes(text, EqualsEverything())
+    return *sides, passes(text, right), passes(text, ANY)
 
 
 def twin(source: str) -> str:
@@ -260,129 +246,122 @@ def twin(source: str) -> str:
 
 
 TEST = "def test_total():\n    assert total([{}, {}]) == {}\n"
-TWIN = Exercise(
-    reference=twin,
-    inputs=((TEST.format(1, 2, 3), 3), (TEST.format(7, 40, 47), 47)),
-    observe=lambda function, source, right: of_twin(function, source, right),
-)
 
 
-@TWIN.mistake
 def unchanged(source: str) -> str:
     """The right answer passes it. A twin expects something else, so that right code must fail it."""
     return source
 
 
-@TWIN.mistake
 def another_call(source: str) -> str:
     """The call has changed, so the twin asks another question, whose right answer nobody knows. Change only what is expected."""
     return source.replace("total([", "total([5")
 
 
-@TWIN.mistake
 def another_form(source: str) -> str:
     """The form has changed: a cheat that reads its test can tell this twin from it. Keep `==`, and change the literal."""
     return source.replace("==", "!=")
 
 
-@TWIN.mistake
 def never(source: str) -> str:
     """No code passes it, so a cheat fails it as right code does, and the twin tells nothing. Keep the comparison, and change what
     it expects."""
     return "def test_total():\n    assert False\n"
 
 
+TWIN = Exercise(
+    twin,
+    (TEST.format(1, 2, 3), 3),
+    (TEST.format(7, 40, 47), 47),
+    observe=of_twin,
+    mistakes=(unchanged, another_call, another_form, never),
+)
+
+
 # A reward term
+
+
+def turn(tool: str, path: str = "", error: str | None = None, passed: int | None = None) -> Turn:
+    """Return a call and the error that it met; with `passed` it ran one test, or none if that is None."""
+    call = json.dumps({"name": tool, "arguments": {"path": path}})
+    return Turn(call=call, observation="", error=error, tests_passed=passed, tests_run=None if passed is None else 1)
 
 
 def rollout_of(*calls: tuple[str, str, str | None]) -> tuple[Rollout, Grade]:
     """Return a rollout of calls, each a tool, a path and the error that it met, with a grade."""
-    turns = tuple(
-        Turn(call=json.dumps({"name": tool, "arguments": {"path": path}}), observation="", error=error)
-        for tool, path, error in calls
-    )
+    turns = tuple(turn(*call) for call in calls)
     return Rollout(task_id="exercise", segments=(), turns=turns, files={}, stop="finished"), Grade(status="graded")
 
 
-READ, EDIT = "read_file", "search_replace"
-UNREAD_EDITS = Exercise(
-    reference=unread_edits,
-    inputs=(
-        rollout_of((EDIT, "a.py", None), (READ, "b.py", None), (EDIT, "b.py", None)),
-        rollout_of((READ, "a.py", None)),
-        rollout_of(("write", "new.py", None), (EDIT, "new.py", None)),
-        rollout_of((READ, "a.py", "ToolError"), (EDIT, "a.py", None)),
-        rollout_of((EDIT, "a.py", None), (EDIT, "a.py", None), (READ, "a.py", None)),
-    ),
-)
+READ, EDIT, PART_EDITS = "read_file", "search_replace", EDITS - {"write"}
 
 
-def edits_of(rollout: Rollout, late: bool = False, failed: bool = False) -> list[bool]:
-    """Return for each edit whether its file was unread. `late`: only reads count, at whatever time. `failed`: also those that
-    failed."""
-    steps = [(*called(turn), failed or turn.error is None) for turn in rollout.turns]
-    reads = {READ} if late else EDITS | {READ}
-    blind = []
-    for number, (tool, arguments, _) in enumerate(steps):
-        if tool in EDITS - {"write"}:
-            before = steps if late else steps[:number]
-            blind.append(all(name not in reads or other != arguments or not counts for name, other, counts in before))
-    return blind
+def paths(rollout: Rollout, tools: Collection[str]) -> list[str]:
+    """Return the paths of the calls of some tools that worked."""
+    calls = [(*called(turn), turn.error) for turn in rollout.turns]
+    return [arguments["path"] for tool, arguments, error in calls if tool in tools and error is None]
 
 
-@UNREAD_EDITS.mistake
 def count_of_edits(rollout: Rollout, grade: Grade) -> float:
     """This is a number of edits. A share does not grow with the length of the rollout."""
-    return float(sum(edits_of(rollout)))
+    return unread_edits(rollout, grade) * len(paths(rollout, PART_EDITS))
 
 
-@UNREAD_EDITS.mistake
 def unguarded(rollout: Rollout, grade: Grade) -> float:
     """A rollout without edits divides by zero. None of its edits was unread: return 0."""
-    return sum(edits_of(rollout)) / len(edits_of(rollout))
+    return count_of_edits(rollout, grade) / len(paths(rollout, PART_EDITS))
 
 
-@UNREAD_EDITS.mistake
 def at_any_time(rollout: Rollout, grade: Grade) -> float:
     """A read after the edit counts, too, and a file that the agent had changed itself does not count as known. Go through the
     turns in their order."""
-    return sum(edits_of(rollout, late=True)) / max(1, len(edits_of(rollout)))
+    edited, read = paths(rollout, PART_EDITS), paths(rollout, {READ})
+    return sum(path not in read for path in edited) / max(1, len(edited))
 
 
-@UNREAD_EDITS.mistake
 def of_failed_reads(rollout: Rollout, grade: Grade) -> float:
     """A read that failed showed nothing: look at `turn.error`."""
-    return sum(edits_of(rollout, failed=True)) / max(1, len(edits_of(rollout)))
+    return unread_edits(replace(rollout, turns=tuple(replace(turn, error=None) for turn in rollout.turns)), grade)
+
+
+UNREAD_EDITS = Exercise(
+    unread_edits,
+    rollout_of((EDIT, "a.py", None), (READ, "b.py", None), (EDIT, "b.py", None)),
+    rollout_of((READ, "a.py", None)),
+    rollout_of(("write", "new.py", None), (EDIT, "new.py", None)),
+    rollout_of((READ, "a.py", "ToolError"), (EDIT, "a.py", None)),
+    rollout_of((EDIT, "a.py", None), (EDIT, "a.py", None), (READ, "a.py", None)),
+    mistakes=(count_of_edits, unguarded, at_any_time, of_failed_reads),
+)
 
 
 # pass@k
 
-PASS_AT_K = Exercise(reference=pass_at_k, inputs=((10, 3, 1), (10, 3, 4), (8, 0, 2), (8, 7, 4)))
 
-
-@PASS_AT_K.mistake
 def with_replacement(n: int, passed: int, k: int) -> float:
     """This is right for draws with replacement, and too low here: k of the n samples are drawn without it. Count the subsets of k
     samples in which none passes."""
     return 1 - (1 - passed / n) ** k
 
 
-@PASS_AT_K.mistake
 def pass_at_1(n: int, passed: int, k: int) -> float:
     """This is pass@1, whatever k is."""
     return passed / n
 
 
-@PASS_AT_K.mistake
 def all_of_k(n: int, passed: int, k: int) -> float:
     """This is pass^k, the chance that *all* k samples pass."""
     return pass_hat_k(n, passed, k)
 
 
-@PASS_AT_K.mistake
 def none_of_k(n: int, passed: int, k: int) -> float:
     """This is the chance that none of the k samples passes; pass@k is the opposite."""
     return comb(n - passed, k) / comb(n, k)
+
+
+PASS_AT_K = Exercise(
+    pass_at_k, (10, 3, 1), (10, 3, 4), (8, 0, 2), (8, 7, 4), mistakes=(with_replacement, pass_at_1, all_of_k, none_of_k)
+)
 
 
 # Replayed routes
@@ -394,111 +373,109 @@ def gates(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
 
 
 EXPERTS = torch.tensor([[0, 1], [1, 0], [3, 2], [2, 0], [0, 3], [1, 3]])
-GATES = Exercise(reference=gates, inputs=((normal(6, 4), EXPERTS),), observe=with_gradient)
 
 
-@GATES.mistake
 def of_its_own_choice(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """These are the gates of the router's own choice. Replay uses the recorded experts."""
     return logits_NE.topk(experts_NK.shape[1], -1).values.softmax(-1)
 
 
-@GATES.mistake
 def of_all_experts(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """The gates of a token do not sum to 1: divide the probabilities of the chosen experts by their sum."""
     return logits_NE.softmax(-1).gather(1, experts_NK)
 
 
-@GATES.mistake
 def detached(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """The numbers are right, but no gradient reaches the router, so it would stop learning."""
     return gates(logits_NE.detach(), experts_NK)
 
 
-@GATES.mistake
 def in_order(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """The gates are sorted, and no longer belong to the experts of their columns."""
     return gates(logits_NE, experts_NK).sort(-1, descending=True).values
 
 
+GATES = Exercise(
+    gates,
+    (normal(6, 4), EXPERTS),
+    observe=with_gradient,
+    mistakes=(of_its_own_choice, of_all_experts, detached, in_order),
+)
+
+
 # k3, and a weight of the loss
 
-K3 = Exercise(reference=partial(kl_estimate, kind="k3"), inputs=((LOGPROB, SAMPLED),))
 
-
-@K3.mistake
 def turned(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """ρ is upside down: the samples are the policy's, so ρ is the reference's probability over the policy's."""
     return kl_estimate(reference_N, logprob_N, "k3")
 
 
-@K3.mistake
 def k1(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """This is k1. It is unbiased as well, but single values may be negative."""
     return kl_estimate(logprob_N, reference_N, "k1")
 
 
-@K3.mistake
 def k2(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """This is k2, which is biased where the two policies are far apart."""
     return kl_estimate(logprob_N, reference_N, "k2")
 
 
-@K3.mistake
 def one_too_many(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """Where both policies agree the estimate must be 0; yours is 1."""
     return kl_estimate(logprob_N, reference_N, "k3") + 1
 
 
-DIVERGENCE = Exercise(
-    reference=divergence, inputs=((normal(5, 7).log_softmax(-1), normal(5, 7, seed=1).log_softmax(-1)),)
-)
+K3 = Exercise(partial(kl_estimate, kind="k3"), (LOGPROB, SAMPLED), mistakes=(turned, k1, k2, one_too_many))
 
 
-@DIVERGENCE.mistake
 def from_the_teacher(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
     """This is KL(teacher ‖ student). The student's own probabilities weigh the differences: it learns where *it* would go."""
     return divergence(teacher_SV, student_SV)
 
 
-@DIVERGENCE.mistake
 def of_all_tokens(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
     """This is one number. Sum over the vocabulary, the last dimension, and keep the tokens of the turn apart."""
     return divergence(student_SV, teacher_SV).sum()
 
 
-@DIVERGENCE.mistake
 def without_probabilities(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
     """The weights are missing: an average over what the student would say needs its probabilities, `student_SV.exp()`."""
     return (student_SV - teacher_SV).sum(-1)
+
+
+DIVERGENCE = Exercise(
+    divergence,
+    (normal(5, 7).log_softmax(-1), normal(5, 7, seed=1).log_softmax(-1)),
+    mistakes=(from_the_teacher, of_all_tokens, without_probabilities),
+)
 
 
 def icepop(ratio_N: Tensor, low: float, high: float) -> Tensor:
     return detached_weight(ratio_N, LossSettings(ratio="icepop", icepop_low=low, icepop=high))
 
 
-ICEPOP_WEIGHT = Exercise(
-    reference=icepop,
-    inputs=((torch.tensor([0.1, 0.6, 1.0, 1.4, 3.0]), 0.5, 2.0), (torch.tensor([0.8, 1.1, 1.3]), 0.9, 1.2)),
-)
-
-
-@ICEPOP_WEIGHT.mistake
 def clamped(ratio_N: Tensor, low: float, high: float) -> Tensor:
     """Ratios outside the window are clamped to its ends, as CISPO does. IcePop drops these tokens: their weight is 0."""
     return ratio_N.clamp(low, high)
 
 
-@ICEPOP_WEIGHT.mistake
 def mask_alone(ratio_N: Tensor, low: float, high: float) -> Tensor:
     """Inside the window the weight is the ratio, not 1: it corrects for the sampler."""
     return (icepop(ratio_N, low, high) > 0).float()
 
 
-@ICEPOP_WEIGHT.mistake
 def upper_end(ratio_N: Tensor, low: float, high: float) -> Tensor:
     """The lower end of the window is missing. Tokens that the trainer finds too unlikely are dropped as well."""
     return torch.where(ratio_N <= high, ratio_N, 0.0)
+
+
+ICEPOP_WEIGHT = Exercise(
+    icepop,
+    (torch.tensor([0.1, 0.6, 1.0, 1.4, 3.0]), 0.5, 2.0),
+    (torch.tensor([0.8, 1.1, 1.3]), 0.9, 1.2),
+    mistakes=(clamped, mask_alone, upper_end),
+)
 
 
 # A delta
@@ -517,27 +494,28 @@ def of_delta(function: Function, before: Tensor, after: Tensor) -> tuple[Tensor,
 
 BEFORE = torch.tensor([1.0, 0.0, -3.0, 0.25, 1e-3, 300.0], dtype=torch.bfloat16)
 AFTER = torch.tensor([1.0, -0.0, -3.03125, 0.25, 7.0, 300.0], dtype=torch.bfloat16)
-DELTA = Exercise(reference=delta, inputs=((BEFORE, AFTER), (BEFORE, BEFORE)), observe=of_delta)
 
 
-@DELTA.mistake
 def differences(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """These values are differences. Added in bf16 they are rounded, and the engine ends with other bits. Send the new values."""
     position_C, value_C = delta(before, after)
     return position_C, value_C - before[position_C]
 
 
-@DELTA.mistake
 def of_numbers(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """A weight that went from 0 to −0 is missing: as numbers the two are equal, but their bits differ. Compare
     `tensor.view(torch.int16)`."""
     return (before != after).nonzero()[:, 0], after[before != after]
 
 
-@DELTA.mistake
 def everything(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """All weights are sent. A delta holds those that changed."""
     return torch.arange(len(after)), after
+
+
+DELTA = Exercise(
+    delta, (BEFORE, AFTER), (BEFORE, BEFORE), observe=of_delta, mistakes=(differences, of_numbers, everything)
+)
 
 
 # The scale of a block
@@ -549,32 +527,155 @@ def block_scale(x_BK: Tensor, rule: Rule = "rceil") -> Tensor:
 
 BLOCKS = normal(6, 32).clamp(-1, 1) * 1e-4
 BLOCKS[:, 5] = torch.tensor([1.9, -1.2, 460.0, -448.0, 2.0, 1e-3])
-BLOCK_SCALE = Exercise(reference=block_scale, inputs=((BLOCKS,),))
 
 
-@BLOCK_SCALE.mistake
 def ocp_floor(x_BK: Tensor) -> Tensor:
     """This is OCP's older rule, 2^(⌊log2 a⌋ − 8). Where the mantissa of a is above 1.75 the largest values saturate: round the
     exponent of a / 448 up."""
     return block_scale(x_BK, "floor")
 
 
-@BLOCK_SCALE.mistake
 def any_number(x_BK: Tensor) -> Tensor:
     """The scale must be a power of two, because its byte holds only an exponent."""
     return x_BK.abs().amax(1) / 448
 
 
-@BLOCK_SCALE.mistake
 def nearest(x_BK: Tensor) -> Tensor:
     """Rounded to the nearest power of two, every second scale is too small and its block saturates. Round up."""
     return any_number(x_BK).log2().round().exp2()
 
 
-@BLOCK_SCALE.mistake
 def signed(x_BK: Tensor) -> Tensor:
     """The largest *magnitude* counts: a large negative number saturates as well."""
     return (x_BK.amax(1) / 448).log2().ceil().exp2()
 
 
-EXERCISES = {name.lower(): exercise for name, exercise in dict(globals()).items() if isinstance(exercise, Exercise)}
+BLOCK_SCALE = Exercise(block_scale, (BLOCKS,), mistakes=(ocp_floor, any_number, nearest, signed))
+
+
+# Recovery
+
+STEPS = {"e": turn(EDIT), "F": turn("run_tests", passed=0), "P": turn("run_tests", passed=1)}
+
+
+def recovery_rate(attempts: list[tuple[str, bool]]) -> float:
+    courses = [(Course.of([STEPS[step] for step in steps]), solved) for steps, solved in attempts]
+    return fmean(solved for course, solved in courses if course.retried)
+
+
+def of_all_attempts(attempts: list[tuple[str, bool]]) -> float:
+    """This divides by all attempts, so a policy whose first edit is mostly right seems unable to recover. Divide by the attempts
+    that edited again after a failed test."""
+    return fmean(solved and bool(re.search("e.*F.*e", steps)) for steps, solved in attempts)
+
+
+def of_first_failures(attempts: list[tuple[str, bool]]) -> float:
+    """A test that fails before the first edit only shows the bug of the task. Count failures that follow an edit."""
+    return fmean(solved for steps, solved in attempts if re.search("F.*e", steps))
+
+
+def of_all_failures(attempts: list[tuple[str, bool]]) -> float:
+    """Attempts that gave up after the failed test are counted, too. Recovery says what another edit is worth: leave out those
+    that made none."""
+    return fmean(solved for steps, solved in attempts if re.search("e.*F", steps))
+
+
+def by_visible_tests(attempts: list[tuple[str, bool]]) -> float:
+    """An attempt counts as solved here if the last tests that it ran passed. The hidden tests decide: use the second value."""
+    return fmean(steps.endswith("P") for steps, _ in attempts if re.search("e.*F.*e", steps))
+
+
+RECOVERY_RATE = Exercise(
+    recovery_rate,
+    ([("FeP", True), ("FeFeP", True), ("FeFe", False), ("eF", False), ("eFeP", False), ("eP", True)],),
+    ([("eFe", True), ("eeF", True), ("Fee", False), ("eFPe", True), ("", False)],),
+    mistakes=(of_all_attempts, of_first_failures, of_all_failures, by_visible_tests),
+)
+
+
+# Agreement beyond chance
+
+
+def kappa(levels: list[int | None], labels: list[int]) -> float:
+    return agreement(levels, labels).kappa
+
+
+def bare_agreement(levels: list[int | None], labels: list[int]) -> float:
+    """This is the accuracy, p. A judge that always gives the commonest label has a high one, too: subtract e, the agreement that
+    chance would give."""
+    return agreement(levels, labels).accuracy
+
+
+def unscaled(levels: list[int | None], labels: list[int]) -> float:
+    """This is p − e. Full agreement must give 1: divide by 1 − e, the most that chance leaves."""
+    result = agreement(levels, labels)
+    return (1 - result.accuracy) * result.kappa / (1 - result.kappa)
+
+
+def of_even_chance(levels: list[int | None], labels: list[int]) -> float:
+    """Here chance gives all levels alike. Its judge has the habits of this one: for each level, multiply its share of the answers
+    by its share of the labels."""
+    even = 1 / len(set(labels))
+    return (agreement(levels, labels).accuracy - even) / (1 - even)
+
+
+def with_missing(levels: list[int | None], labels: list[int]) -> float:
+    """A missing answer counts as a wrong one here. It is no level: leave its rollout out, its label as well."""
+    return kappa([-1 if level is None else level for level in levels], labels)
+
+
+KAPPA = Exercise(
+    kappa,
+    ([1] * 9 + [0], [0] + [1] * 9),
+    ([0, 1, 2, 1, None, 2, 0, 1], [0, 1, 1, 1, 2, 2, 0, 2]),
+    mistakes=(bare_agreement, unscaled, of_even_chance, with_missing),
+)
+
+
+# Staleness
+
+Groups = list[list[list[int]]]
+
+
+def within_bound(groups: Groups, step: int, bound: int) -> list[bool]:
+    """Return which groups the orchestrator keeps when their rollouts arrive before a step."""
+    orchestrator = Orchestrator(Schedule(ahead=0, bound=bound, prompts=len(groups), group=len(groups[0])))
+    orchestrator.version = step
+    for start in orchestrator.handle(Joined(worker="worker", capacity=orchestrator.schedule.batch)):
+        for member in start.members if isinstance(start, Dispatch) else ():
+            oldest = min(version for version in groups[start.slot][member] if version >= 0)
+            names = {"slot": start.slot, "attempt": start.attempt, "member": member}
+            orchestrator.handle(Finished(oldest_version=oldest, sampled=1, **names))
+    return [group.complete for group in orchestrator.groups.values()]
+
+
+def of_newest_tokens(groups: Groups, step: int, bound: int) -> list[bool]:
+    """This is the age of the newest token. Weights are swapped while a rollout is sampled, and its oldest token counts."""
+    return [all(step - max(rollout) <= bound for rollout in group) for group in groups]
+
+
+def of_tokens_read(groups: Groups, step: int, bound: int) -> list[bool]:
+    """−1 marks tokens that the policy read, as a prompt. No version made them, so they have no age: leave them out."""
+    return [all(step - min(rollout) <= bound for rollout in group) for group in groups]
+
+
+def of_single_rollouts(groups: Groups, step: int, bound: int) -> list[bool]:
+    """One rollout within the bound keeps its group here. One that is too old drops the whole group: to sample the long rollouts
+    alone again would select by length."""
+    return [any(within_bound([[rollout] for rollout in group], step, bound)) for group in groups]
+
+
+def below_bound(groups: Groups, step: int, bound: int) -> list[bool]:
+    """A rollout as old as the bound may still be trained on: the bound is the largest staleness that is allowed."""
+    return within_bound(groups, step, bound - 1)
+
+
+WITHIN_BOUND = Exercise(
+    within_bound,
+    ([[[-1, 4, 5], [-1, 6]], [[-1, 3, 5], [-1, 3, 5]], [[-1, 3, 3], [-1, 5]], [[-1, 5], [-1, 6, -1, 6]]], 6, 2),
+    ([[[-1, 3], [-1, 2]], [[-1, 1, 2], [-1, 3]]], 3, 1),
+    mistakes=(of_newest_tokens, of_tokens_read, of_single_rollouts, below_bound),
+)
+
+
+EXERCISES = {name.lower(): e for name, e in {**globals(), **vars(systems)}.items() if isinstance(e, Exercise)}

@@ -5,9 +5,8 @@ An answer is right if it agrees with the package on all inputs. If it agrees wit
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from inspect import cleandoc
+from collections.abc import Callable, Sequence
+from operator import call
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,26 +22,15 @@ class Judgement(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exercise:
-    """A function to write.
+    """A function to write."""
 
-    Attributes:
-        reference: The package's function.
-        inputs: Arguments of the calls on which the two must agree.
-        observe: Calls a function with arguments and returns what is compared.
-        mistakes: Hints, and functions that make these mistakes. Several may have one hint.
-    """
-
-    reference: Function
-    inputs: tuple[tuple[Any, ...], ...]
-    observe: Function = lambda function, *arguments: function(*arguments)
-    mistakes: list[tuple[str, Function]] = field(default_factory=list)
-
-    def mistake(self, function: Function) -> Function:
-        """Add a usual mistake, whose docstring is its hint."""
-        self.mistakes.append((" ".join(cleandoc(function.__doc__ or "").split()), function))
-        return function
+    def __init__(
+        self, reference: Function, *inputs: tuple[Any, ...], mistakes: Sequence[Function], observe: Function = call
+    ) -> None:
+        """Judge by `reference`, the package's function, on `inputs`, the arguments of each call. The docstring of each of
+        `mistakes` is its hint. `observe` calls a function with arguments and returns what is compared."""
+        self.reference, self.inputs, self.mistakes, self.observe = reference, inputs, mistakes, observe
 
     def outcomes(self, function: Function) -> list[Any]:
         """Return what is compared for each input, or the error that its call raised."""
@@ -67,9 +55,9 @@ class Exercise:
             return Judgement("unfinished", "not finished yet. Until it is, this notebook uses the package's function.")
         if same(outcomes, expected):
             return Judgement("right", "right: it agrees with the package's function.")
-        for hint, mistake in self.mistakes:
+        for mistake in self.mistakes:
             if same(outcomes, self.outcomes(mistake)):
-                return Judgement("wrong", f"not right yet. {hint}")
+                return Judgement("wrong", f"not right yet. {' '.join((mistake.__doc__ or '').split())}")
         rows = zip(self.inputs, outcomes, expected, strict=True)
         arguments, outcome, right = next(row for row in rows if not same(row[1], row[2]))
         result = f"it raises {outcome!r}" if isinstance(outcome, Exception) else f"the result is {outcome}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from composer_nb.harness.bench import wilson
 from composer_nb.harness.grading.grade import Attempt
@@ -44,7 +43,7 @@ def chain(attempt: Attempt) -> Picture:
     segments = attempt.rollout.segments
     picture, ax = style.one_panel(8.5, 0.9 + 0.3 * len(segments))
     parts = {name: [np.isin(s.kind, kinds).sum() for s in segments] for name, kinds in _KINDS.items()}
-    _stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts)
+    style.stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts, _COLORS)
     title(ax, f"task {attempt.task.id}: {'solved' if attempt.grade.passed else 'not solved'}", "tokens")
     key(ax)
     return picture
@@ -81,20 +80,12 @@ def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
         name: [s.advantage * np.isin(segment.kind, _KINDS[name]).sum() for _, s, _, segment in rows]
         for name in ("said", "summary")
     }
-    _stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts)
+    style.stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts, _COLORS)
     ax.axvline(0, color=style.GREY, linewidth=0.8)
     ax.use_sticky_edges = False  # a margin at both ends
     title(ax, "weight in the gradient of each segment", "advantage × written tokens")
     key(ax)
     return picture
-
-
-def _stacked(ax: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
-    left = np.zeros(len(names))
-    for name, size in parts.items():
-        ax.barh(range(len(names)), size, left=left, color=_COLORS[name], label=name, height=0.7)
-        left = left + np.array(size)
-    style.rows(ax, names, fontsize=7.5)
 
 
 def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:

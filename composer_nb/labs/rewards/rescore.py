@@ -16,7 +16,7 @@ Dimensions: R rollouts of a batch, P its groups, V gradients (at most two a roll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -85,7 +85,6 @@ class Scores:
     advantage_R: NDArray[np.float64]
     group_R: NDArray[np.int64]
     solved_R: NDArray[np.bool_]
-    terms: tuple[Mapping[str, float], ...]
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Scored]]) -> Scores:
@@ -95,7 +94,6 @@ class Scores:
             advantage_R=np.array([scored.advantage for scored in everyone], np.float64),
             group_R=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             solved_R=np.array([scored.attempt.grade.passed for scored in everyone]),
-            terms=tuple(scored.reward.terms for scored in everyone),
         )
 
     @property
@@ -146,8 +144,7 @@ def rescore_with(batch: StoredBatch, values: Sequence[float | None], weight: flo
 
 def shuffled(batch: StoredBatch, seed: int) -> Scores:
     """Return a control: the stored rewards permuted at random over the batch."""
-    groups = [list(group) for group in batch.groups]
-    return Scores.of(shuffle_rewards(groups, batch.settings.loss, Random(f"control {seed}")))
+    return Scores.of(shuffle_rewards([*map(list, batch.groups)], batch.settings.loss, Random(f"control {seed}")))
 
 
 # Gradients

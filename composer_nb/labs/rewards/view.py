@@ -295,9 +295,7 @@ def against_weight(
     vertical axes reach from 0 or below to 1, so that what hardly changes looks flat."""
     picture = Picture(9.5, 2.8)
     agreement, cosine = picture.panels(1, 2)
-    agreement.plot(
-        weights, [rescored.scores.agreement for rescored in verdicts], "o-", color=style.BLUE, markersize=3.5
-    )
+    agreement.plot(weights, [r.scores.agreement for r in verdicts], "o-", color=style.BLUE, markersize=3.5)
     for label, series, color in (("this term", verdicts, style.BLUE), ("dealt at random", control, style.ORANGE)):
         if series:
             cosine.plot(weights, [r.cosine for r in series], "o-", color=color, markersize=3.5, label=label)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.bench import bootstrap, resampled
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tool_errors import tool_errors
 from composer_nb.harness.untrusted import beneath, json_of
@@ -260,9 +260,8 @@ def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -
     *befores, after = (solved_by_task(run, name + suffix, 12) for name in (*baselines, "final"))
     gains = {name: _paired(before, after) for name, before in zip(baselines, befores, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())
-    gain_by_task = gains[over]
-    mean_gain, task_count = float(gain_by_task.mean()), len(gain_by_task)
-    return {"over": over, "gain": mean_gain, "ci95": bootstrap(gain_by_task, 0), "n_tasks": task_count}
+    gain = gains[over]
+    return {"over": over, "gain": float(gain.mean()), "ci95": bootstrap(gain, 0), "n_tasks": len(gain)}
 
 
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -316,8 +315,6 @@ def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
 
 # Two runs
 
-# Number of bootstrap resamples.
-DRAWS = 2000
 SCORES = (
     *("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task"),
     *("pass_within", "recovery"),
@@ -346,7 +343,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
             {"run": report["run"], "path": str(run.path), "complete": report["complete"]}
             for report, run in zip(reports, (first, second), strict=True)
         ],
-        "settings": differing(_as_now(reports[0]), _as_now(reports[1])),
+        "settings": differing(*(current(r["settings"]) | {"changed_live": r.get("changed_live", {})} for r in reports)),
         "provenance": differing(*(report["provenance"] for report in reports)),
         "eval": {
             name: {
@@ -364,27 +361,27 @@ def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[An
     return [report.get(part, {}).get(name) for report in reports]
 
 
-def _as_now(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with the current names, and what was changed live. A setting that an old run lacks has its default.
-    Settings that this package cannot read are returned unchanged."""
-    settings = report["settings"]
-    with suppress(ValueError):
-        settings = to_dict(from_dict(settings))
-    return settings | {"changed_live": report.get("changed_live", {})}
+def current(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with the current names; one that an old run lacks has its default. Settings that this package
+    cannot read are returned unchanged."""
+    with suppress(ValueError, TypeError):
+        return to_dict(from_dict(settings))
+    return dict(settings)
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Return [first, second] by dotted name for every leaf that differs between two trees; None for a missing leaf."""
-    pairs: dict[str, list[Any]] = {}
-    for name in {**first, **second}:
-        old, new = first.get(name), second.get(name)
-        if isinstance(old, Mapping) or isinstance(new, Mapping):
-            trees = [tree if isinstance(tree, Mapping) else {} for tree in (old, new)]
-            pairs |= differing(trees[0], trees[1], f"{prefix}{name}.")
-            old, new = (None if isinstance(leaf, Mapping) else leaf for leaf in (old, new))
-        if old != new:
-            pairs[prefix + name] = [old, new]
-    return pairs
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return leaves
+
+
+def differing(*trees: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the leaves that differ between trees, by dotted name; None for a missing leaf."""
+    leaves = [flat(tree) for tree in trees]
+    pairs = {name: [tree.get(name) for tree in leaves] for tree in leaves for name in tree}
+    return {name: values for name, values in pairs.items() if any(value != values[0] for value in values)}
 
 
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
@@ -405,10 +402,10 @@ def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> 
     old, new = (solved_by_task(run, policy) for run in (first, second))
     gain_by_task = _paired({task: old[task] for task in old if task in shared}, new)
     if paired := bool(len(gain_by_task)):
-        gain, means = gain_by_task.mean(), _resampled(gain_by_task, 0)
+        gain, means = gain_by_task.mean(), resampled(gain_by_task, 0)
     else:
         before, after = (np.array([solved[task] for task in sorted(solved)]) for solved in (old, new))
-        gain, means = after.mean() - before.mean(), _resampled(after, 0) - _resampled(before, 1)
+        gain, means = after.mean() - before.mean(), resampled(after, 0) - resampled(before, 1)
     counts = [len(gain_by_task)] * 2 if paired else [len(old), len(new)]
     interval = np.quantile(means, [0.025, 0.975]).tolist()
     return {"pass_at_1": float(gain), "ci95": interval, "paired": paired, "n_tasks": counts}
@@ -430,8 +427,3 @@ def _scores(
             assert score is not None
             score |= {"pass_at_1": float(by_task.mean()), "ci95": bootstrap(by_task, 0), "n_tasks": len(task_ids)}
     return scores
-
-
-def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """Return the means of DRAWS resamples."""
-    return np.asarray(np.random.default_rng(seed).choice(values, (DRAWS, len(values))).mean(1))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
-from composer_nb.trainer.recipe.report import build_report, compare, difference, gained, shared_tasks
+from composer_nb.trainer.recipe.report import build_report, compare, difference, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings
 from composer_nb.views.charts import Figure, bars
@@ -64,28 +64,17 @@ def test_what_was_changed_is_what_differs(tiny_run: RunDir, copy_of: Callable[[R
     assert not re.search(r"https?://|<script|<link", text) and "not complete" in text
 
 
-def test_a_paired_difference_is_the_gain_that_a_report_takes_within_one_run(tmp_path: Path):
-    """The same two sets of attempts are two policies of one run, and one policy of two runs."""
-    random, tasks = np.random.default_rng(3), [f"t{number}" for number in range(16)]
-    old, new = ({task: list(random.random(4) < share) for task in tasks} for share in (0.3, 0.6))
-    run, old_run = scored(tmp_path / "1", new), scored(tmp_path / "2", old)
-    scored(run.path, old, "midtrained")
-    gain = gained(run, {"midtrained": {}, "final": {}})
-    gap = difference(old_run, run, "final", set(tasks))
-    assert gap["ci95"] == gain["ci95"] and gap["paired"] and gap["n_tasks"] == [len(tasks)] * 2
-    assert gap["pass_at_1"] == pytest.approx(np.mean([np.mean(new[task]) - np.mean(old[task]) for task in tasks]))
-
-
-def test_runs_on_other_tasks_are_compared_unpaired(tmp_path: Path):
-    random = np.random.default_rng(0)
-    old = {f"a{n}": list(random.random(4) < 0.3) for n in range(300)}
-    new = {f"b{n}": list(random.random(4) < 0.5) for n in range(200)}
-    first, second = scored(tmp_path / "1", old), scored(tmp_path / "2", new)
-    gap = difference(first, second, "final", set())
-    means = [np.array([np.mean(tries) for tries in solved.values()]) for solved in (old, new)]
-    expected = means[1].mean() - means[0].mean()
-    error = np.sqrt(sum(values.var() / len(values) for values in means))
-    assert gap["pass_at_1"] == pytest.approx(expected) and not gap["paired"] and gap["n_tasks"] == [300, 200]
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_difference_has_the_interval_of_its_standard_error(tmp_path: Path, paired: bool):
+    """On shared tasks that of the differences by task, on others that of two independent means."""
+    random, shares, counts = np.random.default_rng(0), np.linspace(0.0, 0.7, 300), [300, 300 if paired else 200]
+    old = {f"a{n}": [*(random.random(4) < shares[n])] for n in range(300)}
+    new = {f"{'ba'[paired]}{n}": [*(random.random(4) < shares[n] + 0.2)] for n in range(counts[1])}
+    gap = difference(scored(tmp_path / "1", old), scored(tmp_path / "2", new), "final", old.keys() & new.keys())
+    before, after = (np.array([np.mean(tries) for tries in solved.values()]) for solved in (old, new))
+    expected = after.mean() - before.mean()
+    error = (after - before).std() / 300**0.5 if paired else np.hypot(before.std() / 300**0.5, after.std() / 200**0.5)
+    assert gap["pass_at_1"] == pytest.approx(expected) and (gap["paired"], gap["n_tasks"]) == (paired, counts)
     assert gap["ci95"] == pytest.approx([expected - 1.96 * error, expected + 1.96 * error], abs=0.15 * error)
 
 

@@ -1,0 +1,156 @@
+"""Exercises about a comparison of two runs, the paths that an agent names, and the schedule of a cluster."""
+
+import posixpath
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.sandbox.contract import WORKSPACE
+from composer_nb.harness.tools.session import Session
+from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.labs.exercises.exercise import Exercise
+from composer_nb.trainer.schedule import Schedule
+
+Array = NDArray[Any]
+
+
+# The interval of a paired difference
+
+SCORES_2T = np.random.default_rng(1).integers(0, 5, (2, 12)) / 4
+DRAWS_DT = np.random.default_rng(0).choice(12, (2000, 12))
+
+
+def paired_interval(first_T: Array, second_T: Array, draw_DT: Array) -> list[float]:
+    """Return the package's interval, which draws its own resamples: those of DRAWS_DT where there are twelve tasks."""
+    return bootstrap(second_T - first_T, seed=0)
+
+
+def ends(means_D: Array, outside: float = 0.05) -> Array:
+    """Return the ends of an interval that leaves out a share of the means."""
+    return np.quantile(means_D, [outside / 2, 1 - outside / 2])
+
+
+def of_single_tasks(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """This is the spread of single tasks. The interval is one of their mean, which varies less: take the mean of each resample,
+    along axis 1."""
+    return ends((second_T - first_T)[draw_DT])
+
+
+def of_each_run(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """Both runs have an interval here, and the ends are subtracted. But a resample with easy tasks raises both scores: subtract
+    within each resample, and take the quantiles last."""
+    return ends(second_T[draw_DT].mean(1)) - ends(first_T[draw_DT].mean(1))
+
+
+def first_less_second(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """The sign is wrong: a second run that solves more has a positive difference."""
+    return ends((first_T - second_T)[draw_DT].mean(1))
+
+
+def of_nine_tenths(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """This interval holds 90 % of the means. One of 95 % leaves out 2.5 % at each end."""
+    return ends((second_T - first_T)[draw_DT].mean(1), outside=0.1)
+
+
+PAIRED_INTERVAL = Exercise(
+    paired_interval,
+    (*SCORES_2T, DRAWS_DT),
+    mistakes=(of_single_tasks, of_each_run, first_less_second, of_nine_tenths),
+)
+
+
+# The paths that an agent names
+
+
+def workspace_path(root: str, path: str) -> str:
+    """Return what the tools make of a path. Raises ValueError for one that leads out of the workspace."""
+    nowhere: Any = None  # a path is judged before anything is opened
+    try:
+        return Session(sandbox=nowhere, root=root).path(path)
+    except ToolError as error:
+        raise ValueError(str(error)) from None
+
+
+def unresolved(root: str, path: str) -> str:
+    """`..` inside a path leads out as well, as in `docs/../../notes`. Resolve it before you compare: `posixpath.normpath`."""
+    whole = posixpath.join(root, path)
+    if not whole.startswith(root):
+        raise ValueError
+    return posixpath.relpath(whole, root)
+
+
+def by_letters(root: str, path: str) -> str:
+    """The folder `/workspace-old` begins with the letters of `/workspace`, but does not lie in it. Inside, a `/` follows."""
+    return unresolved(root, posixpath.normpath(posixpath.join(root, path)))
+
+
+def without_dots(root: str, path: str) -> str:
+    """This refuses every `..`, but `docs/../README.md` stays inside. Judge where a path ends."""
+    return workspace_path(root, "/" if ".." in path else path)
+
+
+def always_below(root: str, path: str) -> str:
+    """An absolute path is read as if it were relative, so another file is opened than the agent names, and its error is hidden
+    from it. `posixpath.join` keeps an absolute path."""
+    return workspace_path(root, f"{root}/{path}")
+
+
+PATHS = "days.py docs/../README.md . /workspace/docs ../notes docs/../../notes ../workspace-old/.env /etc/passwd"
+WORKSPACE_PATH = Exercise(
+    workspace_path,
+    *((WORKSPACE, path) for path in PATHS.split()),
+    mistakes=(unresolved, by_letters, without_dots, always_below),
+)
+
+
+# The seconds of a step
+
+
+def step_seconds(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """Return the seconds of a step of the orchestrator in virtual time, when the first steps are over."""
+    from composer_nb.labs.planning import Durations, SimulatedLoad, simulate
+
+    durations = Durations(seconds=np.full((1, 1), sample_s), tokens=np.ones((1, 1), np.int64))
+    load = SimulatedLoad(durations=durations, workers=1, capacity=1, train_s=train_s, publish_s=publish_s)
+    schedule = partial(Schedule, prompts=1, group=1, ahead=ahead, bound=ahead, hang_s=1e9)
+    count = 8 * (ahead + 1)
+    half, whole = (simulate(schedule(steps=steps), load)["seconds"] for steps in (count, 2 * count))
+    return float(whole - half) / count
+
+
+def one_after_another(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """Nothing overlaps here. With batches ahead, engines sample the next one while the trainer learns from this one."""
+    return sample_s + train_s + publish_s
+
+
+def all_hidden(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """This holds if enough batches run ahead. But only `ahead` + 1 of them are under way, and each takes the whole round: sample,
+    train, publish."""
+    return max(sample_s, train_s)
+
+
+def without_floor(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """However many batches run ahead, engines sample one at a time and the trainer learns from one at a time. The slower of the
+    two limits a step."""
+    return (sample_s + train_s + publish_s) / (ahead + 1)
+
+
+def one_too_few(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """`ahead` counts the batches beyond the one that is due, so one more is under way."""
+    return max(sample_s, train_s, without_floor(sample_s, train_s, publish_s, max(0, ahead - 1)))
+
+
+def trainer_waits(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
+    """The trainer waits for its weights to be published here. It goes on with the next batch if one is ready; engines sample with
+    the old weights meanwhile."""
+    return max(sample_s, train_s + publish_s) if ahead else sample_s + train_s + publish_s
+
+
+STEP_SECONDS = Exercise(
+    step_seconds,
+    *((6.0, 4.0, 2.0, 0), (6.0, 4.0, 7.0, 1), (3.0, 8.0, 1.0, 1), (6.0, 4.0, 30.0, 3), (6.0, 4.0, 2.0, 4)),
+    mistakes=(one_after_another, all_hidden, without_floor, one_too_few, trainer_waits),
+)
