@@ -31,6 +31,8 @@ from composer_nb.trainer.services.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
 from composer_nb.trainer.services.run_copy import local_run
 
+# Distance between the numbers of a slot's first `group` members, of as many that a live change of `rl.group` adds, and so on.
+BEYOND_STRIDE = 1 << 26
 # What a worker reports; the coordinator, which has the clock, stamps it.
 Report = Finished | Faulted | Alive
 
@@ -119,8 +121,9 @@ class EnvironmentService:
         lockstep: bool,
         store: str = "",
     ) -> None:
-        """`policy`: see `RemotePolicy`. `store`: `services.store`. `lockstep`: `work` grades and reports each ended
-        rollout at once, so that the number of ended ones does not depend on a clock, and one seed gives one result."""
+        """`group`: `rl.group` as the run began, which numbers rollouts. `policy`: see `RemotePolicy`. `store`:
+        `services.store`. `lockstep`: `work` grades and reports each ended rollout at once, so that the number of ended ones
+        does not depend on a clock, and one seed gives one result."""
         run = local_run(run, store)
         self._reward = env.reward_function(limits.seconds)
         self._sandboxes = sandboxes = Sandboxes(env, run.name, run / FOLDER)
@@ -160,7 +163,9 @@ class EnvironmentService:
         for dispatch, task in start:
             slot, attempt = dispatch.slot, dispatch.attempt
             first = (attempt - 1) * ATTEMPT_STRIDE + slot * self._group  # as in the plain loop at the first attempt
-            self._waiting += [(first + member, (slot, attempt, member), task) for member in dispatch.members]
+            for member in dispatch.members:
+                place = first + member % self._group + member // self._group * BEYOND_STRIDE
+                self._waiting.append((place, (slot, attempt, member), task))
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:

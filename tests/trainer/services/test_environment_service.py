@@ -151,3 +151,14 @@ def test_a_sandbox_of_graders_that_is_not_ready_costs_a_rollout(
     assert Faulted(slot=0, attempt=1, member=0, reason="not ready", sampled=SAMPLED) in reports
     worker.work([dispatch(0, 1)], [], 0.0)
     until(worker, lambda _: grader.begun == 1)
+
+
+def test_rollouts_of_groups_of_another_size_have_numbers_of_their_own(
+    make_worker, grader: Grader, monkeypatch: pytest.MonkeyPatch
+):
+    """`rl.group` may change while a run is live. The first members keep the numbers, and so the draws, of the plain loop."""
+    worker, numbers = make_worker(EnvSettings(), 64), list[int]()
+    monkeypatch.setattr(worker._driver, "add", lambda rollout, job: numbers.append(rollout))
+    worker.work([dispatch(slot, *range(20)) for slot in range(3)], [], 0.0)
+    assert len({*numbers}) == 60
+    assert [numbers[20 * slot + member] for slot in range(3) for member in range(8)] == [*range(24)]
