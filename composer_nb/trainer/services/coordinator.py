@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from composer_nb.harness.blocking import TooManyBlocked
@@ -493,9 +495,10 @@ class Coordinator:
         if stored_file.is_file():
             tasks = [self.tasks[slot] for slot in {slot for slot, _, _ in train.rollouts}]
             return make_batch(scored=load_batch(stored_file, {task.id: task for task in tasks}))
-        group_size = len(train.rollouts) // len(train.slots)
-        attempts = [self.finished.load(name, self.tasks[name[0]]) for name in train.rollouts]
-        return make_batch(groups=[attempts[at : at + group_size] for at in range(0, len(attempts), group_size)])
+        by_slot = groupby(train.rollouts, itemgetter(0))  # of sizes that differ after a live change of `rl.group`
+        return make_batch(
+            groups=[[self.finished.load(name, self.tasks[slot]) for name in names] for slot, names in by_slot]
+        )
 
     def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         self.graded = [(scored.attempt.rollout, scored.attempt.grade) for group in groups for scored in group]

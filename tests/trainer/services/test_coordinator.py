@@ -10,6 +10,7 @@ from contextlib import closing
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,11 +31,13 @@ from composer_nb.trainer.recipe.replay import branch, other_origins, replay
 from composer_nb.trainer.recipe.report import hosts
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services import inference
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.services.journal import REFUSED, request_change
+from composer_nb.trainer.services.orchestrator import Orchestrator, Train
 from composer_nb.trainer.services.run_copy import restore
 from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
@@ -431,6 +434,22 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     plain, unchanged = begun("unchanged", IN_STEP | {"rl.steps": 4})
     go(plain, unchanged)
     assert weights(plain) != weights(run)
+
+
+def test_a_batch_of_groups_of_two_sizes_is_divided_by_slot(tmp_path: Path):
+    """As after a live change of `rl.group`: groups under way keep their size."""
+    rollouts = [(slot, 1, member) for slot, size in ((3, 4), (4, 2), (6, 2)) for member in range(size)]
+    coordinator = SimpleNamespace(
+        due=Train(step=0, slots=(3, 4, 6), rollouts=tuple(rollouts)),
+        **{"ended": False, "lost": 0, "pairs": {}, "tasks": range(9), "settings": Settings()},
+        orchestrator=Orchestrator(Schedule()),
+        run=SimpleNamespace(path=tmp_path),
+        finished=SimpleNamespace(load=lambda name, task: (*name, task)),
+    )
+    batch: Any = Coordinator.next_batch(coordinator)  # type: ignore[arg-type]
+    assert batch.groups == [
+        [(slot, 1, member, slot) for member in range(size)] for slot, size in ((3, 4), (4, 2), (6, 2))
+    ]
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
