@@ -192,9 +192,8 @@ def score_groups(
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages, without attempts whose reward is unknown. `custom`: the reward function of
     an environment, which replaces the weighted terms. `ranks` share the batch."""
-    scored = [[(attempt, reward_of(attempt, rewards, custom)) for attempt in group] for group in groups]
-    graded = [[(attempt, rewarded) for attempt, rewarded in group if rewarded.total is not None] for group in scored]
-    return _scored(graded, loss, ranks)
+    scored = [[(a, reward_of(a, rewards, custom), a.grade.passed) for a in group] for group in groups]
+    return _scored([[row for row in group if row[1].total is not None] for group in scored], loss, ranks)
 
 
 def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None) -> Reward:
@@ -213,27 +212,30 @@ def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | Non
 def shuffle_rewards(
     groups: list[list[Scored]], loss: LossSettings, rng: Random, ranks: Ranks = SINGLE
 ) -> list[list[Scored]]:
-    """Return the groups with the rewards of the batch permuted at random: a control from which nothing can be learned."""
-    rewards = [scored.reward for group in groups for scored in group]
-    rng.shuffle(rewards)
-    shuffled_rewards = iter(rewards)
-    return _scored([[(s.attempt, next(shuffled_rewards)) for s in group] for group in groups], loss, ranks)
+    """Return the groups with the rewards of the batch, and the outcomes that `loss.gate` reads, permuted at random: a control
+    from which nothing can be learned."""
+    outcomes = [(scored.reward, scored.attempt.grade.passed) for group in groups for scored in group]
+    rng.shuffle(outcomes)
+    shuffled_outcomes = iter(outcomes)
+    return _scored([[(s.attempt, *next(shuffled_outcomes)) for s in group] for group in groups], loss, ranks)
 
 
-def _scored(groups: Sequence[Sequence[tuple[Attempt, Reward]]], loss: LossSettings, ranks: Ranks) -> list[list[Scored]]:
-    """Return the groups of this rank with advantages."""
-    totals = [[float(rewarded.total or 0.0) for _, rewarded in group] for group in groups]
+def _scored(
+    groups: Sequence[Sequence[tuple[Attempt, Reward, bool]]], loss: LossSettings, ranks: Ranks
+) -> list[list[Scored]]:
+    """Return the groups of this rank, whose attempts have a reward and an outcome, with advantages."""
+    totals = [[float(rewarded.total or 0.0) for _, rewarded, _ in group] for group in groups]
     batch_mean = 0.0
     if loss.baseline == "batch":  # the exact sum does not depend on how ranks share the batch
         batch_totals = [total for part in ranks.gather(totals) for group in part for total in group]
         batch_mean = math.fsum(batch_totals) / max(1, len(batch_totals))
     results = []
     for group, group_totals in zip(groups, totals, strict=True):
-        solved = torch.tensor([attempt.grade.passed for attempt, _ in group], dtype=torch.float32)
+        solved = torch.tensor([passed for _, _, passed in group], dtype=torch.float32)
         values = group_advantages(torch.tensor(group_totals, dtype=torch.float32), solved, loss, batch_mean).tolist()
-        masked = [loss.mask_overlong and attempt.rollout.stop in LIMITS for attempt, _ in group]
+        masked = [loss.mask_overlong and attempt.rollout.stop in LIMITS for attempt, _, _ in group]
         rows = zip(group, values, masked, strict=True)
-        results.append([Scored(attempt=a, reward=r, advantage=0.0 if mask else v) for (a, r), v, mask in rows])
+        results.append([Scored(attempt=a, reward=r, advantage=0.0 if mask else v) for (a, r, _), v, mask in rows])
     return results
 
 

@@ -285,6 +285,7 @@ def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
         assert [s.attempt for s in before] == [s.attempt for s in after]
         mean = np.mean([s.reward.total for s in after])
         assert [s.advantage for s in after] == pytest.approx([s.reward.total - mean for s in after])
+    assert shuffle_rewards(scored, LossSettings(gate="ties"), Random(3)) == dealt, "outcomes go with their rewards"
 
 
 def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_model, sampled):
