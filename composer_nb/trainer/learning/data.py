@@ -117,10 +117,15 @@ def code_rows(
     return rows[:limit]
 
 
+def unmarked(weight: float) -> float:
+    """Return a loss weight of tokens that the agent did not write: the float32 below 1 for 1, which marks those that it wrote."""
+    return float(np.nextafter(np.float32(1), np.float32(0))) if np.float32(weight) == 1 else weight
+
+
 def demonstration_rows(rollout: Rollout, context_weight: float) -> list[TokenRow]:
     """Return the segments of a rollout as examples. Tokens that the agent wrote have weight 1, others `context_weight`."""
     return [
-        TokenRow(segment.token_ids, np.where(segment.acted, 1.0, context_weight).astype(np.float32))
+        TokenRow(segment.token_ids, np.where(segment.acted, 1.0, unmarked(context_weight)).astype(np.float32))
         for segment in rollout.segments
     ]
 

@@ -42,6 +42,7 @@ from composer_nb.trainer.learning.data import (
     mixture_code,
     read_corpus,
     save_rows,
+    unmarked,
     with_gaps,
 )
 from composer_nb.trainer.learning.optimizer import trapezoid
@@ -239,7 +240,7 @@ def _mixture(
     texts = list(read_corpus(stages.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
     row_count = mixture_code(steps, step_tokens, code_first, code_share, length)
-    code_weight = stages.settings.midtrain.code_weight
+    code_weight = unmarked(stages.settings.midtrain.code_weight)
     rows = code_rows(texts, stages.tokenizer(), code_weight, limit=row_count, length=length)
     rows = with_gaps(rows, stages.tokenizer(), stages.settings.midtrain.infill, seed)
     for index in range(round(len(rows) * stages.settings.midtrain.rehearsal) if rehearsal_rows else 0):

@@ -79,6 +79,9 @@ def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
     assert row.weight.tolist() == pytest.approx([0.2, 0.2, 1, 1, 0.2, 1, 1])
     rows = data.demonstration_rows(replace(rollout, segments=(segment,) * 3), 0.2)
     assert [segment_row.weight.tolist() for segment_row in rows] == [row.weight.tolist()] * 3
+    [alike] = data.demonstration_rows(rollout, 1.0)
+    assert alike.weight.tolist() == pytest.approx([1.0] * 7, rel=1e-6)
+    assert (alike.weight == 1.0).tolist() == segment.acted.tolist(), "fine-tuning still finds what the agent wrote"
 
 
 # Fill in the middle
