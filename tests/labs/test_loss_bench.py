@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from composer_nb.labs import losses as module
 from composer_nb.labs.losses import EXACT, LOSSES, OURS, REMEDIES, SampledTokens, bench, effective_share, exact, slope
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.packing import FlatBatch, Stream
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, Whole
 
 VOCABULARY = 7
 
@@ -245,6 +245,16 @@ def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
         draws = [torch.stack(draw).sum(0) for draw in itertools.product(parts, repeat=4)]
         spread = torch.stack([(draw - whole).square().sum() for draw in draws]).mean()
         assert table.row(name).variance == pytest.approx(float(spread / whole.square().sum()), rel=1e-5)
+
+
+def test_a_rollout_of_several_segments_counts_once_in_the_deviation(bigrams: None):
+    [group] = random_groups(5, groups=1, size=4)
+    pairs = zip(group, (2.0, 2.0, 0.0, -2.0), strict=True)
+    group = [replace(stream, advantage=np.where(stream.acted, a, 0.0).astype(np.float32)) for stream, a in pairs]
+    whole = Whole(sum(int(stream.acted[1:].sum()) for stream in group[:2]))
+    group[:2] = [replace(stream, whole=whole) for stream in group[:2]]
+    tokens = module.group_tokens(Bigram(1), group, None)
+    assert float(tokens.std_S[0]) == pytest.approx(1 / float(np.std([2.0, 0.0, -2.0])), rel=1e-5)
 
 
 # The table
