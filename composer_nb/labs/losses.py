@@ -90,7 +90,7 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         sampled_S: The sampler's log-probability.
-        advantage_S: R − mean(R).
+        advantage_S: R − mean(R); for `slope`, the learner's under its loss.
         std_S: An advantage of 1 after division by the group's standard deviation.
     """
 
@@ -121,7 +121,6 @@ def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> 
     """Return the slope of a loss. Raises ValueError for a KL weight without a reference."""
     advantage_S = torch.where(tokens.advantage_S.abs() > NO_SIGNAL, tokens.advantage_S, 0.0)
     scale_S = tokens.std_S if settings.std_norm else torch.ones_like(tokens.std_S)
-    advantage_S = advantage_S * scale_S
     leaf_S = tokens.logprob_S.detach().clone().requires_grad_()
     with torch.enable_grad():
         penalty = leaf_S.new_zeros(())
@@ -145,14 +144,15 @@ def remedied(
     if loss.gate != "none" and not solved:
         raise ValueError(f"loss.gate={loss.gate}: the bench needs `solved`, the outcome of each rollout of each group")
     results = [[*group] for group in groups]
-    if (loss.gate, loss.baseline, loss.positive_weight) != ("none", "group", 1.0):
+    if (loss.gate, loss.baseline, loss.positive_weight, loss.std_norm) != ("none", "group", 1.0, False):
         for number, group in enumerate(results):
-            by_rollout = {id(s.whole or s): float(s.advantage[1:][s.acted[1:]][0]) for s in group}
+            by_rollout = {id(s.whole or s): float(a) for s in group for a in s.advantage[1:][s.acted[1:]][:1]}
             outcomes = torch.tensor(solved[number] if solved else [False] * len(by_rollout))
             values = group_advantages(torch.tensor([*by_rollout.values()]), outcomes, loss).tolist()
             new = dict(zip(by_rollout, values, strict=True))
             results[number] = [
-                replace(s, advantage=np.where(s.acted, new[id(s.whole or s)], 0.0).astype(np.float32)) for s in group
+                replace(s, advantage=np.where(s.acted, new.get(id(s.whole or s), 0.0), 0.0).astype(np.float32))
+                for s in group
             ]
     if loss.clip_cov:
         streams = iter(without_gradient([stream for group in results for stream in group], loss.clip_cov))

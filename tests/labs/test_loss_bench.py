@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from composer_nb.labs import losses as module
 from composer_nb.labs.losses import EXACT, LOSSES, OURS, REMEDIES, SampledTokens, bench, effective_share, exact, slope
-from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.loss import LossSettings, group_advantages
 from composer_nb.trainer.learning.packing import FlatBatch, Stream, Whole
 
 VOCABULARY = 7
@@ -245,6 +245,21 @@ def test_the_variance_is_that_of_every_resample_of_the_groups(bigrams: None):
         draws = [torch.stack(draw).sum(0) for draw in itertools.product(parts, repeat=4)]
         spread = torch.stack([(draw - whole).square().sum() for draw in draws]).mean()
         assert table.row(name).variance == pytest.approx(float(spread / whole.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"gate": "mixed"}, {"gate": "ties"}, {"positive_weight": 0.1}])
+def test_a_remedy_beside_the_standard_deviation_has_the_learner_s_advantages(bigrams: None, more: dict[str, Any]):
+    model, groups, loss = Bigram(1), random_groups(3), LossSettings(std_norm=True, **more)
+    solved = [[index < count for index in range(4)] for count in (0, 2, 4, 1)]
+    learnt = []
+    for group, outcomes in zip(groups, solved, strict=True):
+        rewards = torch.tensor([float(stream.advantage[stream.acted][0]) for stream in group])
+        values = group_advantages(rewards, torch.tensor(outcomes), loss).tolist()
+        pairs = zip(group, values, strict=True)
+        learnt.append([replace(s, advantage=np.where(s.acted, a, 0.0).astype(np.float32)) for s, a in pairs])
+    expected = bench(model, learnt, {OURS: LossSettings()}).gradient(OURS)
+    gradient = bench(model, groups, {"both": loss}, solved=solved).gradient("both")
+    torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-5)
 
 
 def test_a_rollout_of_several_segments_counts_once_in_the_deviation(bigrams: None):
