@@ -8,7 +8,7 @@ its share of the loss, and beyond that only its sign matters (clips mask tokens 
 Σ_i |A_i| · g_i(sign A_i), and for lengths and angles of such sums the inner products of the g are all that is needed. They are
 worked out once, exactly; no sampling is repeated and no model runs afterwards.
 
-Leaves out: the KL weight (`loss.beta`), which is a second gradient beside the rewards'.
+Refuses settings with a second gradient beside that of the losses, or a choice among all tokens of the batch (`APART`).
 
 Dimensions: R rollouts of a batch, P its groups, V gradients (at most two a rollout), D weights.
 """
@@ -43,6 +43,8 @@ from composer_nb.trainer.settings import Settings, from_dict
 
 # Advantages up to this size are not trained on (`rl.trains`).
 NO_SIGNAL = 1e-6
+# Settings of the loss that change the gradient in a way that this module leaves out.
+APART = ("beta", "feedback", "clip_cov", "centre_scores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +183,11 @@ class Gradients:
 def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
     """Return the inner products of every rollout's gradient at advantage +1 and −1, at the weights of `model`.
 
-    Holds a float32 copy of the weights for each rollout meanwhile; two, where a token is masked. Raises ValueError with a KL
-    weight, which would not scale with the advantage, and for routes that cannot be replayed.
+    Holds a float32 copy of the weights for each rollout meanwhile; two, where a token is masked. Raises ValueError for a setting
+    of `APART`, and for routes that cannot be replayed.
     """
-    if batch.settings.loss.beta:
-        raise ValueError("loss.beta is above 0: the gradient is then not that of the rewards alone")
+    if apart := [name for name in APART if getattr(batch.settings.loss, name)]:
+        raise ValueError(f"loss.{apart[0]} is on: the gradient is then more than the sum over rollouts")
     everyone = [scored for group in batch.groups for scored in group]
     weights = list(model.parameters())
     width = sum(weight.numel() for weight in weights)

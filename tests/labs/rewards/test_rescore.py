@@ -138,6 +138,23 @@ def test_lengths_and_angles_are_those_of_autograd(
     assert gradients.cosine(first_R, second_R) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss.beta": 0.1},
+        {"loss.feedback": 0.1},
+        {"loss.clip_cov": 0.02},
+        {"loss.ratio": "none", "loss.centre_scores": True, "services.on": False},
+    ],
+)
+def test_a_loss_that_is_no_sum_over_rollouts_is_refused_by_name(
+    make_model: Callable[..., Model], values: dict[str, Any]
+):
+    name = next(name for name in values if name.removeprefix("loss.") in lab_scores.APART)
+    with pytest.raises(ValueError, match=f"{name} is on"):
+        lab_scores.policy_gradients(make_model(), batch_of([], 3, **values))
+
+
 # Grades
 
 
