@@ -11,6 +11,7 @@ import pytest
 from composer_nb import cli
 from composer_nb.jobs.file import load_job
 from composer_nb.trainer.recipe.launch import settle
+from composer_nb.trainer.recipe.replay import settings_after
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.settings import Settings, override
@@ -55,6 +56,16 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     assert settings_of_job == override(Settings(), expected)
     assert "# services.changes: " in out.read_text()
     assert json.loads(capsys.readouterr().out)["live"] == {"1": {"services.bound": "3"}} | timed
+
+
+def test_a_fork_repeats_no_change_of_the_steps_before_it(tmp_path: Path) -> None:
+    """Otherwise a planned change would come again, over a later one and over the fork's own settings."""
+    run = began(tmp_path, **{"services.changes": {"3": {"services.bound": 4}, "9": {"services.bound": 3}}})
+    taken_up(run, [("services.bound", 4, 2), ("services.bound", 6, 4)])
+    expected = {2: (2, ["3", "9"]), 3: (4, ["9"]), 8: (6, ["9"])}
+    for step, (bound, planned) in expected.items():
+        settings = settings_after(run, step)
+        assert (settings.services.bound, [*settings.services.changes]) == (bound, planned)
 
 
 def test_changes_are_checked_against_the_settings_of_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

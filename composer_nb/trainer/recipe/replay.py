@@ -139,9 +139,12 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
 
 
 def settings_after(source: RunDir, step: int) -> Settings:
-    """Return the settings of a run after `step` steps, with what was changed while it was live."""
+    """Return the settings of a run after `step` steps, with what was changed while it was live. Changes that were planned for
+    these steps are among them, and planned no more."""
     changes = [values for at, values in source.changed_live().items() if int(at) <= step]
-    return absolute(reduce(override, changes, from_dict(source.settings())))
+    settings = absolute(reduce(override, changes, from_dict(source.settings())))
+    planned = {at: values for at, values in settings.services.changes.items() if int(at) > step}
+    return replace(settings, services=replace(settings.services, changes=planned))
 
 
 def trainer_state(source: RunDir, settings: Settings, step: int) -> Mapping[str, Tensor]:
