@@ -197,7 +197,7 @@ class RlSettings:
     clip: NotNegative = 1.0
     refill: NotNegative = 0.0
     """Maximum number of groups that are replaced because all their rewards are equal, as a share of the trained groups. Needs
-    services.on=true, and enough tasks in `data.rl_tasks`."""
+    services.on=true, a baseline that compares a group, and enough tasks in `data.rl_tasks`."""
     checkpoint_every: Some = 20
     evaluate_every: Count = 0
     """Steps between evaluations on the tuning tasks, with `eval.samples` attempts at each; 0: none. The last step has none: the
@@ -303,8 +303,8 @@ class Settings:
             "loss.centre_scores: needs services.on=false, whose sampler is the trainer": self.loss.centre_scores and on,
             "rl.uncalibrated: needs sft.sharpness and mesh.* at its defaults": self.rl.uncalibrated
             and (self.meshed or not self.sft.sharpness or not sft),
-            "rl.group=1: needs loss.baseline=batch or none, and rl.refill=0": self.rl.group == 1
-            and (self.loss.baseline in ("group", "pass_at_k") or self.rl.refill),
+            "rl.group=1: needs loss.baseline=batch or none": self.rl.group == 1
+            and self.loss.baseline in ("group", "pass_at_k"),
             f"loss.pass_k={self.loss.pass_k}: must be below rl.group": self.loss.baseline == "pass_at_k"
             and self.loss.pass_k >= self.rl.group,
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
@@ -318,6 +318,8 @@ class Settings:
             f"{kinds}: at least one kind is needed": not data.kinds,
             f"{kinds}: tasks of data.level='functions' are bugs": data.level == "functions" and data.kinds != ("bug",),
             "rl.refill: needs services.on=true": self.rl.refill and not on,
+            "rl.refill: needs loss.baseline=group or pass_at_k; with others, equal rewards teach": self.rl.refill
+            and self.loss.baseline in ("batch", "none"),
             "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,
             "services.changes: needs services.on=true": self.services.changes and not on,
             "engine.transition=sync: needs services.lockstep=false, as turns under way wait for the swap": on

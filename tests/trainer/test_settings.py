@@ -69,6 +69,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"model.family": "llama", "model.intermediate_size": 96, "mesh.ep": 2}, "mesh.ep=2 does not divide"),
         ({"rl.frozen_layers": 4}, r"rl.frozen_layers=4: must be below model.num_hidden_layers \(4\)"),
         ({"rl.group": 1}, "rl.group=1: needs loss.baseline=batch or none"),
+        ({"rl.refill": 0.1, "loss.baseline": "none", "data.rl_tasks": 1600}, "rl.refill: needs loss.baseline=group"),
         ({"loss.baseline": "pass_at_k", "loss.pass_k": 8}, "loss.pass_k=8: must be below rl.group"),
         ({"loss.baseline": "batch", "loss.gate": "mixed"}, "loss.gate=mixed needs loss.baseline=group or pass_at_k"),
         ({"loss.centre_scores": True}, "loss.centre_scores needs loss.ratio=none, cispo, tis or icepop"),
