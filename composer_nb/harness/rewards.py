@@ -68,18 +68,18 @@ def given(rollout: Rollout, grade: Grade) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """The effort penalty: the weights of effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, which make the curve
-    concave."""
+    concave, and for negative weights of effort: the curve begins at 0."""
 
     weight: float = 0.0
     """λ; 0 turns the penalty off."""
     k: Positive = 1.0
     q: NotNegative = 0.5
-    thinking_tokens: float = 0.01
-    tool_call_tokens: float = 0.01
-    tool_output_tokens: float = 0.0
-    final_message_tokens: float = 0.01
-    calls: float = 0.0
-    turns: float = 0.1
+    thinking_tokens: NotNegative = 0.01
+    tool_call_tokens: NotNegative = 0.01
+    tool_output_tokens: NotNegative = 0.0
+    final_message_tokens: NotNegative = 0.01
+    calls: NotNegative = 0.0
+    turns: NotNegative = 0.1
 
     def __post_init__(self) -> None:
         require_ranges(self, "reward.effort")

@@ -73,6 +73,11 @@ def test_effort_weighs_each_kind_of_token() -> None:
     assert effort.of(rollout(kinds, turns=3)) == 1 + 20 + 300 + 4000 + 3e5 + 3e6
 
 
+def test_a_negative_weight_of_effort_is_refused_before_a_rollout_leaves_the_curve() -> None:
+    with pytest.raises(ValueError, match=r"reward\.effort\.turns=-0\.5: "):
+        Effort(weight=0.1, turns=-0.5)
+
+
 def test_a_reward_is_the_sum_of_its_terms() -> None:
     settings = RewardSettings(
         weights={"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}, effort=Effort(weight=0.1, turns=1.0)
