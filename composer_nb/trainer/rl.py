@@ -233,9 +233,8 @@ def _scored(
     for group, group_totals in zip(groups, totals, strict=True):
         solved = torch.tensor([passed for _, _, passed in group], dtype=torch.float32)
         values = group_advantages(torch.tensor(group_totals, dtype=torch.float32), solved, loss, batch_mean).tolist()
-        masked = [loss.mask_overlong and attempt.rollout.stop in LIMITS for attempt, _, _ in group]
-        rows = zip(group, values, masked, strict=True)
-        results.append([Scored(attempt=a, reward=r, advantage=0.0 if mask else v) for (a, r, _), v, mask in rows])
+        rows = [(a, r, 0.0 if masked(a, loss) else v) for (a, r, _), v in zip(group, values, strict=True)]
+        results.append([Scored(attempt=a, reward=r, advantage=v) for a, r, v in rows])
     return results
 
 
@@ -263,8 +262,14 @@ def to_streams(scored: Scored) -> list[Stream]:
 
 
 def trains(scored: Scored, loss: LossSettings) -> bool:
-    """Return whether a rollout contributes to the gradient: through its advantage, or through the KL term, which needs none."""
-    return abs(scored.advantage) > 1e-6 or loss.beta > 0
+    """Return whether a rollout contributes to the gradient: through its advantage, or through the KL term, which needs none but
+    leaves out rollouts that are masked, too."""
+    return abs(scored.advantage) > 1e-6 or (loss.beta > 0 and not masked(scored.attempt, loss))
+
+
+def masked(attempt: Attempt, loss: LossSettings) -> bool:
+    """Return whether `loss.mask_overlong` gives an attempt no gradient."""
+    return loss.mask_overlong and attempt.rollout.stop in LIMITS
 
 
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: Hinter | None = None) -> list[Stream]:

@@ -249,6 +249,8 @@ def test_groups_come_in_order_and_are_scored_against_their_own_mean(agent, polic
     unmasked, masked = (score_groups(groups, only_solved, LossSettings(mask_overlong=mask)) for mask in (False, True))
     assert unmasked[0][1].advantage > 0 == masked[0][1].advantage, "it counts in the mean"
     assert [s.advantage for s in masked[0][::2]] == [s.advantage for s in unmasked[0][::2]] and masked[1] == unmasked[1]
+    with_kl = LossSettings(mask_overlong=True, beta=0.1)
+    assert len(rl.streams_of(masked, with_kl)) == 5 and ledger(masked, with_kl)["zero_advantage"] > 0, "nor by the KL"
 
     centred = score_groups(groups, only_solved, LossSettings(baseline="batch"))
     assert [[s.advantage for s in group] for group in centred] == [[-0.5, 0.5, -0.5], [0.5, -0.5, 0.5]]
