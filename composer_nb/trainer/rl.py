@@ -8,8 +8,8 @@
     services.record()                    metrics and the ledger of tokens; services.save() writes a checkpoint
 
 `Services` has two implementations. `recipe.recipe.InProcess` samples each batch from the newest weights, in the processes that
-train. `services.coordinator.Coordinator` runs on Ray: engines and environments sample ahead while a trainer learns. In lockstep
-and with no batch ahead, both make the same run, bit for bit.
+train. `services.coordinator.Coordinator` runs on Ray: engines and environments sample ahead while a trainer learns. In lockstep,
+with no batch ahead and on one rank, both make the same run, bit for bit.
 """
 
 import logging
