@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, stages_of
@@ -433,8 +434,8 @@ def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Tab
 
 
 def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greedy: bool = False) -> dict[str, float]:
-    """Return the share of graded attempts, sampled or `greedy`, that solved each held-out task, within `within` calls if given.
-    `policy` may end in `_structures`."""
+    """Return the share of attempts with a known grade, sampled or `greedy`, that solved each held-out task, within `within` calls
+    if given. `policy` may end in `_structures`."""
     path = beneath(run.path / "rollouts", f"eval_{policy}.parquet")
     try:
         rows = pq.read_table(path, columns=["task_id", "status", "passed", *(["turns"] if within else [])]).to_pylist()
@@ -443,7 +444,7 @@ def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greed
     sampled_count = len(rows) - len({row["task_id"] for row in rows})  # greedy attempts, one per task, come last
     outcomes: dict[str, list[float]] = {}
     for row in rows[sampled_count:] if greedy else rows[:sampled_count]:
-        if row["status"] == "graded":
+        if Grade(status=row["status"]).known:
             turns = json_of(row["turns"]) if within else []  # those with a call, as `Rollout.calls`
             calls = sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
             solved = row["passed"] and (within is None or calls <= within)

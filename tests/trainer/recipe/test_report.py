@@ -49,6 +49,14 @@ def test_scores_are_those_of_the_stored_attempts(tiny_run, report):
     assert low <= report["gain"]["pass_at_1"] <= high
 
 
+def test_tampered_and_failed_attempts_are_unsolved_and_lost_ones_do_not_count(tmp_path: Path):
+    run, statuses = RunDir(tmp_path), ["graded", "tampered", "agent_failed", "infra_error", "graded"]
+    rows = pd.DataFrame({"task_id": "t", "status": statuses, "passed": [True, False, False, False, True]})
+    rows.to_parquet(run.path / "rollouts" / "eval_final.parquet")
+    assert solved_by_task(run, "final") == {"t": pytest.approx(1 / 3)}
+    assert solved_by_task(run, "final", greedy=True) == {"t": 1.0}, "the last"
+
+
 @pytest.mark.parametrize("reached", [0, 5, 10])
 def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], RunDir], reached: int):
     run = copy_of(tiny_run)
