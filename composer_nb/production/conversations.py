@@ -146,7 +146,7 @@ class Conversations:
                 request = self._request(talk, read, max_tokens, "messages", sampling | held_to)
                 work.append((request, StreamedTurn(talk.renderer, body, partial(report, index))))
             prompt_tokens = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
-            self._run(work, alive)
+            records = self._run(work, alive)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
                 raise wire.Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
@@ -155,8 +155,12 @@ class Conversations:
                 self._end(talk, drop=True)
             raise
         answers, own_sampling = [], _own_distribution(sampling, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (_, turn), (choice, is_whole) in zip(talks, reads, work, choices, strict=True):
+        for (talk, _), (read, news), (request, turn), (choice, is_whole) in zip(
+            talks, reads, work, choices, strict=True
+        ):
             talk.row.add(read, news, turn.completion, talk.renderer, own_sampling)
+            if self.record and request.rollout in records:
+                talk.row.traced(records[request.rollout])
             if is_whole:  # otherwise the policy holds more than the client is shown
                 self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
             self._end(talk, drop=not is_whole, wrote=True)
@@ -250,8 +254,10 @@ class Conversations:
         token_ids = [*(tokens if restarts else ()), *read]
         return Request(**names, token_ids=token_ids, max_tokens=room_tokens, priority=0, **sampling)
 
-    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], alive: Callable[[], bool]) -> None:
-        """Have turns written side by side. Raises TimeIsUp when the client goes away."""
+    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], alive: Callable[[], bool]) -> dict[int, Trace]:
+        """Have turns written side by side. Return the policy's records of the rollouts that a stop text ended, which it has
+        forgotten. Raises TimeIsUp when the client goes away."""
+        records = dict[int, Trace]()
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
         puts = [lambda event, index=index: news.put((index, event)) for index in range(len(work))]
         requests = [replace(request, on_token=put) for (request, _), put in zip(work, puts, strict=True)]
@@ -270,9 +276,11 @@ class Conversations:
                 for index in {index for index, _ in events} & open_turns.keys():
                     if open_turns[index].tell():
                         del open_turns[index]
-                        self.policy.release(work[index][0].rollout)
+                        rollout = work[index][0].rollout
+                        records[rollout] = self.policy.release(rollout)
             if open_turns:
                 time.sleep(GATHER_S)
+        return records
 
     def _held(
         self, new: _LiveConversation, count: int, seed: int | None, digests: Sequence[bytes], alive: Callable[[], bool]
