@@ -20,6 +20,7 @@ equal.
 
 import hashlib
 import json
+import logging
 import threading
 import time
 import uuid
@@ -45,6 +46,7 @@ from composer_nb.production import wire
 from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict
 from composer_nb.production.turn import Continuation, StreamedTurn
 
+LOG = logging.getLogger(__name__)
 # Seconds between two checks whether a client is still there.
 LOOK_S = 0.1
 # Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far.
@@ -191,12 +193,18 @@ class Conversations:
             raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
 
     def close(self) -> None:
-        """Store all conversations that were not stored yet."""
+        """Store all conversations that were not stored yet. Raises the error of one that could not be, after all others."""
+        errors = list[Exception]()
         for name in dict.fromkeys(talk.row.name for talk in self._talks) if self.record else ():
-            self._store(name)
+            try:
+                self._store(name)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _store(self, name: str) -> None:
-        """Store a conversation with its branches, and know it no longer."""
+        """Store a conversation with its branches, and know it no longer. After an error, it stays known."""
         with self._room:
             talks = [talk for talk in self._talks if talk.row.name == name]
             if any(talk.busy for talk in talks):
@@ -206,7 +214,12 @@ class Conversations:
                 self._talks.remove(talk)
             self._room.notify_all()
         if self.record and talks:
-            self.record.keep(name, [talk.row for talk in talks])
+            try:
+                self.record.keep(name, [talk.row for talk in talks])
+            except BaseException:
+                with self._room:
+                    self._talks += talks
+                raise
 
     def _generate(
         self, body: wire.Generate | wire.Complete, alive: Callable[[], bool], report: wire.Told
@@ -308,8 +321,12 @@ class Conversations:
                 kept_tokens -= len(forgotten[0].row.transcript.token_ids)
                 self._talks.remove(forgotten.pop(0))
         if self.record and len(self._talks) > KEPT:
-            with suppress(StopIteration, wire.Refused):
+            try:
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
+            except (StopIteration, wire.Refused):
+                pass
+            except (OSError, ValueError) as error:  # such as a full disk: it is stored later
+                LOG.error("a rollout could not be stored: %s", error)
         return talks
 
     def _claim(

@@ -1,5 +1,7 @@
 """A policy behind a server whose clients send whole conversations: what it reads, what it goes on with, what it forgets."""
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.production import conversations
 from composer_nb.production.conversations import Conversations
+from composer_nb.production.record import RolloutRecord, served
 from composer_nb.production.wire import RequestBody
 from tests.production.conftest import TOOL, Turns
 
@@ -35,3 +39,32 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
         talk(RequestBody(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
         text = tokenizer.decode(list(policy.requests[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")
+
+
+def test_a_full_disk_loses_no_conversation_and_no_room(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be stored when there are too many conversations, or at the end, stays known; all others are stored."""
+    monkeypatch.setattr(conversations, "KEPT", 1)
+    record, names = RolloutRecord(tmp_path, tokenizer), "abcd"
+    keep, refused = record.keep, set(names)
+
+    def keep_with_room(name: str, rows: Any) -> None:
+        if name in refused:
+            raise OSError(errno.ENOSPC, "no room", name)
+        keep(name, rows)
+
+    monkeypatch.setattr(record, "keep", keep_with_room)
+    final = QwenRenderer(tokenizer, []).turn(Said(text="Done."))
+    with Shared(Turns(*[final] * len(names))) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000, record)
+        for name in names:
+            talk(RequestBody(messages=[{"role": "user", "content": "fix f"}], rollout=name))
+        assert "no room" in caplog.text and not served(tmp_path)
+        refused -= {*"acd"}
+        with pytest.raises(OSError, match="no room"):
+            talk.close()
+        assert sorted(served(tmp_path)) == [*"acd"]
+        refused.clear()
+        talk.close()
+    assert sorted(served(tmp_path)) == [*names]
