@@ -112,6 +112,8 @@ class Conversations:
         # Held by the request that waits for room: those behind it do not overtake it.
         self._door = threading.Lock()
         self._room = threading.Condition()
+        # Held while a rollout is stored or graded: a verdict waits for what is on its way to the disk.
+        self._storing = threading.RLock()
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
@@ -186,11 +188,12 @@ class Conversations:
         Raises Refused for an unknown rollout, and one that is being continued."""
         if self.record is None:
             raise wire.Refused("this server records nothing; start it with --record RUN", 404, "not_found")
-        self._store(name)
-        try:
-            return self.record.grade(name, verdict)
-        except KeyError:
-            raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
+        with self._storing:
+            self._store(name)
+            try:
+                return self.record.grade(name, verdict)
+            except KeyError:
+                raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
 
     def close(self) -> None:
         """Store all conversations that were not stored yet. Raises the error of one that could not be, after all others."""
@@ -205,21 +208,22 @@ class Conversations:
 
     def _store(self, name: str) -> None:
         """Store a conversation with its branches, and know it no longer. After an error, it stays known."""
-        with self._room:
-            talks = [talk for talk in self._talks if talk.row.name == name]
-            if any(talk.busy for talk in talks):
-                raise wire.Refused(f"rollout {name}: a request is under way", 409, "conflict")
-            for talk in talks:
-                self._forget(talk)
-                self._talks.remove(talk)
-            self._room.notify_all()
-        if self.record and talks:
-            try:
-                self.record.keep(name, [talk.row for talk in talks])
-            except BaseException:
-                with self._room:
-                    self._talks += talks
-                raise
+        with self._storing:
+            with self._room:
+                talks = [talk for talk in self._talks if talk.row.name == name]
+                if any(talk.busy for talk in talks):
+                    raise wire.Refused(f"rollout {name}: a request is under way", 409, "conflict")
+                for talk in talks:
+                    self._forget(talk)
+                    self._talks.remove(talk)
+                self._room.notify_all()
+            if self.record and talks:
+                try:
+                    self.record.keep(name, [talk.row for talk in talks])
+                except BaseException:
+                    with self._room:
+                        self._talks += talks
+                    raise
 
     def _generate(
         self, body: wire.Generate | wire.Complete, alive: Callable[[], bool], report: wire.Told

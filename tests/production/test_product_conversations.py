@@ -1,6 +1,8 @@
 """A policy behind a server whose clients send whole conversations: what it reads, what it goes on with, what it forgets."""
 
 import errno
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import conversations
 from composer_nb.production.conversations import Conversations
-from composer_nb.production.record import RolloutRecord, served
+from composer_nb.production.record import RolloutRecord, Verdict, served
 from composer_nb.production.wire import RequestBody
 from tests.production.conftest import TOOL, Turns
 
@@ -68,3 +70,21 @@ def test_a_full_disk_loses_no_conversation_and_no_room(
         refused.clear()
         talk.close()
     assert sorted(served(tmp_path)) == [*names]
+
+
+def test_verdicts_that_come_at_once_all_count(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RolloutRecord(tmp_path, tokenizer)
+    keep = record.keep
+
+    def keep_slowly(name: str, rows: Any) -> None:
+        time.sleep(0.2)
+        keep(name, rows)
+
+    monkeypatch.setattr(record, "keep", keep_slowly)
+    with Shared(Turns(QwenRenderer(tokenizer, []).turn(Said(text="Done.")))) as shared, ThreadPoolExecutor(4) as users:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000, record)
+        talk(RequestBody(messages=[{"role": "user", "content": "fix f"}], rollout="a"))
+        assert [*users.map(lambda reward: talk.grade("a", Verdict(reward=reward)), [0.5, 0.5, 0.5, 0.5])] == [1] * 4
+    assert served(tmp_path)["a"].grade.rewards == {"reward": 0.5}
