@@ -173,10 +173,10 @@ class Conversations:
 
     def _mark(self, talk: _LiveConversation, digest: bytes, choice: wire.Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""
-        talk.marks[digest] = at = len(talk.row.transcript.token_ids)
-        if choice.turn:
-            talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
         with self._room:
+            talk.marks[digest] = at = len(talk.row.transcript.token_ids)
+            if choice.turn:
+                talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
             if self.record and self._owners.setdefault(digest, talk.row.name) != talk.row.name:
                 self._owners[digest] = ""
             if len(self._owners) > MARKS:
@@ -341,10 +341,9 @@ class Conversations:
         drawn_by = (next(self._seeds) if seed is None else seed + (index << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
-        for prefix in range(len(digests) - 2, 0, -1):
+        marks = {digest for talk in self._talks for digest in talk.marks}
+        for prefix in (end for end in range(len(digests) - 2, 0, -1) if digests[end] in marks):
             holders = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
-            if not holders:
-                continue
             unextended = [talk for talk in holders if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
             talk = next((talk for talk in unextended if not talk.busy), holders[-1])
             length = talk.marks[digests[prefix]]

@@ -16,7 +16,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import conversations
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.record import RolloutRecord, Verdict, served
-from composer_nb.production.wire import RequestBody
+from composer_nb.production.wire import PromptTooLong, RequestBody
 from tests.production.conftest import TOOL, Turns
 
 
@@ -88,3 +88,24 @@ def test_verdicts_that_come_at_once_all_count(
         talk(RequestBody(messages=[{"role": "user", "content": "fix f"}], rollout="a"))
         assert [*users.map(lambda reward: talk.grade("a", Verdict(reward=reward)), [0.5, 0.5, 0.5, 0.5])] == [1] * 4
     assert served(tmp_path)["a"].grade.rewards == {"reward": 0.5}
+
+
+def test_a_request_of_many_messages_is_looked_up_once_and_not_in_every_conversation(tokenizer: Tokenizer) -> None:
+    """Others wait while it is looked up: half a million messages fit into a body."""
+    lookups = 0
+
+    class Counting(dict[bytes, int]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal lookups
+            lookups += 1
+            return super().__contains__(key)
+
+    user: dict[str, Any] = {"role": "user", "content": "fix f"}
+    with Shared(Turns(QwenRenderer(tokenizer, []).turn(Said(text="Done.")))) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
+        talk(RequestBody(messages=[user]))
+        [conversation] = talk._talks
+        conversation.marks = Counting(conversation.marks)
+        with pytest.raises(PromptTooLong):
+            talk(RequestBody(messages=[user, {"role": "assistant", "content": "x"}] * 500 + [user]))
+    assert lookups < 10
