@@ -1,11 +1,12 @@
 """The command line `composer-nb`. Its subcommands are in `composer_nb.operations`.
 
-An error that the user can fix is one line on standard error and exit status 2; an interrupted run ends with 130; anything else is
-a bug and keeps its traceback.
+An error that the user can fix is one line on standard error and exit status 2; an interrupted run ends with 130, one whose
+output nobody reads any more with 141, as by SIGPIPE; anything else is a bug and keeps its traceback.
 """
 
 import argparse
 import errno
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output is gone
         sys.stderr.close()
-        return 0
+        return 128 + signal.SIGPIPE
     except Exception as error:
         system = isinstance(error, OSError) and error.errno in FIXABLE_ERRNO
         if not system and not FIXABLE & {kind.__name__ for kind in type(error).__mro__}:

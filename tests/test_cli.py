@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import json
 import logging
 import subprocess
@@ -120,6 +121,17 @@ def test_a_full_disk_and_an_interrupt_are_one_line_and_a_bug_keeps_its_traceback
             cli.main(["report", "x"])
     else:
         assert cli.main(["report", "x"]) == status and capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_command_whose_reader_is_gone_is_no_success(monkeypatch: pytest.MonkeyPatch):
+    """Training that `| head` cut off, or an update that the gate stopped, must not end with status 0."""
+
+    def fail(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setitem(COMMANDS, "report", replace(COMMANDS["report"], run=fail))
+    assert cli.main(["report", "x"]) == 141
 
 
 SHOWN = {

@@ -391,7 +391,8 @@ class Runner:
         """Write run.json and return it."""
         states = {node["state"] for node in self.nodes.values()}
         states_worst_first = ("failed", "timed_out", "lost", "interrupted")
-        state = next((name for name in states_worst_first if name in states), "completed") if is_over else "running"
+        otherwise = "lost" if "pending" in states else "completed"  # the executor is gone: nothing more can be started
+        state = next((name for name in states_worst_first if name in states), otherwise) if is_over else "running"
         if is_over and self.stopping and states != {"completed"}:
             state = "interrupted"
         nodes = {name: {k: v for k, v in node.items() if v or k == "attempt"} for name, node in self.nodes.items()}

@@ -20,6 +20,7 @@ equal.
 
 import hashlib
 import json
+import logging
 import threading
 import time
 import uuid
@@ -45,6 +46,7 @@ from composer_nb.production import wire
 from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict
 from composer_nb.production.turn import Continuation, StreamedTurn
 
+LOG = logging.getLogger(__name__)
 # Seconds between two checks whether a client is still there.
 LOOK_S = 0.1
 # Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far.
@@ -110,6 +112,8 @@ class Conversations:
         # Held by the request that waits for room: those behind it do not overtake it.
         self._door = threading.Lock()
         self._room = threading.Condition()
+        # Held while a rollout is stored or graded: a verdict waits for what is on its way to the disk.
+        self._storing = threading.RLock()
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
@@ -146,7 +150,7 @@ class Conversations:
                 request = self._request(talk, read, max_tokens, "messages", sampling | held_to)
                 work.append((request, StreamedTurn(talk.renderer, body, partial(report, index))))
             prompt_tokens = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
-            self._run(work, alive)
+            records = self._run(work, alive)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
                 raise wire.Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
@@ -155,8 +159,12 @@ class Conversations:
                 self._end(talk, drop=True)
             raise
         answers, own_sampling = [], _own_distribution(sampling, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (_, turn), (choice, is_whole) in zip(talks, reads, work, choices, strict=True):
+        for (talk, _), (read, news), (request, turn), (choice, is_whole) in zip(
+            talks, reads, work, choices, strict=True
+        ):
             talk.row.add(read, news, turn.completion, talk.renderer, own_sampling)
+            if self.record and request.rollout in records:
+                talk.row.traced(records[request.rollout])
             if is_whole:  # otherwise the policy holds more than the client is shown
                 self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
             self._end(talk, drop=not is_whole, wrote=True)
@@ -165,10 +173,10 @@ class Conversations:
 
     def _mark(self, talk: _LiveConversation, digest: bytes, choice: wire.Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""
-        talk.marks[digest] = at = len(talk.row.transcript.token_ids)
-        if choice.turn:
-            talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
         with self._room:
+            talk.marks[digest] = at = len(talk.row.transcript.token_ids)
+            if choice.turn:
+                talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
             if self.record and self._owners.setdefault(digest, talk.row.name) != talk.row.name:
                 self._owners[digest] = ""
             if len(self._owners) > MARKS:
@@ -180,29 +188,42 @@ class Conversations:
         Raises Refused for an unknown rollout, and one that is being continued."""
         if self.record is None:
             raise wire.Refused("this server records nothing; start it with --record RUN", 404, "not_found")
-        self._store(name)
-        try:
-            return self.record.grade(name, verdict)
-        except KeyError:
-            raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
+        with self._storing:
+            self._store(name)
+            try:
+                return self.record.grade(name, verdict)
+            except KeyError:
+                raise wire.Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
 
     def close(self) -> None:
-        """Store all conversations that were not stored yet."""
+        """Store all conversations that were not stored yet. Raises the error of one that could not be, after all others."""
+        errors = list[Exception]()
         for name in dict.fromkeys(talk.row.name for talk in self._talks) if self.record else ():
-            self._store(name)
+            try:
+                self._store(name)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _store(self, name: str) -> None:
-        """Store a conversation with its branches, and know it no longer."""
-        with self._room:
-            talks = [talk for talk in self._talks if talk.row.name == name]
-            if any(talk.busy for talk in talks):
-                raise wire.Refused(f"rollout {name}: a request is under way", 409, "conflict")
-            for talk in talks:
-                self._forget(talk)
-                self._talks.remove(talk)
-            self._room.notify_all()
-        if self.record and talks:
-            self.record.keep(name, [talk.row for talk in talks])
+        """Store a conversation with its branches, and know it no longer. After an error, it stays known."""
+        with self._storing:
+            with self._room:
+                talks = [talk for talk in self._talks if talk.row.name == name]
+                if any(talk.busy for talk in talks):
+                    raise wire.Refused(f"rollout {name}: a request is under way", 409, "conflict")
+                for talk in talks:
+                    self._forget(talk)
+                    self._talks.remove(talk)
+                self._room.notify_all()
+            if self.record and talks:
+                try:
+                    self.record.keep(name, [talk.row for talk in talks])
+                except BaseException:
+                    with self._room:
+                        self._talks += talks
+                    raise
 
     def _generate(
         self, body: wire.Generate | wire.Complete, alive: Callable[[], bool], report: wire.Told
@@ -250,8 +271,10 @@ class Conversations:
         token_ids = [*(tokens if restarts else ()), *read]
         return Request(**names, token_ids=token_ids, max_tokens=room_tokens, priority=0, **sampling)
 
-    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], alive: Callable[[], bool]) -> None:
-        """Have turns written side by side. Raises TimeIsUp when the client goes away."""
+    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], alive: Callable[[], bool]) -> dict[int, Trace]:
+        """Have turns written side by side. Return the policy's records of the rollouts that a stop text ended, which it has
+        forgotten. Raises TimeIsUp when the client goes away."""
+        records = dict[int, Trace]()
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
         puts = [lambda event, index=index: news.put((index, event)) for index in range(len(work))]
         requests = [replace(request, on_token=put) for (request, _), put in zip(work, puts, strict=True)]
@@ -270,9 +293,11 @@ class Conversations:
                 for index in {index for index, _ in events} & open_turns.keys():
                     if open_turns[index].tell():
                         del open_turns[index]
-                        self.policy.release(work[index][0].rollout)
+                        rollout = work[index][0].rollout
+                        records[rollout] = self.policy.release(rollout)
             if open_turns:
                 time.sleep(GATHER_S)
+        return records
 
     def _held(
         self, new: _LiveConversation, count: int, seed: int | None, digests: Sequence[bytes], alive: Callable[[], bool]
@@ -300,8 +325,12 @@ class Conversations:
                 kept_tokens -= len(forgotten[0].row.transcript.token_ids)
                 self._talks.remove(forgotten.pop(0))
         if self.record and len(self._talks) > KEPT:
-            with suppress(StopIteration, wire.Refused):
+            try:
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
+            except (StopIteration, wire.Refused):
+                pass
+            except (OSError, ValueError) as error:  # such as a full disk: it is stored later
+                LOG.error("a rollout could not be stored: %s", error)
         return talks
 
     def _claim(
@@ -312,10 +341,9 @@ class Conversations:
         drawn_by = (next(self._seeds) if seed is None else seed + (index << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
-        for prefix in range(len(digests) - 2, 0, -1):
+        marks = {digest for talk in self._talks for digest in talk.marks}
+        for prefix in (end for end in range(len(digests) - 2, 0, -1) if digests[end] in marks):
             holders = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
-            if not holders:
-                continue
             unextended = [talk for talk in holders if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
             talk = next((talk for talk in unextended if not talk.busy), holders[-1])
             length = talk.marks[digests[prefix]]

@@ -237,8 +237,8 @@ def open_engine(
     numerics: str = "float32",
 ) -> Iterator[OpenEngine[Inference]]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
-    of this model, whose newest runs at any time, or the one that `rule` gives; as long as there is none, the checkpoint runs as
-    version -1, else as 0.
+    of this model, whose newest undamaged one runs at any time, or the one that `rule` gives; as long as there is none, the
+    checkpoint runs as version -1, else as 0.
     `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which
     changes nothing but the speed.
 
@@ -249,6 +249,7 @@ def open_engine(
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.variants import ENGINES, as_engine
     from composer_nb.trainer.services.inference import Inference, Updates, following
+    from composer_nb.trainer.versions.manifest import WeightFault
 
     name = next((engine_name for engine_name in ENGINES if engine_name == numerics), None)
     if name is None:
@@ -260,8 +261,15 @@ def open_engine(
     if follow:
         updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config, numerics=name)
         updates.rule = rule or updates.rule
-        newest = updates.wanted()
-        model, version = (model, -1) if newest is None else (updates.first(newest), newest)
+        newest, version = updates.wanted(), -1
+        while newest is not None and version < 0:
+            try:
+                model, version = updates.first(newest), newest
+            except WeightFault as fault:  # an older one may do
+                LOG.warning("%s is left out: %s", newest, fault)
+                updates.left_out.add(newest)
+                if (newest := updates.wanted()) is None:
+                    raise
     size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}
     options: dict[str, Any] = {"stop": stop, "temperature": temperature, "seed": seed, "version": version, **size}
     head = load_draft(path, model)

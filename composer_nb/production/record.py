@@ -15,6 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,7 +25,7 @@ from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Us
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Completion, Trace
-from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
+from composer_nb.harness.rollout import Kind, Rollout, Segment, Transcript, Turn
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -140,6 +141,24 @@ def overlaid(first: Trace, later: Trace) -> Trace:
     return Trace(**merged)
 
 
+def _segments(rows: Sequence[ConversationRow]) -> tuple[Segment, ...]:
+    """Return a conversation and its branches as segments with a record of every token, if the policy keeps any: a token whose
+    record was lost, or that a turn read which then failed, counts as not forwarded."""
+    position = {row.number: position for position, row in enumerate(rows)}
+    like, segments = max((row.trace for row in rows), key=lambda trace: len(trace.route_valid)), []
+    for row in rows:
+        count, trace = len(row.transcript.token_ids), row.trace
+        if len(like.route_valid):
+            shapes = {column.name: getattr(like, column.name) for column in fields(like)}
+            records = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in shapes.items()}
+            for name, record in records.items() if len(trace.route_valid) else ():
+                record[: len(trace.route_valid)] = getattr(trace, name)
+            records["route_valid"][-1:] = False
+            trace = Trace(**records)
+        segments.append(row.transcript.segment(trace, position.get(row.parent, -1)))
+    return tuple(segments)
+
+
 Judged = Callable[[str, str, Attempt], None]
 
 
@@ -162,10 +181,9 @@ class RolloutRecord:
         """Store a conversation with its branches. What was stored before under this name stays."""
         rows = sorted(rows, key=lambda row: row.number)
         self._users[name] = rows[0].user or name
-        position = {row.number: position for position, row in enumerate(rows)}
         rollout = Rollout(
             task_id=name,
-            segments=tuple(row.transcript.segment(row.trace, position.get(row.parent, -1)) for row in rows),
+            segments=_segments(rows),
             turns=tuple(turn for row in rows for turn in row.turns),
             files={},
             stop="interrupted",

@@ -7,8 +7,9 @@ import pytest
 import yaml
 from test_jobs import notebook
 
+from composer_nb.harness.files import write_json
 from composer_nb.jobs.file import Job, load_job, references, resolve
-from composer_nb.jobs.runner import run_job
+from composer_nb.jobs.runner import OnRay, Runner, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = "steps: int = 3\nname: str = 'a'\nscores: list = []\noverrides: dict = {}"
@@ -140,3 +141,31 @@ def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, t
     with pytest.raises(ValueError, match=r"job.json cannot be read: this run is lost"):
         run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]
+
+
+class DyingRay(OnRay):
+    """A cluster that is lost when the first attempt has completed."""
+
+    limit, gone = None, False
+
+    def __init__(self) -> None: ...
+
+    def start(self, attempt_file: Path, node: Any) -> Any:
+        write_json(attempt_file.with_name("run.json"), {"state": "completed", "seconds": 1.0})
+        return attempt_file
+
+    def poll(self, handle: Any) -> str:
+        self.gone = True
+        return "Ray lost it: LocalRayletDiedError"
+
+    def close(self) -> None: ...
+
+
+def test_a_run_whose_cluster_is_gone_is_lost_though_nothing_failed(folder: Path, tmp_path: Path):
+    job = load(folder, {"first": node(), "second": node(after=["first"])})
+    summary = Runner(job, tmp_path / "run", DyingRay(), print, "").run()
+    assert {name: state["state"] for name, state in summary["nodes"].items()} == {
+        "first": "completed",
+        "second": "pending",
+    }
+    assert summary["state"] == "lost", "its exit status must not be 0"

@@ -219,12 +219,17 @@ def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Pat
     example = Path(__file__).parents[2] / "data/example/weights"
     with open_engine(example / "final", slots=1, tokens=300) as plain:
         assert plain.shared.version == 0
-    start = published(load_pretrained(example / "start"))
-    Publisher(tmp_path / "store", owner="test").publish(12, start, FILES)
+    start, publisher = published(load_pretrained(example / "start")), Publisher(tmp_path / "store", owner="test")
+    publisher.publish(12, start, FILES)
     follow: dict[str, Any] = {"slots": 1, "tokens": 300, "follow": str(tmp_path / "store")}
-    with open_engine(example / "final", **follow) as engine:
-        assert engine.shared.version == 12
-        torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)
+    for damaged in (False, True):
+        with open_engine(example / "final", **follow) as engine:
+            assert engine.shared.version == 12
+            torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)
+        if not damaged:
+            publisher.publish(13, published(load_pretrained(example / "final")), FILES)
+            [file] = (tmp_path / "store" / "v000013").glob("*.safetensors")
+            file.write_bytes(file.read_bytes()[:-1])
 
 
 # Tokens

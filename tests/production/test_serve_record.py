@@ -189,6 +189,26 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
         np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
 
 
+def test_a_rollout_is_stored_whatever_records_of_it_were_lost(tmp_path: Path) -> None:
+    """The records of a turn that a stop text ends stay; those of a replica that died are missing, and no others."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    with recording(tmp_path / "run", slots=8) as server:
+        for name in ("stopped", "died"):
+            for said in ("fix f", "fix g"):
+                talk, body = [{"role": "user", "content": said}], {"rollout": name}
+                drawn = chat(server.client, talk, logprobs=True, extra_body={"rollout": "plain"}, **options)
+                stop = drawn.choices[0].logprobs.content[0].token if (name, said) == ("stopped", "fix f") else None
+                chat(server.client, talk, stop=stop, extra_body=body, **options)
+        first = next(known for known in server.answer._talks if known.row.name == "died")
+        assert first.rollout is not None
+        server.answer.policy.release(first.rollout)  # as if its process had died
+        assert [server.grade(name, reward=1.0)["segments"] for name in ("stopped", "died")] == [2, 2]
+    attempts = served(tmp_path / "run")
+    for name, complete in (("stopped", [True, True]), ("died", [False, True])):
+        valid = [segment.trace.route_valid for segment in attempts[name].rollout.segments]
+        assert [bool(mask[:-1].all()) for mask in valid] == complete and not any(mask[-1] for mask in valid)
+
+
 def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
     """What a user says after equal answers is stored in no other user's rollout and judged by no other user's verdict."""
     tools, start = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}

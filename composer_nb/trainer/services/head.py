@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
@@ -54,6 +55,7 @@ class Head:
         address: host:port of the cluster's control service.
         started: Time of its start, in seconds since the epoch.
         until: End of its lease, in seconds since the epoch.
+        machine: Fields of its `ClusterNode`.
     """
 
     folder: str
@@ -61,6 +63,7 @@ class Head:
     pid: int
     started: float
     until: float
+    machine: dict[str, Any] = field(default_factory=dict)
 
 
 class HeadGone(ConnectionError, ValueError):
@@ -70,7 +73,8 @@ class HeadGone(ConnectionError, ValueError):
 def up(folder: Path, lease_s: float = LEASE_S, machine: ClusterNode | None = None) -> Head:
     """Start a head or node in `folder`, or extend the lease of the head that lives there to `lease_s` seconds from now.
 
-    Raises ValueError with the last line of its log if it does not start.
+    Raises ValueError with the last line of its log if it does not start, and if one that was started otherwise than as `machine`
+    lives there.
     """
     folder = folder.resolve()
     if not 0 < lease_s < math.inf:
@@ -78,13 +82,17 @@ def up(folder: Path, lease_s: float = LEASE_S, machine: ClusterNode | None = Non
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; give one for the head's files, as runs/head")
     folder.mkdir(parents=True, exist_ok=True)
+    node = json.dumps(asdict(machine or ClusterNode()))
     if (head := find(folder)) is not None:
+        if machine not in (None, ClusterNode()) and json.loads(node) != head.machine:
+            raise ValueError(
+                f"{folder}: a head or node with other options lives here; give another folder, or --down first"
+            )
         with held(str(folder)):
             head = replace(head, until=max(head.until, time.time() + lease_s))
             write_json(folder / "head.json", asdict(head))
         return head
     reap(folder)
-    node = json.dumps(asdict(machine or ClusterNode()))
     command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s), node)
     if reason := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {reason}")
@@ -261,7 +269,14 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start_s, head_file = time.time(), folder / "head.json"
-    head = Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=start_s, until=start_s + lease_s)
+    head = Head(
+        folder=str(folder),
+        address=cluster.address,
+        pid=os.getpid(),
+        started=start_s,
+        until=start_s + lease_s,
+        machine=json.loads(arguments[2]),
+    )
     try:
         write_json(head_file, asdict(head))
         end_reason = ""

@@ -103,6 +103,8 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
     renewed = up(folder, 500.0)
     assert renewed.pid == first.pid and renewed.until > first.until + 390
     assert up(folder, 1.0).until == renewed.until, "a lease is never shortened"
+    with pytest.raises(ValueError, match="with other options lives here"):
+        up(folder, machine=ClusterNode(host="127.0.0.1", roles=("engine",)))
     for address, expected in ((str(folder), first.address), ("10.0.0.1:6379", "10.0.0.1:6379"), ("", "")):
         with held(address) as resolved:
             assert resolved == expected
@@ -123,6 +125,7 @@ def test_a_node_is_its_region_s_relay_and_tells_its_services(
         with pytest.raises(ValueError, match=rf"--relay {node.relay}: .*in use"):
             up(tmp_path / "head", machine=node)
     up(tmp_path / "head", machine=node)
+    assert up(tmp_path / "head", machine=node).pid == up(tmp_path / "head").pid, "the same options again"
     assert f"COMPOSER_NB_RELAY={node.relay}\0" in Path(f"/proc/{below(carried)[0]}/environ").read_text()
     with pytest.raises(HTTPError, match="401"):
         urlopen(f"http://{node.relay}/", timeout=20)
