@@ -216,8 +216,8 @@ class ScriptedInstaller:
     def __init__(self, folder: Path | None = None) -> None:
         search = [str(folder)] if folder else sys.path
         # A library that is imported by then may have replaced the classes behind `distributions`: theirs raise for `dist.name`.
-        names = ((dist.metadata.get("Name"), dist) for dist in distributions(path=search))
-        self._available = {_plain(name): dist for name, dist in names if name}
+        named = [dist for dist in distributions(path=search) if "Name" in dist.metadata]
+        self._available = {_plain(dist.name): dist for dist in named}
 
     def __call__(self, out: Path, failed: Sequence[GoalResult]) -> list[str]:
         folders = own_packages(read_repository(out / "repository"))

@@ -1,8 +1,10 @@
 """The rollouts of a run as rows, and a search over them (`views.query`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import DETECTORS
 from composer_nb.trainer.recipe.reader import stored_steps
 from composer_nb.trainer.records.rundir import RunDir
@@ -18,12 +20,16 @@ _MONITORS = {
 }
 
 
+def _is_flagged(detector: Callable[[Attempt], bool], stored: StoredRollout) -> bool:
+    return detector(stored.attempt)
+
+
 # What can be asked of a rollout, by words.
 FLAGS: Mapping[str, Callable[[StoredRollout], bool]] = {
     "solved": lambda stored: stored.attempt.grade.passed,
     "tampered": lambda stored: stored.attempt.grade.status == "tampered",
     "invalid call": lambda stored: stored.attempt.rollout.invalid_calls > 0,
-    **{words: lambda stored, flags=DETECTORS[name]: flags(stored.attempt) for words, name in _MONITORS.items()},
+    **{words: partial(_is_flagged, DETECTORS[name]) for words, name in _MONITORS.items()},
 }
 NAMES = frozenset({"rollout", "from", "group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"})
 

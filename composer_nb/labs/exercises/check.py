@@ -642,7 +642,8 @@ def within_bound(groups: Groups, step: int, bound: int) -> list[bool]:
     orchestrator = Orchestrator(Schedule(ahead=0, bound=bound, prompts=len(groups), group=len(groups[0])))
     orchestrator.version = step
     for start in orchestrator.handle(Joined(worker="worker", capacity=orchestrator.schedule.batch)):
-        for member in start.members if isinstance(start, Dispatch) else ():
+        assert isinstance(start, Dispatch)
+        for member in start.members:
             oldest = min(version for version in groups[start.slot][member] if version >= 0)
             names = {"slot": start.slot, "attempt": start.attempt, "member": member}
             orchestrator.handle(Finished(oldest_version=oldest, sampled=1, **names))
