@@ -165,7 +165,8 @@ def mixture(
     others have demonstrations with a share `code_share` of code, whose rows are of one length and taken in order, after as many
     rows as the first part took. Rows repeat once all were used. Raises ValueError if there are no rows of a needed kind."""
     code_steps = round(code_first * steps)
-    code_batches = deal(code, tokens, Random(f"rows {seed}"))
+    rows_per_batch = max(1, tokens // len(code[0].token_ids)) if code else 0
+    code_batches = deal(code[: code_steps * rows_per_batch], tokens, Random(f"rows {seed}"))
     demonstration_batches = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
     used_rows, owed_tokens = 0, 0.0
     for step in range(steps):
