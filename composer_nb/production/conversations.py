@@ -43,7 +43,7 @@ from composer_nb.harness.agent.shared import Answering
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, SampledToken, TimeIsUp, Trace
 from composer_nb.harness.rollout import Transcript
 from composer_nb.production import wire
-from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict
+from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict, user_digest
 from composer_nb.production.turn import Continuation, StreamedTurn
 
 LOG = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Conversations:
         self._talks: list[_LiveConversation] = []
         # Digest of the messages up to an answer -> name of the rollout; empty if there are several.
         self._owners: dict[bytes, str] = {}
-        # Name of a rollout -> its user, where both were told.
+        # Name of a rollout -> digest of its user, where both were told.
         self._users: dict[str, str] = {}
         # Held by the request that waits for room: those behind it do not overtake it.
         self._door = threading.Lock()
@@ -126,7 +126,7 @@ class Conversations:
             return self._generate(body, alive, report)
         if body.rollout and not self.record:
             raise wire.Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
-        if body.rollout and body.user and self._users.setdefault(body.rollout, body.user) != body.user:
+        if body.rollout and body.user and not self._owned(body.rollout, user_digest(body.user)):
             problem = f"rollout: {body.rollout} is another user's; choose another name"
             raise wire.Refused(problem, 409, "conflict", "rollout")
         system = "\n\n".join(wire.text_of(message) for message in body.messages if message.get("role") in SYSTEM)
@@ -170,6 +170,12 @@ class Conversations:
             self._end(talk, drop=not is_whole, wrote=True)
             answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
         return wire.Answered(choices=answers, read=prompt_tokens)
+
+    def _owned(self, name: str, user: str) -> bool:
+        """Return whether a rollout is this user's, who may be the first to name it, also before the server was started."""
+        if name not in self._users and self.record and (owner := self.record.owner(name)):
+            self._users[name] = owner
+        return self._users.setdefault(name, user) == user
 
     def _mark(self, talk: _LiveConversation, digest: bytes, choice: wire.Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""

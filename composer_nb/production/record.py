@@ -8,6 +8,7 @@ which names its parent. It reads the tokens that both share, so that each sample
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -189,7 +190,8 @@ class RolloutRecord:
             stop="interrupted",
         )
         attempt = Attempt(task=_task(name, rows[0].instruction), rollout=rollout, grade=Grade(status="ungraded"))
-        self._save(self._file(name, len(self._files(name))), attempt)
+        owner = next((user_digest(row.user) for row in rows if row.user), "")
+        self._save(self._file(name, len(self._files(name))), attempt, owner)
 
     def grade(self, name: str, verdict: Verdict) -> int:
         """Note the grade of a stored rollout, and return the number of its segments. Raises KeyError if it is not stored."""
@@ -197,19 +199,33 @@ class RolloutRecord:
             raise KeyError(name)
         graded = [verdict.of(_loaded(file)) for file in files]
         for file, attempt in zip(files, graded, strict=True):
-            self._save(file, attempt)
+            self._save(file, attempt, _owner(file))
         if self.judged:
             self.judged(name, self._users.get(name, name), graded[-1])
         return sum(len(attempt.rollout.segments) for attempt in graded)
 
-    def _save(self, file: Path, attempt: Attempt) -> None:
-        save_attempts(file, [attempt], {"instruction": [attempt.task.instruction]})
+    def owner(self, name: str) -> str:
+        """Return the digest of the user whose stored rollout has this name; empty if there is none, or no user was told."""
+        return next(filter(None, map(_owner, self._files(name))), "")
+
+    def _save(self, file: Path, attempt: Attempt, owner: str) -> None:
+        save_attempts(file, [attempt], {"instruction": [attempt.task.instruction], "user": [owner]})
 
     def _files(self, name: str) -> list[Path]:
         return [*takewhile(Path.exists, (self._file(name, part) for part in count()))]
 
     def _file(self, name: str, part: int) -> Path:
         return self.run / "rollouts" / f"served_{name}{f'+{part}' if part else ''}.parquet"
+
+
+def user_digest(user: str) -> str:
+    """Return what stands for a user in stored rollouts."""
+    return hashlib.sha256(user.encode()).hexdigest()
+
+
+def _owner(file: Path) -> str:
+    table = pq.read_table(parquet(file))
+    return str(table["user"][0].as_py()) if "user" in table.column_names else ""
 
 
 def keep_judged(run: Path, attempts: Sequence[Attempt], rewards: Sequence[float]) -> None:

@@ -16,7 +16,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import conversations
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.record import RolloutRecord, Verdict, served
-from composer_nb.production.wire import PromptTooLong, RequestBody
+from composer_nb.production.wire import PromptTooLong, Refused, RequestBody
 from tests.production.conftest import TOOL, Turns
 
 
@@ -109,3 +109,18 @@ def test_a_request_of_many_messages_is_looked_up_once_and_not_in_every_conversat
         with pytest.raises(PromptTooLong):
             talk(RequestBody(messages=[user, {"role": "assistant", "content": "x"}] * 500 + [user]))
     assert lookups < 10
+
+
+def test_a_name_stays_one_users_when_the_server_is_started_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    turn = QwenRenderer(tokenizer, []).turn(Said(text="Done."))
+    for start in range(3):
+        with Shared(Turns(turn)) as shared:
+            talk = Conversations(shared, tokenizer, QwenRenderer, 3000, RolloutRecord(tmp_path, tokenizer))
+            for user in ("bob", "ann") if start else ("ann",):
+                request = RequestBody(messages=[{"role": "user", "content": "fix f"}], rollout="mine", user=user)
+                if user == "ann":
+                    talk(request)
+                    continue
+                with pytest.raises(Refused, match="mine is another user's"):
+                    talk(request)
+            assert talk.grade("mine", Verdict(reward=1.0)) == start + 1
