@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from composer_nb.harness.files import file_digest, point, read_json, write_atomic, write_json
+from composer_nb.harness.files import file_digest, read_json, write_atomic, write_json
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.jobs.check import notebook_digest
 
@@ -29,10 +29,9 @@ ENDED = {"completed": 0, "failed": 1, "timed_out": 124, "interrupted": 130, "los
 
 
 def create(runs: Path, name: str) -> Path:
-    """Make `runs/<name>-<time>-<id>` and point `runs/<name>` at it. The id keeps runs apart that begin at once."""
+    """Make `runs/<name>-<time>-<id>`. The id keeps runs apart that begin at once."""
     folder = runs.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     folder.mkdir(parents=True)
-    point(runs / name, folder)
     return folder
 
 

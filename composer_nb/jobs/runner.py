@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.files import file_digest, read_json, write_json
+from composer_nb.harness.files import file_digest, point, read_json, write_json
 from composer_nb.harness.sandbox.reap import end_writers, owned_directory
 from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest
@@ -81,6 +81,8 @@ def run_job(
         }
         request = {"id": folder.name, "name": job.name, "file": str(job.path), "settings": settings, "ray": ray}
         write_json(folder / "job.json", request | {"nodes": node_requests}, sync=True)
+        if previous_request is None:  # now that it can be resumed
+            point(runs / job.name, folder)
         return Runner(job, folder, executor, say, run_mark).run()
 
 

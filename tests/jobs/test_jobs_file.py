@@ -7,7 +7,8 @@ import pytest
 import yaml
 from test_jobs import notebook
 
-from composer_nb.harness.files import write_json
+from composer_nb.harness.files import point, write_json
+from composer_nb.jobs import runner
 from composer_nb.jobs.file import Job, load_job, references, resolve
 from composer_nb.jobs.runner import OnRay, Runner, run_job
 
@@ -169,3 +170,18 @@ def test_a_run_whose_cluster_is_gone_is_lost_though_nothing_failed(folder: Path,
         "second": "pending",
     }
     assert summary["state"] == "lost", "its exit status must not be 0"
+
+
+def test_a_run_that_was_refused_is_not_the_newest(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else `--resume` would begin anew what an earlier run has done."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no machine of the cluster has that")
+
+    monkeypatch.setattr(runner, "OnRay", refuse)
+    load(folder, {"a": node()})
+    (earlier := tmp_path / "runs" / "job-earlier").mkdir(parents=True)
+    point(tmp_path / "runs" / "job", earlier)
+    with pytest.raises(ValueError, match="no machine"):
+        run_job(folder / "job.yml", runs=tmp_path / "runs", ray="auto")
+    assert (tmp_path / "runs" / "job").resolve() == earlier
