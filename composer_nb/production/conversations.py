@@ -335,7 +335,7 @@ class Conversations:
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
             except (StopIteration, wire.Refused):
                 pass
-            except (OSError, ValueError) as error:  # such as a full disk: it is stored later
+            except Exception as error:  # such as a full disk, of any of the libraries: it is stored later
                 LOG.error("a rollout could not be stored: %s", error)
         return talks
 
