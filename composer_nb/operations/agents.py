@@ -320,8 +320,12 @@ def serve(args: argparse.Namespace) -> int:
 
     if (args.model is None) == (args.policy is None):
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
-    if (args.follow or args.record or args.replicas > 1) and not args.model:
-        raise ValueError("--follow, --record and --replicas need --model DIR, for the model's sizes and its tokenizer")
+    if (args.follow or args.record or args.replicas > 1 or args.ray) and not args.model:
+        raise ValueError(
+            "--follow, --record, --replicas and --ray need --model DIR, for the model's sizes and its tokenizer"
+        )
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature:g}: must be 0 or more")
     if min(args.slots, args.tokens) < 1 or args.queue < 0 or args.step_tokens < args.slots:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
     if not 1 <= args.replicas <= args.slots:
