@@ -109,20 +109,22 @@ def improve(
     LOG.info(f"scoring {out / 'candidate'}")
     after = attempts_of(model, training, start, tasks, samples, settings)
     gate_result = {"tasks": gate_digest, **judge(before, after, first_figures)}
-    version = publish(store, model) if store and not gate_result["stopped"] else None
-    if not gate_result["stopped"]:
-        (out / "weights").symlink_to("candidate")
-    report = {
+    report: dict[str, Any] = {
         "rollouts": {"judged": len(judged), "stale": len(plain) - len(fresh), "trained": len(fresh)}
         | {"drawn_otherwise": len(judged) - len(plain)},
         "reward": float(np.mean([float(scored.reward.total or 0.0) for group in groups for scored in group])),
         "invalid_call_rate": behaviour([attempt for _, attempt in fresh])["invalid_call_rate"],
         "train": train_metrics,
         "gate": gate_result,
-        "version": version,
+        "version": None,
         "seconds": time.monotonic() - began,
     }
-    write_json(out / REPORT, report)
+    write_json(out / REPORT, report)  # before users get the update: the next gate needs it
+    if not gate_result["stopped"]:
+        (out / "weights").symlink_to("candidate")
+    if store and not gate_result["stopped"]:
+        report["version"] = publish(store, model)
+        write_json(out / REPORT, report)
     return report
 
 
