@@ -2,6 +2,7 @@
 
 import re
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,15 @@ class TestFiles:
         first = call("read_file", target_file="long").text
         last = int(re.search(r"\(lines 1 to (\d+) of 9000\)$", first)[1])  # type: ignore[index]
         assert call("read_file", target_file="long", offset=last + 1).text.startswith(f"{last + 1}|line {last}\n")
+
+    def test_reading_very_many_lines_takes_little_memory(self, box: Sandbox, call: Call) -> None:
+        box.write("lines", b"\n" * (8 << 20))
+        tracemalloc.start()
+        try:
+            assert call("read_file", target_file="lines", limit=1).text == f"1|\n(lines 1 to 1 of {8 << 20})"
+            assert tracemalloc.get_traced_memory()[1] < 96 << 20
+        finally:
+            tracemalloc.stop()
 
     def test_nothing_leads_out(self, box: Sandbox, call: Call) -> None:
         box.exec(["bash", "-c", "ln -s /etc out; ln -s / way"])
