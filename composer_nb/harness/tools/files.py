@@ -11,13 +11,15 @@ from pydantic import Field
 from composer_nb.harness.tools import patch as patches
 from composer_nb.harness.tools.arguments import CONTROLS, Content, Count, Path, Text, printable, tool
 from composer_nb.harness.tools.edits import replace
-from composer_nb.harness.tools.session import SHOWN, Observation, Session, shown
+from composer_nb.harness.tools.session import EDIT_BYTES, SHOWN, Observation, Session, shown
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 # Maximum bytes that `read_file` reads, from the beginning of a file.
 READ_BYTES = 16 << 20
 # Characters shown of a line.
 LINE = 2000
+# Maximum characters of the files that one patch leaves: links can name a large file many times.
+PATCHED = 4 * EDIT_BYTES
 
 
 @tool()
@@ -146,6 +148,8 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
             changed = patches.updated(change, session.text(path))
             texts |= {path: None} if to != path else {}
             texts[to] = changed
+        if sum(len(text) for text in texts.values() if text) > PATCHED:
+            raise invalid(f"its files have more than {PATCHED} characters: make several patches")
         lines.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
     for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
         if text is None:

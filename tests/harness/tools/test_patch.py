@@ -141,3 +141,12 @@ def test_a_replacement_of_very_many_places_neither_fills_the_memory_nor_takes_lo
     changed, numbers = replace("a\n" * (1 << 19), "a", "b", True)
     assert (changed[:4], numbers[0], numbers[-1]) == ("b\nb\n", 1, 1 << 19)
     assert time.process_time() - began < 5
+
+
+def test_a_patch_of_many_hunks_for_very_many_lines_is_refused() -> None:
+    """Each hunk searches the file anew: 500 would take 40 s in two million lines."""
+    hunks = "\n".join(["@@\n \n+x"] * 500)
+    [change] = parse(f"{BEGIN}\n*** Update File: f\n{hunks}\n{END}")
+    assert updated(change, "\n" * 1000).count("x") == 500
+    with pytest.raises(ToolError, match="too many hunks for a file of 2097152 lines"):
+        updated(change, "\n" * (1 << 21))
