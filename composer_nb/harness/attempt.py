@@ -23,7 +23,7 @@ from composer_nb.harness.carry import Blob, add_history, carry_back, commits_lef
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import OWN, own_reward
-from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.contract import Backend, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import is_test
@@ -222,9 +222,9 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
             try:
                 outcome = _converse(task, env, turn_policy, session, report)
                 if outcome.stop not in ("infrastructure", "interrupted"):
-                    left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
-                    left |= {GIT_REPORT: commits_left(session.sandbox).encode()} if GIT_REPORT in task.solution else {}
-            except (SandboxDied, OSError):
+                    left = _carried(task, session.sandbox)
+                    grade_ = Grade(status="ungraded" if left is not None else "agent_failed")
+            except SandboxDied:
                 grade_ = Grade(status="agent_failed")
             finally:
                 egress = session.sandbox.egress_log
@@ -232,14 +232,21 @@ def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, repo
         pass
     finally:
         segments = turn_policy.close()
-    if left is not None:
-        grade_ = Grade(status="ungraded")
     files = {path: data.decode("utf-8", "surrogateescape") for path, data in (left or {}).items()}
     # Unchanged texts remain the same objects; bytes that are not UTF-8 become lone surrogates.
     files = {path: task.files[path] if task.files.get(path) == text else text for path, text in files.items()}
     files = task.files if left is None else files
     rollout = replace(outcome.rollout(task.id, segments, files, task.files), egress=egress)
     return Attempt(task=task, rollout=rollout, grade=grade_)
+
+
+def _carried(task: Task, box: Sandbox) -> dict[str, bytes] | None:
+    """Return what an agent left for its grade; None if it left more than can be carried out or kept."""
+    try:
+        left = _left(task, carry_back(box)[0]) | artifacts_left(task, box)
+        return left | ({GIT_REPORT: commits_left(box).encode()} if GIT_REPORT in task.solution else {})
+    except OSError:
+        return None
 
 
 def _left(task: Task, files: Mapping[str, Blob]) -> dict[str, bytes]:

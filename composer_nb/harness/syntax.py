@@ -110,6 +110,7 @@ def lints(text: str) -> list[str]:
     """Return what a linter finds in a module: names that are imported or assigned and never used, and names that do not exist,
     each with its outermost function or class. Code that cannot be parsed is one finding."""
     try:
+        parse(text)  # refuses what is nested too deeply for `_scopes`
         with _alone():
             module = symtable.symtable(_source(text), "", "exec")
     except (SyntaxError, ValueError) as error:
@@ -119,10 +120,10 @@ def lints(text: str) -> list[str]:
     names = {*vars(builtins), "__name__", "__file__", "__doc__"}
     for where, scope in scopes:
         names |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not where and s.is_local())}
+    own = {scope.get_id(): {s.get_name() for s in scope.get_symbols() if s.is_referenced()} for _, scope in scopes}
     problems = []
     for where, scope in scopes:
-        symbols = [symbol for nested in _scopes(scope) for symbol in nested.get_symbols()]
-        used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+        used = set[str]().union(*(own[nested.get_id()] for nested in _scopes(scope)))
         local = scope.get_type() == "function"
         for symbol in scope.get_symbols():
             name = symbol.get_name()

@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 
 from composer_nb.harness.grading.box import Boxes
+from composer_nb.harness.grading.front import strictly
 from composer_nb.harness.grading.grade import Grade, grade_functions
 from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
@@ -16,7 +17,7 @@ from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import RULES, Task
 from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, ROUND_TRIPS
 
 T = TypeVar("T")
@@ -262,3 +263,13 @@ def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None
     with SandboxExecutor() as calls:
         assert not any(grade_functions(task, {**files, "codec.py": LOOKED_UP}, calls).tests.values())
         assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed
+
+
+def test_structure_is_asked_of_the_code_that_the_tests_ran() -> None:
+    """Tests run on the start of a file whose change is dropped, as one that is too large."""
+    rules = {RULES: '[["absent", "", "old"]]'}
+    task = task_of({"test_a.py": ""}, {"words.py": "old = 1\n"}, {"words.py": "new = 1\n"})
+    task = task.model_copy(update={"metadata": rules})
+    right = Grade(status="graded", tests={"test_a.py::test_it": True})
+    assert strictly(task, {"words.py": b"new = 1\n"}, right).passed
+    assert not strictly(task, {"words.py": b"new = 1\n#" + b"x" * (1 << 20)}, right).passed

@@ -7,6 +7,7 @@ import pytest
 
 from composer_nb.harness import untrusted
 from composer_nb.harness.monitors import flags_of
+from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.harbor import settings
 from composer_nb.harness.tasks.making.mine import changelog, request_of
 from composer_nb.harness.tasks.making.options import read_options
@@ -22,6 +23,7 @@ from tests.harness.test_monitors import TASK, make_attempt
 DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
 LINES = [f"{number % 120}" for number in range(20_000)]
 NESTED = "\n".join("f(" * 150 + "1, 2" + ")" * 150 for _ in range(100))
+WIDE = [f"n{number}" for number in range(90_000)]
 OTHER = [f"{number * 7 % 127}" for number in range(20_000)]
 
 
@@ -42,6 +44,7 @@ CASES: dict[str, Callable[[], object]] = {
     "many modules": lambda: flags_of(make_attempt({f"m{n}.py": "a\n" * 20_000 for n in range(40)})),
     "values inside values": lambda: flags_of(make_attempt({"f.py": f"x == {'[' * 190}{'1, ' * 40_000}{']' * 190}\n"})),
     "a number that cannot be written": lambda: flags_of(make_attempt({"f.py": f"a == 0x{'f' * 5000}\n"})),
+    "names in functions in functions": lambda: lints(f"a = {'lambda: ' * 190}[{', '.join(WIDE)}]\n"),
     "calls within calls": lambda: flags_of(
         make_attempt({}, task=TASK.model_copy(update={"files": {"test_f.py": NESTED}}))
     ),

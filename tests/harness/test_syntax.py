@@ -57,6 +57,7 @@ HOSTILE = {
     "signs": "-" * 100_000 + "1",
     "attributes": "a" + ".a" * 50_000,
     "blocks": "".join(" " * depth + "if a:\n" for depth in range(150)),
+    "functions in functions": "a = " + "lambda: " * 1100 + "1",
     "a null byte": "a = 1\0",
     "half of a pair": "a = '\udc80'",
     "digits": "a = " + "9" * 5000,

@@ -132,6 +132,14 @@ def test_changes_too_large_to_keep_are_the_agents_failure(environment: Environme
     )
 
 
+def test_a_fault_of_what_reports_turns_is_not_the_agents(environment: Environment, task: Task) -> None:
+    def report(event: object) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        attempt(task, environment, ScriptTurnPolicy(play([Said(text="")])), report)
+
+
 def test_the_limit_of_time_ends_calls_that_run(environment: Environment, backend: Backend) -> None:
     with backend.create() as box:
         limits = dataclasses.replace(LIMITS, seconds=1.0)

@@ -36,14 +36,13 @@ def structure(task: Task, modules: Mapping[str, str]) -> dict[str, bool]:
         return {}
     labels = [f"{name} is {rule}{f' in {path}' if path else ''}" for rule, path, name in rules]
     labels.append("no name made at run time")
+    solved = {path: text for path, text in {**task.files, **task.solution}.items() if _counts(task, path)}
     try:
-        trees = {path: parse(text) for path, text in modules.items()}
-        right = {path: parse(text) for path, text in {**task.files, **task.solution}.items() if _counts(task, path)}
+        trees, counts, names = _read(task, modules)
+        right, allowed, _ = _read(task, solved)
         start = {path: parse(task.files.get(path, "")) for rule, path, _ in rules if rule == "reduced"}
     except (SyntaxError, ValueError):
         return dict.fromkeys(labels, False)
-    counts, allowed = _names(trees), _names(right)
-    names = {name for path, tree in trees.items() for name in names_of(tree, strings=not is_test_module(path))}
     results = []
     for rule, path, name in rules:
         answer, model = _parts(trees.get(path), name), _parts(right.get(path), name)
@@ -67,9 +66,18 @@ def _counts(task: Task, path: str) -> bool:
     return path.endswith((".py", ".pyi")) and in_scope(path, task.source_scope)
 
 
-def _names(trees: Mapping[str, ast.AST]) -> Counter[str]:
-    """Return how often each name is in the modules that are no tests."""
-    return Counter(name for path, tree in trees.items() if not is_test_module(path) for name in names_of(tree))
+def _read(task: Task, modules: Mapping[str, str]) -> tuple[dict[str, ast.AST], Counter[str], set[str]]:
+    """Return the syntax trees of the modules that a task's rules name, how often each name of AT_RUN_TIME is in those that are no
+    tests, and the names of the rules that are in any. Keep no other tree: those of an answer could fill the memory."""
+    paths, wanted = ({rule[part] for rule in task.rules} for part in (1, 2))
+    trees, counts, names = dict[str, ast.AST](), Counter[str](), set[str]()
+    for path, text in modules.items():
+        tree, is_test = parse(text), is_test_module(path)
+        counts.update(name for name in names_of(tree) if name in AT_RUN_TIME and not is_test)
+        names |= wanted.intersection(names_of(tree, strings=not is_test))
+        if path in paths:
+            trees[path] = tree
+    return trees, counts, names
 
 
 def names_of(tree: ast.AST, *, strings: bool = True) -> Iterator[str]:

@@ -142,8 +142,9 @@ class EgressProxy:
             await asyncio.gather(_pump(reader, far_writer, counts, 0), _pump(far_reader, writer, counts, 1))
         except OSError as error:  # of either side; TimeoutError is one
             problem = str(error) or type(error).__name__
+        except asyncio.CancelledError:
+            problem = "the sandbox ended"
         finally:
-            self._open -= 1
             for end in writers:
                 end.transport.abort() if problem else end.close()
             at, took = began - self._began, time.monotonic() - began
@@ -152,6 +153,12 @@ class EgressProxy:
                 self._lines.append(line + (f": {problem[:200]}" if problem else ""))
             else:
                 self._unlogged += 1
+            try:  # what is sent keeps it open until that is read
+                await asyncio.gather(*(end.wait_closed() for end in writers), return_exceptions=True)
+            except asyncio.CancelledError:
+                for end in writers:
+                    end.transport.abort()
+            self._open -= 1
 
     async def _public_address(self, to: Destination) -> str:
         """Return an address of a host, all of whose addresses are public. Raises OSError."""

@@ -5,8 +5,10 @@ byte order mark.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 from composer_nb.harness.syntax import TextFormat
+from composer_nb.harness.tools.session import EDIT_BYTES
 from composer_nb.harness.tools.tool_call import invalid
 
 
@@ -27,8 +29,8 @@ def places(lines: Sequence[str], block: Sequence[str], start: int) -> Iterator[i
 def replace(text: str, old: str, new: str, replace_all: bool) -> tuple[str, list[int]]:
     """Return `text` with `new` for `old`, and the lines, from 1, at which `old` began.
 
-    Raises ToolError (InvalidArguments) if nothing changes, or if `old` is missing, or occurs more than once without
-    `replace_all`.
+    Raises ToolError (InvalidArguments) if nothing changes, if `old` is missing, or occurs more than once without
+    `replace_all`, and if the result is larger than a file that may be changed: many short texts can become long ones.
     """
     if not old:
         raise invalid("old_string is empty: say what to replace, or use write")
@@ -49,4 +51,7 @@ def replace(text: str, old: str, new: str, replace_all: bool) -> tuple[str, list
     if len(starts) > 1 and not replace_all:
         text = f"old_string occurs {len(starts)} times: include more context, or set replace_all"
         raise invalid(text)
-    return layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]
+    if len(plain) + len(starts) * (len(new) - len(old)) > EDIT_BYTES:
+        raise invalid(f"the file would have more than {EDIT_BYTES} characters; change it with a program")
+    before = accumulate(plain.count("\n", begin, end) for begin, end in pairwise((0, *starts)))
+    return layout.restore(plain.replace(old, new)), [count + 1 for count in before]

@@ -2,6 +2,8 @@
 
 from codecs import BOM_UTF8
 from fnmatch import fnmatchcase
+from io import BytesIO
+from itertools import islice
 from typing import Annotated
 
 from pydantic import Field
@@ -9,13 +11,15 @@ from pydantic import Field
 from composer_nb.harness.tools import patch as patches
 from composer_nb.harness.tools.arguments import CONTROLS, Content, Count, Path, Text, printable, tool
 from composer_nb.harness.tools.edits import replace
-from composer_nb.harness.tools.session import SHOWN, Observation, Session, shown
+from composer_nb.harness.tools.session import EDIT_BYTES, SHOWN, Observation, Session, shown
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 # Maximum bytes that `read_file` reads, from the beginning of a file.
 READ_BYTES = 16 << 20
 # Characters shown of a line.
 LINE = 2000
+# Maximum characters of the files that one patch leaves: links can name a large file many times.
+PATCHED = 4 * EDIT_BYTES
 
 
 @tool()
@@ -32,23 +36,26 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
         return "(the file is empty)"
     if b"\0" in data[:8192]:
         raise ToolError("UnexpectedEnvironment", f"{path}: not a text file ({len(data)} bytes or more)")
-    lines = data[:READ_BYTES].removeprefix(BOM_UTF8).decode("utf-8", "replace").removesuffix("\n").split("\n")
+    content = data[:READ_BYTES].removeprefix(BOM_UTF8) or b"\n"
+    count = content.count(b"\n") + (not content.endswith(b"\n"))
     first_line = offset or 1
-    if first_line > len(lines):
-        raise invalid(f"{path}: has {len(lines)} lines, so none is numbered {first_line}")
+    if first_line > count:
+        raise invalid(f"{path}: has {count} lines, so none is numbered {first_line}")
     shown_lines: list[str] = []
     room_chars = SHOWN
-    for number, line in enumerate(lines[first_line - 1 :][:limit], first_line):
-        line = line.removesuffix("\r").translate(CONTROLS)
+    # One at a time: all lines of a file that has little else take ten times its size and more.
+    lines = islice(BytesIO(content), first_line - 1, first_line - 1 + limit if limit else None)
+    for number, raw in enumerate(lines, first_line):
+        line = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "replace").translate(CONTROLS)
         text = f"{line[:LINE]}[… {len(line) - LINE} more characters]" if len(line) > LINE else line
         room_chars -= len(text) + 8
         if room_chars < 0 and shown_lines:
             break
         shown_lines.append(f"{number}|{text}")
     last_line = first_line + len(shown_lines) - 1
-    if first_line > 1 or last_line < len(lines) or len(data) > READ_BYTES:
+    if first_line > 1 or last_line < count or len(data) > READ_BYTES:
         of_bytes = f" of the first {READ_BYTES} bytes" if len(data) > READ_BYTES else ""
-        shown_lines.append(f"(lines {first_line} to {last_line} of {len(lines)}{of_bytes})")
+        shown_lines.append(f"(lines {first_line} to {last_line} of {count}{of_bytes})")
     return "\n".join(shown_lines)
 
 
@@ -141,6 +148,8 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
             changed = patches.updated(change, session.text(path))
             texts |= {path: None} if to != path else {}
             texts[to] = changed
+        if sum(len(text) for text in texts.values() if text) > PATCHED:
+            raise invalid(f"its files have more than {PATCHED} characters: make several patches")
         lines.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
     for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
         if text is None:

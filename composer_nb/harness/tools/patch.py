@@ -21,8 +21,8 @@ from composer_nb.harness.tools.tool_call import invalid
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
 HEADER = re.compile(r"\*\*\* (Add|Delete|Update) File: (.+)")
-# Maximum hunks of a patch; each searches its whole file.
-MOST_HUNKS = 500
+# Maximum hunks of a patch; each searches its whole file, so also the most lines that all of a file's hunks search together.
+MOST_HUNKS, MOST_LINES = 500, 20_000_000
 
 
 @dataclass(slots=True)
@@ -128,10 +128,13 @@ def added(change: FileChange) -> str:
 
 
 def updated(change: FileChange, text: str) -> str:
-    """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
+    """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there, and for a search
+    that would take seconds."""
     layout = TextFormat.of(text)
     plain = layout.plain(text)
     lines, start = file_lines(plain), 0
+    if len(lines) * sum(1 + len(hunk.anchors) for hunk in change.hunks) > MOST_LINES:
+        raise invalid(f"{change.path}: too many hunks for a file of {len(lines)} lines: make several patches")
     for hunk in change.hunks:
         for anchor in hunk.anchors:
             at_line = next(places(lines, [anchor], start), None)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from composer_nb.harness.blocking import CallTimeout, GivenUp, TooManyBlocked, within
 from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
@@ -134,11 +134,13 @@ class ToolSet:
         return f"error: {reply.text}" if self.terse else f"error ({reply.error}): {reply.text}"
 
     def open(self, sandbox: Sandbox) -> Session:
-        """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
+        """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs, and SandboxSlow."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
         script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
         script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
-        result = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
+        result = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20, granted=True)
+        if result.timed_out:
+            raise SandboxSlow("the programs of a sandbox could not be looked up in time: the machine is busy")
         if result.exit_code:
             reason = result.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"a sandbox for agents needs sh: {reason}")

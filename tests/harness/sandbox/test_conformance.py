@@ -226,6 +226,23 @@ def test_what_a_command_leaves_behind_goes_on_until_end_all(box: Sandbox) -> Non
     assert box.stats().processes == 0 and shell(box, "echo on") == "on"
 
 
+STOPS_ALL = """
+import contextlib, os, signal
+while True:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGSTOP)
+"""
+
+
+def test_a_program_that_stops_all_others_keeps_no_answer_back(box: Sandbox) -> None:
+    """It also stops what has not begun: the sandbox then has to end that, or its silence looks like the machine's fault."""
+    box.exec_background(["python3", "-c", STOPS_ALL], log="log")
+    time.sleep(0.3)
+    assert {box.exec(["true"], timeout_s=1).exit_code for _ in range(5)} <= {0, 137}
+    box.end_all()
+    assert box.stats().processes == 0 and shell(box, "echo on") == "on"
+
+
 # Files
 
 

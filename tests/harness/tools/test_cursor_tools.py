@@ -2,12 +2,14 @@
 
 import re
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
 from composer_nb.harness.sandbox.contract import Backend, Sandbox
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tools.patch import BEGIN, END
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
 from tests.harness.sandbox.conftest import BACKENDS, make
 from tests.harness.tools.conftest import Call
@@ -44,6 +46,15 @@ class TestFiles:
         first = call("read_file", target_file="long").text
         last = int(re.search(r"\(lines 1 to (\d+) of 9000\)$", first)[1])  # type: ignore[index]
         assert call("read_file", target_file="long", offset=last + 1).text.startswith(f"{last + 1}|line {last}\n")
+
+    def test_reading_very_many_lines_takes_little_memory(self, box: Sandbox, call: Call) -> None:
+        box.write("lines", b"\n" * (8 << 20))
+        tracemalloc.start()
+        try:
+            assert call("read_file", target_file="lines", limit=1).text == f"1|\n(lines 1 to 1 of {8 << 20})"
+            assert tracemalloc.get_traced_memory()[1] < 96 << 20
+        finally:
+            tracemalloc.stop()
 
     def test_nothing_leads_out(self, box: Sandbox, call: Call) -> None:
         box.exec(["bash", "-c", "ln -s /etc out; ln -s / way"])
@@ -113,6 +124,13 @@ class TestFiles:
         assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"
         assert {entry.name: entry.mode for entry in box.entries()} == {"a": 0o644, "c": 0o755, "n": 0o644}
         assert [box.read(name) for name in "acn"] == [b"x\n", b"y\n", b"n\n"]
+
+    def test_a_patch_of_more_than_fits_into_memory_changes_nothing(self, box: Sandbox, call: Call) -> None:
+        box.write("f0", b"x\n" * (1 << 19))
+        box.exec(["sh", "-c", "for n in $(seq 20); do ln f0 f$n; done"])
+        parts = "".join(f"*** Update File: f{number}\n@@\n-x\n+y\n" for number in range(20))
+        assert "more than 8388608 characters" in call("apply_patch", patch=f"{BEGIN}\n{parts}{END}", **NEVER).text
+        assert box.read("f0", max_bytes=2) == box.read("f19", max_bytes=2) == b"x\n"
 
 
 class TestSearch:

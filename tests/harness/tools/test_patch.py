@@ -1,6 +1,7 @@
 """Patches, against texts compared by difflib."""
 
 import difflib
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -131,3 +132,21 @@ def test_repetition_costs_no_more_than_length(old: str) -> None:
     text = "x\n" * 300_000
     with pytest.raises(ToolError):
         replace(text, old, "z", False)
+
+
+def test_a_replacement_of_very_many_places_neither_fills_the_memory_nor_takes_long() -> None:
+    with pytest.raises(ToolError, match="more than 2097152 characters"):
+        replace("a" * (1 << 20), "a", "b" * 100_000, True)
+    began = time.process_time()
+    changed, numbers = replace("a\n" * (1 << 19), "a", "b", True)
+    assert (changed[:4], numbers[0], numbers[-1]) == ("b\nb\n", 1, 1 << 19)
+    assert time.process_time() - began < 5
+
+
+def test_a_patch_of_many_hunks_for_very_many_lines_is_refused() -> None:
+    """Each hunk searches the file anew: 500 would take 40 s in two million lines."""
+    hunks = "\n".join(["@@\n \n+x"] * 500)
+    [change] = parse(f"{BEGIN}\n*** Update File: f\n{hunks}\n{END}")
+    assert updated(change, "\n" * 1000).count("x") == 500
+    with pytest.raises(ToolError, match="too many hunks for a file of 2097152 lines"):
+        updated(change, "\n" * (1 << 21))

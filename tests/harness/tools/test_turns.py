@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.tools import toolset
 from composer_nb.harness.tools.arguments import tool
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
@@ -110,6 +110,13 @@ def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: py
     with pytest.raises(SandboxUnavailable, match=r"no rg and no ruff in the sandbox.*pip install"):
         ToolSet.cursor().open(box)
     ToolSet.cursor(offer=["read_file", "write"]).open(box)
+
+
+def test_a_busy_machine_is_said_to_lack_no_program(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = ExecResult(exit_code=137, stdout=b"", stderr=b"", timed_out=True)
+    monkeypatch.setattr(box, "exec", lambda *_, **options: late if options["granted"] else None)
+    with pytest.raises(SandboxSlow):
+        ToolSet.cursor().open(box)
 
 
 # -- the tools of tiny models in a sandbox --------------------------------------------------------------------

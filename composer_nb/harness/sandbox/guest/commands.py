@@ -17,10 +17,11 @@ import typing
 
 from composer_nb.harness.sandbox.guest.files import Header, WorkspaceFiles, open_beneath
 from composer_nb.harness.sandbox.guest.warm import Become, Words, suits
-from composer_nb.harness.sandbox.system.linux import ended_children, processes
+from composer_nb.harness.sandbox.system.linux import ended_children, processes, status_of
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
 KILL_S = 2.0  # how long a tree may take to end
+BEGIN_S = 0.5  # how long a program may take to begin before it is looked at
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -153,6 +154,9 @@ class Commands:
     def spawn(self, command: Words, environment: typing.Mapping[str, str], streams: typing.Sequence[int]) -> int:
         """Start a program by vfork, which does not copy this large process as a fork does, and return its pid.
 
+        Beside others it starts by a fork: they may stop it before it begins, as with a signal to all. Until the end of a vfork
+        some interpreters run no other thread, and so could not end what is stopped.
+
         It inherits the niceness of the thread that starts it, and gets the usual SIGINT because here that has a handler. Raises
         BlockingIOError where no process is left."""
         outcomes: list[typing.Union[subprocess.Popen[bytes], BaseException]] = []  # noqa: UP007
@@ -168,17 +172,28 @@ class Commands:
             except BaseException as error:
                 outcomes.append(error)
 
+        vars(subprocess)["_USE_VFORK"] = not self.all()
         thread = threading.Thread(target=begin)
         try:
             thread.start()
         except RuntimeError:
             raise BlockingIOError(errno.EAGAIN, "no thread is left") from None
-        thread.join()
+        thread.join(BEGIN_S)
+        while thread.is_alive():
+            self.kill_stopped()
+            thread.join(BEGIN_S)
         [started] = outcomes
         if isinstance(started, BaseException):
             raise started
         started.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
         return started.pid
+
+    def kill_stopped(self) -> None:
+        """Kill children that are stopped and are no commands: a program that has not begun, or an orphan."""
+        for pid, parent, _ in processes():
+            if parent == os.getpid() and pid not in self.running and status_of(str(pid))[:1] == [b"T"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def begin(self, request: Header, stdin: memoryview) -> Foreground:
         """Begin a command. It is answered once it is `over`."""

@@ -57,6 +57,7 @@ PROCESS = {
 ABSENT = {
     "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
     "pidfd_open": (434, 434),  # its inode's number counts all processes of the machine
+    "seccomp": (317, 277),  # filters of its own are compiled, as those of sockets (OPTIONS)
 }
 # Allowed in part, to commands (RULES).
 RULED = PROCESS | {
@@ -66,7 +67,7 @@ RULED = PROCESS | {
 LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
-IGNORE = 0x00050000  # errno 0: the call does nothing and succeeds
+IGNORE, INVALID = 0x00050000, 0x00050016  # errno 0: the call does nothing and succeeds; 22 EINVAL
 # Offsets; of arguments, the low word.
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40, 56
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
@@ -113,8 +114,8 @@ RULES: dict[str, list[Clause]] = {
     "getsockopt": OPTIONS,
     # SO_SNDBUF, SO_RCVBUF: a megabyte and more for each socket.
     "setsockopt": [(IGNORE, (SECOND, "one of", (1,)), (THIRD, "one of", (7, 8))), *OPTIONS],
-    # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process.
-    "prctl": [(DENY, (FIRST, "one of", (67,)))],
+    # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process. PR_SET_SECCOMP: as by a kernel without it.
+    "prctl": [(DENY, (FIRST, "one of", (67,))), (INVALID, (FIRST, "one of", (22,)))],
     # MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB: pages that no limit on memory counts.
     "mmap": [(DENY, (FOURTH, "any bit", (0x40000,)))],
     "memfd_create": [(DENY, (SECOND, "any bit", (0x4,)))],

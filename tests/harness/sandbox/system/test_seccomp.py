@@ -9,6 +9,7 @@ from composer_nb.harness.sandbox.system.linux import MACHINES
 from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS, RULED, system_call_filter
 
 ALLOW, DENY, MISSING, KILL, IGNORE = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000, 0x00050000
+INVALID = 0x00050016
 NAMESPACES = (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 THREAD = 0x003D0F00
 NEW, HIGH = 0x7FFF12345678, 0x7F0000000000  # addresses; the second one's low word is 0
@@ -74,7 +75,7 @@ RULES: dict[str, dict[tuple[int, ...], int]] = {
     "setsockopt": {(3, *name): DENY for name in ((0, 51), (1, 26), (1, 50), (1, 51), (1, 52), (1, 71), (1, 73), (41, 32))}
     | {(3, *name): ALLOW for name in ((0, 26), (1, 2), (1, 32), (6, 1), (6, 7), (41, 26), (41, 51))}
     | {(3, 1, 7): IGNORE, (3, 1, 8): IGNORE},
-    "prctl": {(67,): DENY, (15,): ALLOW},
+    "prctl": {(67,): DENY, (22, 1): INVALID, (22, 2, NEW): INVALID, (15,): ALLOW, (38, 1): ALLOW},
     "mmap": {(0, 1, 1, 0x40022): DENY, (0, 1, 1, 0x22): ALLOW},
     "memfd_create": {(0, 5): DENY, (0, 3): ALLOW},
     "shmget": {(0, 1, 0x800): DENY, (0, 1, 0x3FF): ALLOW},

@@ -1,6 +1,7 @@
 """Kinds of work from a repository: the right answer is accepted; the empty, the lazy and the deceitful one are refused."""
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,5 +293,11 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
     dynamic = ("x.f_globals", "globals()['o' + 'ld'] = 1", "setattr(A, 'dlo'[::-1], 1)", "def __getattr__(name): pass")
     for path, text in [*wrong, *(("c.py", line) for line in (*more, *dynamic))]:
         assert not all(structure(task, right | {path: text}).values()), text
+    tracemalloc.start()
+    try:
+        assert all(structure(task, right | {f"m{number}.py": "a\n" * 10_000 for number in range(8)}).values())
+        assert tracemalloc.get_traced_memory()[1] < 45 << 20, "the trees of all modules take 60 MiB"
+    finally:
+        tracemalloc.stop()
     with pytest.raises(ValueError, match=r"task t: metadata\.structure\.rules: "):
         Task.model_validate(task.model_dump() | {"metadata": {RULES: '[["gone", "", "old"]]'}})
