@@ -31,6 +31,8 @@ from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_progr
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
 BUILD_S = 1800
+# Most memory of a step of such a build.
+BUILD_BYTES = 4 << 30
 UID = 47_811  # of who runs in a sandbox, where root makes it: a number that no account uses
 WHERE = "/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("sh", "bash")
@@ -284,7 +286,8 @@ def build_image(client: Any, folder: Path) -> str:
     """Return the name of an image built from a folder with a Dockerfile; what was built before is reused.
 
     Covers what the engine's own builder does (no BuildKit); steps have no network, as the sandboxes
-    have none: what they need lies in the folder or in the image that it is FROM. Raises SandboxUnavailable.
+    have none: what they need lies in the folder or in the image that it is FROM. Their memory is limited, their processes and the
+    disk that they fill are not: build only Dockerfiles that you trust so far. Raises SandboxUnavailable.
     """
     from docker.errors import APIError, BuildError
 
@@ -292,6 +295,7 @@ def build_image(client: Any, folder: Path) -> str:
         raise SandboxUnavailable(f"{folder} has no Dockerfile to build an image from")
     labels = {"composer_nb.image": "built"}
     options = {"rm": True, "forcerm": True, "labels": labels, "timeout": BUILD_S, "network_mode": "none"}
+    options |= {"container_limits": {"memory": BUILD_BYTES, "memswap": BUILD_BYTES}}
     try:
         image, _ = client.images.build(path=str(folder), **options)
         tag = image.id.removeprefix("sha256:")[:32]
