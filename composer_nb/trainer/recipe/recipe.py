@@ -566,7 +566,7 @@ class InProcess:
         streams = [stream for part in self.ranks.gather(streams) for stream in part]
         waited_s = time.perf_counter()
         release_memory()
-        if streams or not self.step:
+        if streams or self.step == self.stages.run.forked_at_step:
             self.stages.publish(self.learner.model, "before_final")
         train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1

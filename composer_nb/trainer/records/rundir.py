@@ -233,6 +233,12 @@ class RunDir:
         [(step,)] = self.query("SELECT MAX(step) FROM ledger WHERE stage = 'rl' AND reason = 'trained' AND tokens > 0")
         return step or 0
 
+    @property
+    def forked_at_step(self) -> int:
+        """The RL step of another run after which this one goes on; 0 if it began by itself."""
+        file = self.path / "provenance.json"
+        return int(json_of(file.read_text(encoding="utf-8")).get("forked_at_step", 0)) if file.is_file() else 0
+
     def clean(self) -> None:
         """Remove partial files of a killed run and unreferenced checkpoints, and rebuild metrics.jsonl from the durable steps."""
         for part in list(self.path.rglob("*.part*")):

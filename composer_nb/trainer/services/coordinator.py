@@ -138,7 +138,7 @@ class Coordinator:
         """Make the orchestrator: a new one, or the one of the stored state, which is then stored again."""
         schedule = self.settings.schedule()
         self.saved, _, self.before = self.run.pointer("rl") or (0, None, 0.0)
-        self.live = max(0, self.run.last_live_step() - 1)
+        self.live = max(self.run.forked_at_step, self.run.last_live_step() - 1)
         snapshot = self.journal.snapshot()
         if snapshot is None:
             self.orchestrator = fsm.Orchestrator(schedule)

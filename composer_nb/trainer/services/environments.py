@@ -164,8 +164,8 @@ class EnvironmentService:
             slot, attempt = dispatch.slot, dispatch.attempt
             first = (attempt - 1) * ATTEMPT_STRIDE + slot * self._group  # as in the plain loop at the first attempt
             for member in dispatch.members:
-                place = first + member % self._group + member // self._group * BEYOND_STRIDE
-                self._waiting.append((place, (slot, attempt, member), task))
+                number = first + member % self._group + member // self._group * BEYOND_STRIDE
+                self._waiting.append((number, (slot, attempt, member), task))
         reports: list[Report] = [*self._give_up(set(cancel))]
         earlier = set(self._grading)
         while self._waiting or self._conversations or self._grading:

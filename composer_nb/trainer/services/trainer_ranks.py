@@ -214,6 +214,11 @@ class TrainerRank:
         """Wait until the checkpoint is written, while the next batch is learned. Return this rank's files of it in the store."""
         return self._saving.result() if self._saving is not None else {}
 
+    def stop(self) -> None:
+        """Publish nothing more, as the end of the process does."""
+        if hasattr(self, "_background"):  # it has begun
+            self._background.stop()
+
     def close(self) -> None:
         """Stop publishing once all versions are published."""
         self._background.close()

@@ -320,6 +320,10 @@ class BackgroundPublisher:
         """Raise the error of an earlier version."""
         self._settle(DEPTH)
 
+    def stop(self) -> None:
+        """Publish nothing more than the version under way."""
+        self._pool.shutdown(cancel_futures=True)
+
     def close(self) -> None:
         """Wait until everything is published, end the thread, and raise the first error."""
         self._pool.shutdown()
