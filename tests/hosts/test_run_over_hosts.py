@@ -153,9 +153,35 @@ def test_nothing_is_lost_whoever_is_cut_off_or_dies(
     head.run("python", "-P", "-m", "composer_nb.cli", "replay", run, seconds=600, env=store.environment)
 
 
-def test_a_machine_without_the_token_gets_nowhere(network: Network, address: str, nodes: list[Host]) -> None:
+# The ports of a host that others reach, and what they answer without the token.
+PORTS = """
+import psutil
+listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+print(*{at.port for at in listening if at.ip != "127.0.0.1"})
+"""
+KNOCK = """
+import http.client, sys
+host, *ports = sys.argv[1:]
+for port in ports:
+    for path in ("/", "/metrics", "/api/jobs/"):
+        connection = http.client.HTTPConnection(host, int(port), timeout=3)
+        try:
+            connection.request("GET", path)
+            if (status := connection.getresponse().status) < 400:
+                print(port, path, status)
+        except (OSError, http.client.HTTPException):
+            pass
+"""
+
+
+def test_a_machine_without_the_token_gets_nowhere(
+    network: Network, head: Host, address: str, nodes: list[Host]
+) -> None:
     stranger = network.host("stranger")
     for guess in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
         output = stranger.python(STRANGER, address, seconds=START_S, env=guess)
         assert "Unauthenticated" in output and "\nrefused: no Ray answers" in output
         assert guess or "RAY_AUTH_MODE=token" in output
+    for host in (head, *nodes):
+        ports = host.python(PORTS).split()
+        assert len(ports) >= 3 and not stranger.python(KNOCK, host.address, *ports, seconds=START_S)

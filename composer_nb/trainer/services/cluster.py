@@ -27,6 +27,8 @@ from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, 
 
 END_S = 5.0
 LOCAL = ("127.0.0.1:", "localhost:")
+# Ray's servers of metrics ask for no token and listen everywhere. A port that is none is the only way to keep one of them off.
+NO_METRICS = {"RAY_enable_metrics_collection": "false", "DASHBOARD_METRIC_PORT": str(1 << 16)}
 # Makes Ray listen on the loopback alone, as it does by default on systems other than Linux.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
@@ -212,7 +214,7 @@ def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--no-monitor"]
     command += [*([] if machine.join else ["--head"]), *(f"--{name}={value}" for name, value in options.items())]
     log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ
-    environment |= {} if machine.host else LOOPBACK
+    environment |= NO_METRICS if machine.host else LOOPBACK
     for _ in range(STARTS):
         with log.open("wb") as out:
             # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.
