@@ -120,10 +120,12 @@ def lints(text: str) -> list[str]:
     names = {*vars(builtins), "__name__", "__file__", "__doc__"}
     for where, scope in scopes:
         names |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not where and s.is_local())}
-    own = {scope.get_id(): {s.get_name() for s in scope.get_symbols() if s.is_referenced()} for _, scope in scopes}
+    referenced = {
+        scope.get_id(): {s.get_name() for s in scope.get_symbols() if s.is_referenced()} for _, scope in scopes
+    }
     problems = []
     for where, scope in scopes:
-        used = set[str]().union(*(own[nested.get_id()] for nested in _scopes(scope)))
+        used = set[str]().union(*(referenced[nested.get_id()] for nested in _scopes(scope)))
         local = scope.get_type() == "function"
         for symbol in scope.get_symbols():
             name = symbol.get_name()

@@ -69,12 +69,12 @@ def _counts(task: Task, path: str) -> bool:
 def _read(task: Task, modules: Mapping[str, str]) -> tuple[dict[str, ast.AST], Counter[str], set[str]]:
     """Return the syntax trees of the modules that a task's rules name, how often each name of AT_RUN_TIME is in those that are no
     tests, and the names of the rules that are in any. Keep no other tree: those of an answer could fill the memory."""
-    paths, wanted = ({rule[part] for rule in task.rules} for part in (1, 2))
+    paths, rule_names = ({rule[part] for rule in task.rules} for part in (1, 2))
     trees, counts, names = dict[str, ast.AST](), Counter[str](), set[str]()
     for path, text in modules.items():
         tree, is_test = parse(text), is_test_module(path)
         counts.update(name for name in names_of(tree) if name in AT_RUN_TIME and not is_test)
-        names |= wanted.intersection(names_of(tree, strings=not is_test))
+        names |= rule_names.intersection(names_of(tree, strings=not is_test))
         if path in paths:
             trees[path] = tree
     return trees, counts, names
