@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 49_250, "core": 32_350, "rl": 5_820, "tests": 31_300}
+SIZES = {"package": 49_570, "core": 32_500, "rl": 5_830, "tests": 31_740}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""

@@ -56,12 +56,17 @@ def address(head: Host) -> str:
 
 @pytest.fixture(scope="module")
 def nodes(network: Network, store: ObjectStore, head: Host, address: str) -> Iterator[list[Host]]:
-    """Two hosts with room for one rank of a trainer each, and one of engines and environments."""
-    hosts = [network.host(name, Link(rate=200, delay=5)) for name in ("trainer", "trainer-2", "engines")]
-    for host, roles in zip(hosts, ("trainer=1", "trainer=1", "engine,environment"), strict=True):
-        with pytest.raises(AssertionError, match=r"auth_token is missing: copy it from the head's machine"):
-            host.run(*UP, "--join", address, "--host", host.address, seconds=START_S)
-        join(host, head, store, roles)
+    """Two hosts each with room for a rank of a trainer, for an engine in a region, near or far, and for an environment."""
+    roles = ("trainer", "trainer", "engine", "engine", "environment", "environment")
+    delays = {3: 40.0}
+    hosts = [
+        network.host(f"{role}-{number}", Link(rate=200, delay=delays.get(number, 5.0)))
+        for number, role in enumerate(roles)
+    ]
+    with pytest.raises(AssertionError, match=r"auth_token is missing: copy it from the head's machine"):
+        hosts[0].run(*UP, "--join", address, "--host", hosts[0].address, seconds=START_S)
+    for host, role in zip(hosts, roles, strict=True):
+        join(host, head, store, f"{role}=1")
     yield hosts
     for host in hosts:
         assert "ended" in host.run(*UP, "--down")
@@ -70,7 +75,7 @@ def nodes(network: Network, store: ObjectStore, head: Host, address: str) -> Ite
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trainer_and_engines_on_hosts_that_share_no_folder(
+def test_trainer_engines_and_environments_on_hosts_that_share_no_folder(
     network: Network,
     store: ObjectStore,
     head: Host,
@@ -80,21 +85,24 @@ def test_trainer_and_engines_on_hosts_that_share_no_folder(
     tmp_path: Path,
     ranks: int,
 ) -> None:
-    *trainers, engines = nodes
-    run = send_run(tiny_run, head, store, tmp_path, {"rl.steps": 4, "ranks": ranks, "mesh.shard": ranks})
+    trainers, engines, environments = nodes[:2], nodes[2:4], nodes[4:]
+    changes = {"rl.steps": 4, "ranks": ranks, "mesh.shard": ranks, "services.engines": 2}
+    run = send_run(tiny_run, head, store, tmp_path, changes)
     output = head.run(*RUN, run, seconds=600, env=store.environment)
     assert "died" not in output and "rl: done" in output
     services = {tuple(row) for row in json.loads(head.python(NODES, address))}
     trainer_hosts = {host for name, host in services if name == "TrainerRank"}
     assert len(trainer_hosts) == ranks and trainer_hosts <= {host.address for host in trainers}
+    placed = {"EngineService": engines, "EnvironmentService": environments}
     assert services - {("TrainerRank", host) for host in trainer_hosts} == {
-        (name, engines.address) for name in ("EngineService", "EnvironmentService")
+        (name, host.address) for name, hosts in placed.items() for host in hosts
     }
     head.take(run, tmp_path / "result")
     result = RunDir(tmp_path / "result")
     info = assert_whole(result, 4)
-    served = result.query("SELECT DISTINCT version FROM served")
-    assert len(engines.run("ls", "node/relay").split()) >= len(served) > 0, "versions come through the region's relay"
+    for number, region in enumerate(engines, 1):
+        served = result.query("SELECT version FROM served WHERE engine = ?", f"engine-{number}")
+        assert len(region.run("ls", "node/relay").split()) >= len(served) > 0, "versions come through the relay"
     assert (result.path / "weights" / "final" / "model.safetensors").is_file()
     assert not list((result.path / "weights").glob("versions/*")) and info["store"]["delta"] > 0
     print(output, info["store"])
