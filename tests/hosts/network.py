@@ -37,11 +37,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc")
 PRIVATE = ("/tmp", "/var/tmp", "/home", "/run", "/dev/shm")
 HOME = "/home"
-# Makes disks read-only, mounts empty folders, and waits for the end.
+# Makes disks read-only, mounts empty folders, with this project and this Python in them if they lay there, and waits for the end.
 BEGIN = """
 set -e
 for folder in $(findmnt -rno TARGET -t ext4,xfs,btrfs,overlay -O rw); do mount -o remount,bind,ro $folder; done
+mount -t tmpfs none /mnt
+number=0
+for folder in $SHARED; do number=$((number + 1)); mkdir /mnt/$number; mount --bind $folder /mnt/$number; done
 for folder in $PRIVATE; do mount -t tmpfs none $folder; done
+number=0
+for folder in $SHARED; do number=$((number + 1)); mkdir -p $folder; mount --move /mnt/$number $folder; done
+umount /mnt
 hostname "$NAME"
 ip link set lo up
 echo ready
@@ -75,7 +81,8 @@ class Space:
     def __init__(self, name: str) -> None:
         self.name = name
         command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", BEGIN]
-        environment = {"PATH": os.environ["PATH"], "PRIVATE": " ".join(PRIVATE), "NAME": name}
+        shared = f"{ROOT} {sys.base_prefix}"
+        environment = {"PATH": os.environ["PATH"], "PRIVATE": " ".join(PRIVATE), "SHARED": shared, "NAME": name}
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
         )
