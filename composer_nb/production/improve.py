@@ -120,11 +120,11 @@ def improve(
         "seconds": time.monotonic() - began,
     }
     write_json(out / REPORT, report)  # before users get the update: the next gate needs it
-    if not gate_result["stopped"]:
-        (out / "weights").symlink_to("candidate")
     if store and not gate_result["stopped"]:
         report["version"] = publish(store, model)
         write_json(out / REPORT, report)
+    if not gate_result["stopped"]:
+        (out / "weights").symlink_to("candidate")
     return report
 
 

@@ -126,24 +126,24 @@ def install(
     summary: dict[str, Any] = json.loads(record.read_text("utf-8")) if record.is_file() else {}
     if out.exists() and summary.get("verdict") != "":
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
-    if not summary:
+    is_resumed = bool(summary)
+    if not is_resumed:
         report("running the goals", "")
         before = _begin(source, out, backend)
         summary = {"repository": path.resolve().name, "verdict": "", "before": _rows(before), "tries": []}
         write_json(record, summary)
     before, tries = [GoalResult(**row) for row in summary["before"]], summary["tries"]
     targets = [result.command for result in before if not result.passed][:TARGETS]
-    latest = [GoalResult(**row) for row in tries[-1]["results"]] if tries else before
+    # A try that was cut off may have left changes.
+    latest = _try(source, repository, out, backend, targets) if is_resumed else before
     while (failed := [result for result in latest if not result.passed][:TARGETS]) and len(tries) < TRIES:
         report(f"try {len(tries) + 1} of {TRIES}", f"{len(failed)} of {len(targets)} targets fail")
         if not (changes := installer(out, failed)):
             break
-        for test in {*repository.tests} & {*source.files}:  # an installer may not make tests easier
-            _copy(source, test, out)
-        latest = run_goals(out, backend, targets)
+        latest = _try(source, repository, out, backend, targets)
         tries.append({"changes": changes, "results": _rows(latest)})
         write_json(record, summary)
-    after = run_goals(out, backend, [result.command for result in before]) if tries else before
+    after = run_goals(out, backend, [result.command for result in before]) if tries or is_resumed else before
     summary |= {
         "verdict": "discarded" if failed else "kept",
         "goals": len(before),
@@ -168,6 +168,15 @@ def _begin(source: Checkout, out: Path, backend: Backend) -> list[GoalResult]:
     except BaseException:
         shutil.rmtree(out)
         raise
+
+
+def _try(
+    source: Checkout, repository: Repository, out: Path, backend: Backend, targets: Sequence[str]
+) -> list[GoalResult]:
+    """Return the results of the targets, with the test modules as they were: an installer may not make tests easier."""
+    for test in {*repository.tests} & {*source.files}:
+        _copy(source, test, out)
+    return run_goals(out, backend, targets)
 
 
 def _rows(results: Sequence[GoalResult]) -> list[dict[str, Any]]:

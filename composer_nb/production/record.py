@@ -224,8 +224,9 @@ def user_digest(user: str) -> str:
 
 
 def _owner(file: Path) -> str:
-    table = pq.read_table(parquet(file))
-    return str(table["user"][0].as_py()) if "user" in table.column_names else ""
+    if "user" not in pq.read_schema(file).names:
+        return ""
+    return str(pq.read_table(file, columns=["user"])["user"][0].as_py())
 
 
 def keep_judged(run: Path, attempts: Sequence[Attempt], rewards: Sequence[float]) -> None:

@@ -110,8 +110,8 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
 
 def require_same_code(machines: Sequence[MachineCapacity]) -> None:
     """Raises ValueError, which names two machines that run different code."""
-    reference = machines[0]
     for other in machines[1:]:
+        reference = machines[0]
         if name := next((name for name in reference.code if reference.code[name] != other.code.get(name)), ""):
             raise ValueError(
                 f"services.address: {reference.name} has {name} {reference.code[name]}, {other.name} has {other.code.get(name)}; "

@@ -232,13 +232,13 @@ class Coordinator:
         except Exception as error:
             if isinstance(service, EnginePair):
                 return self._pair_failed(service, error)
-            if service is not self.trainer:
-                self.say(f"evaluation: {error}")
-                service.kill()
-                return []
-            if not isinstance(error, DEATHS):
+            if not isinstance(error, DEATHS if service is self.trainer else (*DEATHS, WeightFault)):
                 raise
-            return self._trainer_died(error)
+            if service is self.trainer:
+                return self._trainer_died(error)
+            self.say(f"evaluation: {error}")
+            service.kill()
+            return []
         return on_reply(result) or []
 
     def _pair_failed(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:

@@ -344,8 +344,8 @@ class Orchestrator:
                 self._give_up(group, attempt, "left")
             if group.deaths > self.schedule.deaths:
                 self._stop(
-                    f"slot {group.slot} lost its worker {group.deaths} times; look at what its task does to a worker, or "
-                    f"raise services.deaths ({self.schedule.deaths})"
+                    f"slot {group.slot} lost its worker {group.deaths} times; look at the errors above, at what its task does to "
+                    f"a worker, or raise services.deaths ({self.schedule.deaths})"
                 )
         return None
 

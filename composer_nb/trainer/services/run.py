@@ -65,9 +65,15 @@ def main(arguments: list[str]) -> None:
         coordinator = Coordinator(run, settings, actors, say)
         coordinator.push()  # before nodes look for their inputs
         if address:
-            machines = machines_of_cluster(run.path, settings.services.store)
+            is_new = not run.steps("rl")
+            try:
+                machines = machines_of_cluster(run.path, settings.services.store)
+            except ValueError:
+                if is_new:
+                    raise
+                machines = []  # a node that has just died may still be listed
             require_same_code(machines)
-            if not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
+            if is_new:  # in a resumed run, dead processes may still hold memory
                 require_room_for_rl(settings, machines)
         info = coordinator.go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")

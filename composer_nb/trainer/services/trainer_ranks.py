@@ -125,7 +125,7 @@ class TrainerRank:
             folder = self._run / "checkpoints" / name
             if not files and not (folder / ".metadata").is_file():
                 raise ValueError(
-                    f"{name} is in the run directory, which {self.host()} does not see: resume where all ranks see it"
+                    f"{name} is in the run directory, which {socket.gethostname()} does not see: resume where all ranks see it"
                 )
             state = self._sharded.state()
             restore(state, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))

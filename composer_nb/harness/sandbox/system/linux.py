@@ -5,6 +5,8 @@ Part of the programs inside the sandboxes (`backend.resident_program` puts it th
 Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os

@@ -1,15 +1,28 @@
 """The resident program's commands and files, where a real sandbox would show it only on a busy machine, or with much data."""
 
+import ast
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from composer_nb.harness.sandbox.backend import resident_program
 from composer_nb.harness.sandbox.guest import commands as guest_commands
 from composer_nb.harness.sandbox.guest import files as guest_files
 from composer_nb.harness.sandbox.guest.commands import Commands
+
+
+def test_an_image_with_python_3_9_can_begin_the_resident_program() -> None:
+    """Its interpreter evaluates annotations unless a module says otherwise, and knows no `X | Y` of types."""
+    [sources] = re.findall(r"^.*linux.*$", resident_program("{}")[4:].decode(), re.M)
+    modules = ast.literal_eval(sources[sources.index("[") : sources.rindex("]") + 1])
+    assert len(modules) == 7
+    for name, source in modules:
+        assert "\nfrom __future__ import annotations\n" in source, name
+        ast.parse(source, feature_version=(3, 9))
 
 
 def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
