@@ -120,9 +120,8 @@ def require_same_code(machines: Sequence[MachineCapacity]) -> None:
 
 
 def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity]) -> None:
-    """Raises ValueError unless `machines` have a GPU for each rank and engine where these compute on GPUs,
-    or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
-    counted."""
+    """Raises ValueError unless `machines` have a GPU for each rank and engine where these compute on GPUs, or else memory for
+    ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not counted."""
     s = settings
     if s.mesh.gpus:
         gpus = _require_gpus(s, machines, s.meshed)

@@ -54,9 +54,8 @@ class RelayedStore(VersionStore):
             with closing(HTTPConnection(self._relay, timeout=CONNECT_S)) as connection:
                 connection.connect()
                 connection.sock.settimeout(ANSWER_S + file.bytes / LINK_BYTES_S)
-                connection.sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-                )  # a host that is gone ends the wait
+                # A host that is gone, and says nothing more, ends the wait.
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                     connection.sock.setsockopt(socket.IPPROTO_TCP, option, int(CONNECT_S))
                 connection.request("GET", path, headers={"Authorization": f"Bearer {token()}"})
