@@ -216,13 +216,16 @@ class RlSettings:
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     uncalibrated: bool = False
-    """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Sharpness is set again after
-    RL."""
+    """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Its `sharpness` is set after RL,
+    from several factors."""
     draft_steps: Count = 0
     """Steps that train the draft head on the frozen final policy, on the rollouts of RL; 0: it stays as RL began with it."""
-    start_weight: Share = 0.5
+    start_weight: Share = 0.3
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
     keeps solutions that RL alone would lose. 0: the trained weights."""
+    sharpness: tuple[Positive, ...] = (0.9,)
+    """Factor of the final policy's logits, after the mean with the start: RL leaves a policy too sure, which loses solutions. Of
+    several factors the one is taken with which sampling solves the most tuning tasks, as in `sft.sharpness`. Empty: none."""
     max_seconds: NotNegative = 330.0
     """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
     the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
@@ -301,8 +304,10 @@ class Settings:
         for message, wrong in {
             "loss.feedback: needs mesh.* at its defaults, it is not split": self.loss.feedback and self.meshed,
             "loss.centre_scores: needs services.on=false, whose sampler is the trainer": self.loss.centre_scores and on,
-            "rl.uncalibrated: needs sft.sharpness and mesh.* at its defaults": self.rl.uncalibrated
-            and (self.meshed or not self.sft.sharpness or not sft),
+            "rl.uncalibrated: needs sft.sharpness, several factors in rl.sharpness, and mesh.* at its defaults": (
+                self.rl.uncalibrated
+                and (self.meshed or not self.sft.sharpness or len(self.rl.sharpness) < 2 or not sft)
+            ),
             "rl.group=1: needs loss.baseline=batch or none": self.rl.group == 1
             and self.loss.baseline in ("group", "pass_at_k"),
             f"loss.pass_k={self.loss.pass_k}: must be below rl.group": self.loss.baseline == "pass_at_k"

@@ -74,6 +74,7 @@ SETTINGS: dict[str, Any] = {
     "rl.frozen_layers": 20,
     "rl.uncalibrated": True,
     "rl.start_weight": 0.0,
+    "rl.sharpness": [1.0, 1.5, 2.2],
     "rl.microbatch_tokens": 2048,
     "rl.tokens_per_rollout": 200,
     "rl.checkpoint_every": 5,

@@ -2,11 +2,12 @@
 """Which remedy keeps what a policy could do before RL: `scripts/studies/remedies.py [--only NAME …] [--arm NAME KEY=VALUE …]`.
 
 One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Each run is scored
-as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`), which needs no other RL. Held-out
-tasks get 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what
-every arm gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each
-seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again:
-complete runs are kept. `--table-only` prints what there is.
+as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`) with its logits times a factor
+(`--sharpness`), which needs no other RL. A share of 1 is the start, with that factor. Held-out tasks get 16 samples, from which
+best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what every arm gains over the start and
+over the default, with 95 % intervals paired by task over all seeds; writes these and each seed's gains into `remedies.json`, and
+a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are kept. `--table-only`
+prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --only "overlong masked"                                  one of ABLATIONS, which are run only if they are named
@@ -37,6 +38,7 @@ from composer_nb.views.style import Picture
 from scripts.studies.measure_tour import CALLS, rescored, run, sampled
 
 DEFAULT = "default"
+SHARPNESS = Settings().sft.sharpness
 REMEDIES: Mapping[str, Mapping[str, Any]] = {
     DEFAULT: {},
     "mixed groups": {"loss.gate": "mixed"},
@@ -52,7 +54,7 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
     "FlashREINFORCE": {
         **{"rl.group": 1, "rl.prompts": 64, "loss.baseline": "batch", "loss.ratio": "flash", "loss.length_norm": True}
     },
-    "uncalibrated": {"rl.uncalibrated": True},
+    "uncalibrated": {"rl.uncalibrated": True, "rl.sharpness": SHARPNESS},
     "rare tasks": {"curriculum.harder": 0.5, "curriculum.by": "failures", "curriculum.start": 0.1},
 }
 # What Composer's report leaves out, and says that it harms or does not help.
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*REMEDIES], choices=[*ARMS], metavar="NAME")
     parser.add_argument("--arm", nargs="+", action="append", default=[], metavar="NAME KEY=VALUE")
     parser.add_argument("--start-weights", type=float, nargs="*", default=[Settings().rl.start_weight], metavar="SHARE")
+    parser.add_argument("--sharpness", type=float, nargs="+", default=Settings().rl.sharpness, metavar="FACTOR")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every arm")
     parser.add_argument("--runs", type=Path, default=Path("runs/remedies"))
     parser.add_argument("--table-only", action="store_true")
@@ -185,6 +188,7 @@ def main() -> None:
     base = {
         "rl.max_seconds": 60 * arguments.minutes,
         "rl.start_weight": 0.0,
+        "rl.sharpness": [],
         "eval.samples": arguments.samples,
         "data.rl_tasks": 10400,
     }
@@ -195,14 +199,20 @@ def main() -> None:
     results: dict[str, Any] = {}
     default: list[RunDir] = []
     trained: list[RunDir] = []
-    for name, share in product(changes, [0.0, *arguments.start_weights]):
-        arm = f"{name}, {share:g} of the start" if share else name
+    scored = [(0.0, 1.0), *product(arguments.start_weights, arguments.sharpness)]
+    for name, (share, factor) in product(changes, scored):
+        arm = (
+            name + (f", {share:g} of the start" if share else "") + (f", logits × {factor:g}" if factor != 1.0 else "")
+        )
         paths = [arguments.runs / f"seed{seed}-{re.sub(r'[^a-z0-9.]+', '-', arm.lower())}" for seed in settings]
         if arguments.table_only and not all(is_complete(path) for path in paths):
             continue
-        variants = [override(s, {**changes[name], "rl.start_weight": share}) for s in settings.values()]
+        changed = (
+            {**changes[name], "rl.start_weight": share, "rl.sharpness": [factor]} if arm != name else changes[name]
+        )
+        variants = [override(s, changed) for s in settings.values()]
         sources: list[RunDir | None] = [*default] or [None] * len(paths)
-        if share:
+        if arm != name:
             finals = [
                 rescored(arguments.runs, path.name, variant, source, rl)
                 for path, variant, source, rl in zip(paths, variants, default, trained, strict=True)

@@ -88,7 +88,7 @@ def run_recipe(s: Stages) -> None:
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
-    if s.settings.rl.start_weight or s.settings.rl.uncalibrated:
+    if s.settings.rl.start_weight or s.settings.rl.sharpness:
         finish(s)
     evaluate(s, "final")
     if s.settings.midtrain.draft_steps:
@@ -307,18 +307,20 @@ def control(s: Stages, info: dict[str, Any]) -> None:
 TUNING_TRIES = 2
 
 
-def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
-    """Multiply the logits of a policy by the factor in `sft.sharpness` with which sampling solves the most tuning tasks.
+def calibrate(s: Stages, model: Model, factors: Sequence[float], info: dict[str, Any]) -> None:
+    """Multiply the logits of a policy by the factor with which sampling solves the most tuning tasks, or by the only factor.
 
     A policy that imitates an expert who tries at random is as unsure as the expert. So RL and its control both start at their
     best, as far as the intervals (`sharpness_ci95`, over tasks) distinguish the factors."""
-    if not s.settings.sft.sharpness:
+    if len(factors) < 2:
+        with torch.no_grad():
+            model.final_norm.mul_(info.setdefault("sharpness", *factors) if factors else 1.0)
         return
     tasks, gain = s.tasks("tune"), model.final_norm
     solved: dict[float, float] = {}
     info["sharpness_ci95"] = interval = dict[str, list[float]]()
     before = gain.detach().clone()
-    for factor in s.settings.sft.sharpness:
+    for factor in factors:
         with torch.no_grad():
             gain.copy_(before * factor)
         passed = [attempt.grade.passed for attempt in evaluate_model(s, model, tasks, TUNING_TRIES, 1.0)]
@@ -357,7 +359,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
     if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
         s.publish(model, name)
         model = s.load(name)
-    calibrate(s, model, info)
+    calibrate(s, model, s.settings.sft.sharpness, info)
     s.publish(model, name)
     _save_head(s, head, model, name, info)
 
@@ -487,8 +489,8 @@ def reinforcement(s: Stages, info: dict[str, Any]) -> None:
 
 @stage("finish")
 def finish(s: Stages, info: dict[str, Any]) -> None:
-    """Average the policy that RL trained with its start, set its sharpness again, whichever the settings ask for, and publish it
-    as `final`. As RL left it, it stays as `trained`."""
+    """Average the policy that RL trained with its start, set its sharpness, whichever the settings ask for, and publish it as
+    `final`. As RL left it, it stays as `trained`."""
     r = s.settings.rl
     if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
         s.publish(s.load("final"), "trained")
@@ -498,8 +500,7 @@ def finish(s: Stages, info: dict[str, Any]) -> None:
         if r.uncalibrated:
             start.final_norm.data.div_(s.run.sharpness)
         average(model, start, r.start_weight)
-    if r.uncalibrated:
-        calibrate(s, model, info)
+    calibrate(s, model, r.sharpness, info)
     s.publish(model, "final")
 
 

@@ -37,6 +37,7 @@ def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypa
     [
         ({1.0: 0, 1.5: 2, 2.0: 1}, (1.0, 1.5, 2.0), 1.5),
         ({1.0: 1, 1.5: 1, 2.0: 1}, (2.0, 1.5, 1.0), 1.0),  # as it is, where nothing is gained
+        ({}, (0.8,), 0.8),  # the only one is not tried
         ({}, (), None),
     ],
 )
@@ -55,21 +56,24 @@ def test_the_best_factor_is_kept(
     monkeypatch.setattr(recipe, "evaluate_model", attempts)
     lines: list[str] = []
     s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=lines.append)
-    s.settings = override(Settings(), {"sft.sharpness": factors})
+    s.settings = Settings()
     info: dict[str, Any] = {}
-    recipe.calibrate(s, model, info)
-    assert info.get("sharpness") == best and len(lines) == (best is not None)
+    recipe.calibrate(s, model, factors, info)
+    assert info.get("sharpness") == best and len(lines) == bool(solved)
     share = solved.get(best or 0.0, 0) / 2
-    assert info.get("sharpness_ci95", {}).get(str(best)) == (None if best is None else [share, share]), "of one task"
+    assert info.get("sharpness_ci95", {}).get(str(best)) == ([share, share] if solved else None), "of one task"
     assert torch.equal(model.final_norm, torch.full_like(model.final_norm, 0.5 * (best or 1.0)))
 
 
 @pytest.mark.parametrize(
     ("values", "final"),
     [
-        ({"rl.uncalibrated": True, "rl.start_weight": 0.0}, 6.0),
-        ({"rl.start_weight": 0.25}, 3.25),  # 3/4 of 3, and 1/4 of 4
-        ({"rl.uncalibrated": True, "rl.start_weight": 0.25}, 5.5),  # RL began at 4 / 2; the mean, 2.75, is calibrated
+        ({"rl.sharpness": [0.5], "rl.start_weight": 0.0}, 1.5),
+        ({"rl.sharpness": [], "rl.start_weight": 0.25}, 3.25),  # 3/4 of 3, and 1/4 of 4
+        (
+            {"rl.uncalibrated": True, "rl.sharpness": [1, 2], "rl.start_weight": 0.25},
+            5.5,
+        ),  # RL began at 4 / 2, so 2 × 2.75
     ],
 )
 def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
@@ -87,9 +91,14 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
         policy.final_norm = nn.Parameter(torch.tensor(published[name]))
         return policy
 
-    monkeypatch.setattr(recipe, "calibrate", lambda s, policy, info: policy.final_norm.data.mul_(2.0))
+    def attempts(s: Any, policy: nn.Module, *others: Any) -> list[Any]:
+        return [SimpleNamespace(grade=SimpleNamespace(passed=bool(policy.final_norm > 5.0)))] * recipe.TUNING_TRIES
+
+    monkeypatch.setattr(recipe, "evaluate_model", attempts)
     run = SimpleNamespace(sharpness=2.0, finished=lambda name: None, finish=lambda name, seconds, info: None)
-    s: Any = SimpleNamespace(ranks=Ranks(), weights=tmp_path.joinpath, say=lambda line: None)
+    s: Any = SimpleNamespace(
+        ranks=Ranks(), weights=tmp_path.joinpath, say=lambda line: None, tasks={"tune": ["a task"]}.get
+    )
     s.settings, s.run, s.load, s.publish = override(Settings(), values), run, load, publish
     for _ in range(2):
         recipe.finish(s)

@@ -40,7 +40,10 @@ def test_rl_may_start_from_the_policy_before_its_sharpness_was_set(tiny_run, cop
     run = copy_of(tiny_run)
     info = run.finished("sft")
     run.finish("sft", info.pop("seconds"), {**info, "sharpness": 1.4})
-    settings = [override(Settings(), {"rl.uncalibrated": value, "loss.beta": 0.1}) for value in (False, True)]
+    settings = [
+        override(Settings(), {"rl.uncalibrated": value, "rl.sharpness": [1, 2], "loss.beta": 0.1})
+        for value in (False, True)
+    ]
     start, less = (make_learner(run.path / "weights" / "start", variant, run.sharpness)[0] for variant in settings)
     for before, after in ((start.model, less.model), (start.reference, less.reference)):
         torch.testing.assert_close(after.final_norm, before.final_norm / 1.4, rtol=2**-8, atol=0)
