@@ -284,10 +284,7 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
         if trains(scored, loss) or any(hints):
             segment_streams = to_streams(scored)
             hints = hints or [[]] * len(segment_streams)
-            streams += [
-                replace(stream, hints=tuple(segment_hints))
-                for stream, segment_hints in zip(segment_streams, hints, strict=True)
-            ]
+            streams += [replace(stream, hints=tuple(h)) for stream, h in zip(segment_streams, hints, strict=True)]
     return streams
 
 
@@ -297,10 +294,9 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
 def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[str]:
     """Count sampled tokens by their use: `trained`, or the reason why not."""
     counts: Counter[str] = Counter()
-    for group in groups:
-        for scored in group:
-            reason = "trained" if trains(scored, loss) else "zero_advantage"
-            counts[reason] += scored.attempt.rollout.sampled
+    for scored in (scored for group in groups for scored in group):
+        reason = "trained" if trains(scored, loss) else "zero_advantage"
+        counts[reason] += scored.attempt.rollout.sampled
     return counts
 
 
