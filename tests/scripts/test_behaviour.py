@@ -15,10 +15,12 @@ def test_the_deviation_gives_a_hundredth_in_a_solved_group_the_weight_of_success
     """Of two groups one differs in one message more, worth a hundredth, and the other in one success."""
     effort = Effort(weight=-0.01, q=0.0, turns=1.0, thinking_tokens=0.0, tool_call_tokens=0.0, final_message_tokens=0.0)
     rewards = RewardSettings(weights={"solved": 1.0}, effort=effort)
-    short = Rollout(task_id="t", segments=(), turns=(Turn(call="{}", observation=""),), files={}, stop="finished")
-    long = replace(short, turns=(*short.turns, *short.turns))
-    passed, failed = (Grade(status="graded", tests={"t": outcome}) for outcome in (True, False))
-    pairs = [(long, passed), *[(short, passed)] * (GROUP - 1), (short, passed), *[(short, failed)] * (GROUP - 1)]
-    attempts = [Attempt(task=task(0), rollout=rollout, grade=grade) for rollout, grade in pairs]
+    turn = Turn(call="{}", observation="")
+    short = Rollout(task_id="t", segments=(), turns=(turn,), files={}, stop="finished")
+    kinds = [((turn, turn), True), *[((turn,), True)] * GROUP, *[((turn,), False)] * (GROUP - 1)]
+    attempts = [
+        Attempt(task=task(0), rollout=replace(short, turns=turns), grade=Grade(status="graded", tests={"t": passed}))
+        for turns, passed in kinds
+    ]
     assert push_of_equals(attempts, (rewards, LossSettings())) == pytest.approx(0.01 / 1.01, rel=1e-3)
     assert push_of_equals(attempts, (rewards, LossSettings(std_norm=True))) == pytest.approx(0.5, rel=1e-3)
