@@ -59,14 +59,8 @@ def test_what_the_agent_did_to_its_grade_counts_and_what_says_nothing_of_it_does
 def test_effort_weighs_each_kind_of_token() -> None:
     kinds = [Kind.PROMPT] * 7 + [Kind.THINKING] + [Kind.TOOL_CALL] * 2 + [Kind.OBSERVATION] * 3
     kinds += [Kind.FINAL_MESSAGE] * 4 + [Kind.SUMMARY] * 5
-    effort = Effort(
-        thinking_tokens=1.0,
-        tool_call_tokens=10.0,
-        tool_output_tokens=100.0,
-        final_message_tokens=1000.0,
-        calls=1e5,
-        turns=1e6,
-    )
+    weights = {"thinking_tokens": 1.0, "tool_call_tokens": 10.0, "tool_output_tokens": 100.0}
+    effort = Effort(**weights, final_message_tokens=1000.0, calls=1e5, turns=1e6)
     assert effort.of(rollout(kinds, turns=3)) == 1 + 20 + 300 + 4000 + 3e5 + 3e6
 
 
