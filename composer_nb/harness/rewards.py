@@ -3,10 +3,10 @@
 This module has the terms that every run needs. `harness/terms/` has more, which are imported once a weight names one.
 `docs/rewards.md` lists all terms.
 
-    R = R_task + Σ_b w_b r_b − λ · C_{k,q}(effort),   C(x) = ((1 + kx)^(1−q) − 1) / (k (1−q))
+    R = R_task + Σ_b w_b r_b − λ · s^p · C_{k,q}(effort),   C(x) = ((1 + kx)^(1−q) − 1) / (k (1−q))
 
-(Composer 2 technical report §4.2.) `total` is None when the grade is an infrastructure error: such a rollout never reaches a
-gradient.
+(Composer 2 technical report §4.2, where p = 0; s is the share of the group that is solved.) `total` is None when the grade is an
+infrastructure error: such a rollout never reaches a gradient.
 """
 
 import math
@@ -72,6 +72,9 @@ class Effort:
 
     weight: float = 0.0
     """λ; 0 turns the penalty off."""
+    by_solved: NotNegative = 0.0
+    """Power p of s, the share of the group that is solved: λ becomes λ · s^p, so that effort is cheap where few attempts succeed
+    (with p = 1, the adaptive length penalty of arXiv 2506.05256). 0: one λ for all tasks."""
     k: Positive = 1.0
     q: NotNegative = 0.5
     thinking_tokens: NotNegative = 0.01
@@ -179,11 +182,13 @@ def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float
     return value
 
 
-def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Score a rollout. The total is None if the grade says nothing about the agent's work. Raises ValueError if a term fails."""
+def reward(rollout: Rollout, grade: Grade, settings: RewardSettings, solved_share: float = 1.0) -> Reward:
+    """Score a rollout of a group of which `solved_share` is solved. The total is None if the grade says nothing about the agent's
+    work. Raises ValueError if a term fails."""
     if not grade.known:
         return Reward(total=None)
     terms = {name: _weighted(name, w, rollout, grade) for name, w in settings.weights.items() if w}
     if (effort := settings.effort).weight:
-        terms["effort"] = -effort.weight * effort_curve(effort.of(rollout), effort.k, effort.q)
+        price = effort.weight * solved_share**effort.by_solved
+        terms["effort"] = -price * effort_curve(effort.of(rollout), effort.k, effort.q)
     return Reward(total=sum(terms.values()), terms=terms)

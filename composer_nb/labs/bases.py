@@ -240,26 +240,19 @@ def compare_bases(
     code = "\n".join(texts).encode()[: sizes.bytes].decode(errors="ignore")
     code_bytes = len(code.encode())
     start_distances = [distance(history.start, history.end) for history in histories]
-    rows = [_scores("no model", 1 / sizes.choices, start_distances, code_bytes * np.log(256), code_bytes, 0)]
+
+    def row(base: str, weights: int, right: Sequence[float], distances: Sequence[int], nats: float) -> dict[str, Any]:
+        share = float(np.mean(right)) if right else float("nan")
+        scores = {"fresh_knowledge": share, "state_distance": float(np.mean(distances))}
+        loss = {"codebase_nats": float(nats), "bits_per_byte": float(bits_per_byte(nats, code_bytes))}
+        return {"base": base, "weights": weights, **scores, **loss, "questions": len(questions)}
+
+    rows = [row("no model", 0, [1 / sizes.choices], start_distances, code_bytes * np.log(256))]
     for base in bases:
-        answered_right = [chosen(base, question) == question.answer for question in questions]
+        right = [chosen(base, question) == question.answer for question in questions]
         rebuilt_files = zip(rebuilt(base, histories), histories, strict=True)
         distances = [distance(rebuilt_file, history.end) for rebuilt_file, history in rebuilt_files]
-        weight_count = sum(parameter.numel() for parameter in base.model.parameters())
         nats = rolling_loss(base, code, sizes.window, sizes.stride)
-        right_share = float(np.mean(answered_right)) if answered_right else float("nan")
-        rows.append(_scores(base.name, right_share, distances, nats, code_bytes, weight_count))
-    return [row | {"questions": len(questions)} for row in rows]
-
-
-def _scores(
-    name: str, right_share: float, distances: Sequence[int], nats: float, code_bytes: int, weight_count: int
-) -> dict[str, Any]:
-    return {
-        "base": name,
-        "weights": weight_count,
-        "fresh_knowledge": right_share,
-        "state_distance": float(np.mean(distances)),
-        "codebase_nats": float(nats),
-        "bits_per_byte": float(bits_per_byte(nats, code_bytes)),
-    }
+        weights = sum(parameter.numel() for parameter in base.model.parameters())
+        rows.append(row(base.name, weights, right, distances, nats))
+    return rows

@@ -192,15 +192,18 @@ def score_groups(
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages, without attempts whose reward is unknown. `custom`: the reward function of
     an environment, which replaces the weighted terms. `ranks` share the batch."""
-    scored = [[(a, reward_of(a, rewards, custom), a.grade.passed) for a in group] for group in groups]
+    scored = []
+    for group in groups:
+        share = float(np.mean([a.grade.passed for a in group if a.grade.known] or [0.0]))
+        scored.append([(a, reward_of(a, rewards, custom, share), a.grade.passed) for a in group])
     return _scored([[row for row in group if row[1].total is not None] for group in scored], loss, ranks)
 
 
-def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None) -> Reward:
-    """Return the reward of an attempt: that of `custom`, or the weighted terms. It has no total if `custom` exceeds its time
-    limit. Raises like `own_reward`."""
+def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None, share: float = 1.0) -> Reward:
+    """Return the reward of an attempt: that of `custom`, or the weighted terms, in a group of which this share is solved. It has
+    no total if `custom` exceeds its time limit. Raises like `own_reward`."""
     if custom is None:
-        return reward(attempt.rollout, attempt.grade, rewards)
+        return reward(attempt.rollout, attempt.grade, rewards, share)
     try:
         total = own_reward(custom, attempt)
     except CallTimeout as error:
@@ -281,10 +284,7 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
         if trains(scored, loss) or any(hints):
             segment_streams = to_streams(scored)
             hints = hints or [[]] * len(segment_streams)
-            streams += [
-                replace(stream, hints=tuple(segment_hints))
-                for stream, segment_hints in zip(segment_streams, hints, strict=True)
-            ]
+            streams += [replace(stream, hints=tuple(h)) for stream, h in zip(segment_streams, hints, strict=True)]
     return streams
 
 
@@ -294,10 +294,9 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
 def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[str]:
     """Count sampled tokens by their use: `trained`, or the reason why not."""
     counts: Counter[str] = Counter()
-    for group in groups:
-        for scored in group:
-            reason = "trained" if trains(scored, loss) else "zero_advantage"
-            counts[reason] += scored.attempt.rollout.sampled
+    for scored in (scored for group in groups for scored in group):
+        reason = "trained" if trains(scored, loss) else "zero_advantage"
+        counts[reason] += scored.attempt.rollout.sampled
     return counts
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The small figures of docs/figures.md, each as a table: `scripts/docs/figures.py NAME [PATH …]`.
+"""The small figures of docs/figures.md, each as a table: `scripts/docs/figures.py NAME [PATH …] [--png FILE]`.
 
 kl                 mean and variance of k1, k2 and k3 on Gaussians, sampled and in closed form
-mix PATH …         what tasks ask for
-sizes PATH …       lines that solutions change, and characters of requests: quartiles
+mix PATH …         what tasks ask for, by categories of work and by kinds; --png draws the shares of categories
+sizes PATH …       lines that solutions change, and characters of requests: quartiles; --png draws them as boxplots
 during RUN         mean and best of a group while RL runs
 formats            what a later token and another division change in stored numbers
 precision          loss of a tiny mixture of experts whose products are quantised, over three seeds
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from composer_nb.harness.files import write_atomic
 from composer_nb.harness.quality import solution_lines
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
@@ -42,7 +43,10 @@ from composer_nb.trainer.models.variants import PAIRS, variant
 from composer_nb.trainer.parallel.context import zigzag as zigzag_shares
 from composer_nb.trainer.recipe.reader import open_run, stored_groups, stored_steps
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views import style
+from composer_nb.views.agent import sizes as draw_sizes
 from composer_nb.views.rollout import expert_use
+from composer_nb.views.style import Picture
 
 Row = tuple[object, ...]
 
@@ -67,11 +71,38 @@ def kl(count: int = 10_000_000) -> Iterator[Row]:
             yield mean, kind, f"{estimates.mean():.4g}", f"{first:.4g}", f"{estimates.var():.4g}", f"{second:.4g}"
 
 
+CATEGORIES = {
+    "new features": ("feature", "features"),
+    "tests": ("tests",),
+    "refactoring": ("rename", "move", "extract"),
+    "cleaning up": ("lint",),
+    "version control": ("git",),
+    "answering questions": ("question", "paraphrase"),
+    "long-running commands": ("long",),
+}
+"""Kinds of tasks by what they ask for; all others ask to fix a bug. The report names fixing bugs and the last three as uses that
+its tasks have, besides plans and analyses of data, of which there is no kind here."""
+
+
+def category(task: Task) -> str:
+    kind = task.metadata.get("kind", "bug")
+    return next((name for name, kinds in CATEGORIES.items() if kind in kinds), "fixing bugs")
+
+
 def mix(tasks: list[Task]) -> Iterator[Row]:
-    yield "kind", "family", "bug", "tasks", "share"
+    yield "category", "kind", "family", "bug", "tasks", "share"
     names = (("kind", "bug"), ("family", "–"), ("bug", "–"))
-    counted = Counter(tuple(task.metadata.get(name, default) for name, default in names) for task in tasks)
-    yield from ((*key, n, f"{n / len(tasks):.0%}") for key, n in counted.most_common())
+    rows = [(category(task), *(task.metadata.get(name, default) for name, default in names)) for task in tasks]
+    for counts in (Counter((row[0], "all", "", "") for row in rows), Counter(rows)):
+        yield from ((*key, n, f"{n / len(tasks):.0%}") for key, n in counts.most_common())
+
+
+def draw_mix(tasks: list[Task]) -> Picture:
+    picture, ax = style.one_panel(6.5, 3.2)
+    counts = Counter(map(category, tasks))
+    style.bars(ax, {name: n / len(tasks) for name, n in counts.most_common()}, style.BLUE, ".0%")
+    style.title(ax, f"what {len(tasks)} tasks ask for", "share of the tasks")
+    return picture
 
 
 def sizes(tasks: list[Task]) -> Iterator[Row]:
@@ -162,13 +193,17 @@ def warp() -> Iterator[Row]:
         "largest error",
         "MB of weights",
         "MB between stages",
+        "stages",
         "µs at 6.8 TB/s, by the model",
     )
     for tokens in (1, 8, 32):
         errors, costs = decode_errors(tokens, seed=0), decode_costs(tokens, 8, 128, 2048, 768)
         for name, cost in costs.items():
-            moved = f"{cost.weights / 1e6:.1f}", f"{cost.buffers / 1e6:.2f}", f"{1e6 * cost.seconds(6.8e12):.0f}"
-            yield tokens, name, f"{errors[name]['relative']:.2%}", f"{errors[name]['largest']:.1e}", *moved
+            moved = f"{cost.weights / 1e6:.1f}", f"{cost.buffers / 1e6:.2f}", cost.stages
+            yield (
+                *(tokens, name, f"{errors[name]['relative']:.2%}", f"{errors[name]['largest']:.1e}", *moved),
+                f"{1e6 * cost.seconds(6.8e12):.0f}",
+            )
 
 
 def routes(run: RunDir, pair: str = "int4-experts-int8-router", most: int = 16) -> Iterator[Row]:
@@ -209,9 +244,12 @@ def main() -> None:
     alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag, "warp": warp}
     parser.add_argument("name", choices=[*alone, "mix", "sizes", "during", "routes"])
     parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="of mix and sizes: a picture as well")
     args = parser.parse_args()
     if (args.name in alone) == bool(args.paths):
         parser.error(f"{args.name}: {'takes no path' if args.paths else 'give a path'}")
+    if args.png and args.name not in ("mix", "sizes"):
+        parser.error(f"--png: {args.name} has no picture; mix and sizes have one")
     if args.name in alone:
         print(table(alone[args.name]()))
     elif args.name == "routes":
@@ -220,7 +258,10 @@ def main() -> None:
         print(table(during(args.paths[0])))
     else:
         tasks = [task for path in args.paths for task in load_tasks(path)]
-        print(table((mix if args.name == "mix" else sizes)(tasks)))
+        count, draw = (mix, draw_mix) if args.name == "mix" else (sizes, draw_sizes)
+        print(table(count(tasks)))
+        if args.png:
+            write_atomic(args.png, draw(tasks).png())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""compare_behaviour.py compaction|habits|effort|curriculum [--seeds N]: comparisons over seeds, as tables for docs/log.md.
+"""compare_behaviour.py compaction|habits|effort|losses [--seeds N]: comparisons over seeds, as tables for docs/log.md.
 
 compaction: a policy without a model that knows its context alone (`labs/horizons/seeker.py`), with summaries of its own,
 summaries by a long instruction, and a cut, at two triggers. habits: a tiny policy is taught an easy repair with two bad habits, a
 useless read first and a message for each call; then RL with textual feedback, with a penalty of failed calls, with the effort
-penalty, or with none of these. effort: a tiny policy is taught easy and hard repairs in few and in many words; then RL with and
-without the effort penalty. curriculum: the example's policy before RL goes on with tasks in their order, with tasks drawn by
-effort. One thread; medians with the least and the most of the seeds.
+penalty, or with none of these. effort: a tiny policy is taught easy and hard repairs in few and in many words; then RL without
+the effort penalty, with it, and with one that is low where few of a group succeed. losses: the same policy, in RL of which
+limits end a part of the rollouts: with these masked; and with a hundredth of the reward for length, which advantages divided by
+the deviation of their group magnify, and those divided by the length of their rollout. One thread; medians with the least and
+the most of the seeds.
 """
 
 from __future__ import annotations
@@ -47,14 +49,12 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
-from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.config import ModelConfig
 from composer_nb.trainer.models.induction import plant_induction
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.prompts import CurriculumSettings, Order, Tried, chosen, kind_of, named
 from composer_nb.trainer.recipe.reader import example_run
-from composer_nb.trainer.rl import score_groups, streams_of
+from composer_nb.trainer.rl import LIMITS, score_groups, streams_of
 
 TOKENIZER = load_tokenizer(example_run().path / "data")
 Figures = Mapping[str, float]
@@ -199,15 +199,18 @@ def figures_of(attempts: Sequence[Attempt]) -> dict[str, float]:
     }
 
 
-Arm = tuple[dict[str, float], float, Effort]
-"""Weights of the reward, `loss.feedback`, and the effort penalty."""
-NONE = Effort()
+Arm = tuple[RewardSettings, LossSettings]
+SOLVED = {"solved": 1.0}
+PLAIN = RewardSettings(weights=SOLVED), LossSettings()
 ARMS: dict[str, Arm] = {
-    "solved alone": ({"solved": 1.0}, 0.0, NONE),
-    "and feedback 0.1": ({"solved": 1.0}, 0.1, NONE),
-    "and feedback 0.3": ({"solved": 1.0}, 0.3, NONE),
-    "and failed calls −0.3": ({"solved": 1.0, "failed_calls": -0.3}, 0.0, NONE),
-    "and effort 0.3": ({"solved": 1.0}, 0.0, Effort(weight=0.3, turns=0.5, tool_call_tokens=0.01)),
+    "solved alone": PLAIN,
+    "and feedback 0.1": (PLAIN[0], LossSettings(feedback=0.1)),
+    "and feedback 0.3": (PLAIN[0], LossSettings(feedback=0.3)),
+    "and failed calls −0.3": (RewardSettings(weights=SOLVED | {"failed_calls": -0.3}), LossSettings()),
+    "and effort 0.3": (
+        RewardSettings(weights=SOLVED, effort=Effort(weight=0.3, turns=0.5, tool_call_tokens=0.01)),
+        LossSettings(),
+    ),
 }
 
 
@@ -215,6 +218,11 @@ def engine_at(model: Model, agent: Agent, seed: int, step: int) -> Engine:
     """Return what samples the rollouts of a step."""
     size = {"slots": GROUP * PROMPTS, "max_length": agent.limits.tokens}
     return Engine(model, stop=agent.renderer.stop, seed=seed, version=step, **size)
+
+
+def groups_of(attempts: Sequence[Attempt]) -> list[Sequence[Attempt]]:
+    """Return the groups of a step, whose attempts follow one another."""
+    return [attempts[at : at + GROUP] for at in range(0, len(attempts), GROUP)]
 
 
 def trained(
@@ -227,12 +235,10 @@ def trained(
     task: Callable[[int], Task] = task,
 ) -> tuple[Model, list[list[Attempt]]]:
     """Return the policy after RL, and the attempts of each step and of the end: `PROMPTS` groups of 6 rollouts."""
-    weights, feedback, effort = arm
-    rewards = RewardSettings(weights=weights, effort=effort)
-    loss, model = LossSettings(feedback=feedback), copy.deepcopy(start)
-    reference = copy.deepcopy(start).requires_grad_(False) if feedback else None
+    (rewards, loss), model = arm, copy.deepcopy(start)
+    reference = copy.deepcopy(start).requires_grad_(False) if loss.feedback else None
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss, reference)
-    hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
+    hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if loss.feedback else None
     attempts_by_step = []
     for step in range(steps + 1):
         engine = engine_at(model, agent, seed, step)
@@ -241,11 +247,11 @@ def trained(
             drive([agent.attempt(task(1000 + n // GROUP), n) for n in numbers], engine, sandboxes.functions)
         )
         attempts_by_step.append([attempts[n] for n in range(len(numbers))])
-        groups = [attempts_by_step[-1][at : at + GROUP] for at in range(0, len(numbers), GROUP)]
-        if step < steps and (streams := streams_of(score_groups(groups, rewards, loss), loss, hinter)):
+        scored = score_groups(groups_of(attempts_by_step[-1]), rewards, loss)
+        if step < steps and (streams := streams_of(scored, loss, hinter)):
             learning = {
                 "minibatches": 1,
-                "denominator": GROUP * PROMPTS * 24.0,
+                "denominator": GROUP * PROMPTS * (1.0 if loss.length_norm else 24.0),
                 "lr": 3e-4 * min(1.0, (step + 1) / 3),
                 "clip": 1.0,
             }
@@ -270,43 +276,58 @@ def habits(seeds: int, taught_steps: int = 120) -> str:
     return table(figures_by_arm, ("solved", "useless read first", "calls", "messages", "written tokens"))
 
 
-# Effort
+# Effort, and losses
+
+
+def priced(weight: float, by_solved: float = 0.0) -> RewardSettings:
+    """Return a reward with an effort penalty, or with a bonus if the weight is negative."""
+    effort = Effort(weight=weight, by_solved=by_solved, turns=0.3, tool_call_tokens=0.03)
+    return RewardSettings(weights=SOLVED, effort=effort)
 
 
 PENALTIES: dict[str, Arm] = {
-    "solved alone": ({"solved": 1.0}, 0.0, NONE),
-    "and effort 0.1": ({"solved": 1.0}, 0.0, Effort(weight=0.1, turns=0.3, tool_call_tokens=0.03)),
-    "and effort 0.2": ({"solved": 1.0}, 0.0, Effort(weight=0.2, turns=0.3, tool_call_tokens=0.03)),
-    "and effort 0.4": ({"solved": 1.0}, 0.0, Effort(weight=0.4, turns=0.3, tool_call_tokens=0.03)),
+    "solved alone": PLAIN,
+    "and effort 0.2": (priced(0.2), LossSettings()),
+    "and effort 0.4": (priced(0.4), LossSettings()),
+    "and effort 0.4 × solved⁴": (priced(0.4, 4.0), LossSettings()),
+    "and effort 0.4 × solved¹⁶": (priced(0.4, 16.0), LossSettings()),
 }
+LOSSES: dict[str, Arm] = {
+    "solved alone": PLAIN,
+    "overlong masked": (PLAIN[0], LossSettings(mask_overlong=True)),
+    "and a hundredth for length": (priced(-0.01), LossSettings()),
+    "divided by the deviation": (priced(-0.01), LossSettings(std_norm=True)),
+    "divided by the length": (priced(-0.01), LossSettings(length_norm=True)),
+}
+"""The last two have the reward of the third."""
+SIGNS = (("x -", "x +"), ("- abs", "+ abs"), ("- x *", "+ x *"))
+"""The repairs of hard tasks, of which one is right; the first repairs an easy one."""
+
+
+def right_sign(number: int) -> int:
+    """Return which repair of a task is right."""
+    return Random(number).randrange(len(SIGNS)) if number % 2 else 0
 
 
 def either(number: int) -> Task:
-    """Return the easy repair if `number` is even, else a hard one: one of two signs is wrong, and only a test says which."""
+    """Return the easy repair if `number` is even, else a hard one: one of three signs is wrong, and only a test says which."""
     if number % 2 == 0:
         return task(number)
-    n, name, first = number % 10, "f", _first(number)
-    line = f"def f(x):\n    return x - {n} - x * x\n"
+    n, name, right = number % 10, "f", right_sign(number)
+    line = f"def f(x):\n    return x - {n} - abs(x) - x * x\n"
 
     def cases(*values: int) -> list[tuple[tuple[int, ...], int]]:
-        return [((x,), x + n - x * x if first else x - n + x * x) for x in values]
+        summands = {x: (n, abs(x), x * x) for x in values}
+        return [((x,), x + 2 * parts[right] - sum(parts)) for x, parts in summands.items()]
 
     return Task(
         id=f"either-{number}",
         instruction="fix f.py: one sign",
         files={"f.py": line, "test_f.py": render_tests("f", name, cases(2, 5))},
         tests={"test_hidden.py": render_tests("f", name, cases(7, 11))},
-        solution={"f.py": line.replace(*SIGNS[first])},
+        solution={"f.py": line.replace(*SIGNS[right])},
         source_scope=("f.py",),
     )
-
-
-SIGNS = {True: ("x -", "x +"), False: ("- x *", "+ x *")}
-"""The repairs of hard tasks, by whether the first sign is wrong."""
-
-
-def _first(number: int) -> bool:
-    return Random(number).random() < 0.5
 
 
 def words(number: int, rng: Random) -> list[list[ToolCall]]:
@@ -319,10 +340,10 @@ def words(number: int, rng: Random) -> list[list[ToolCall]]:
         return ToolCall(name="substitute", arguments={"path": "f.py", "old": texts[0], "new": texts[1]})
 
     test, undo, finish = (ToolCall(name=name, arguments={}) for name in ("run_tests", "undo", "finish"))
-    guess = number % 2 == 0 or rng.random() < 0.5
-    steps = [[sub(*SIGNS[guess]), test]]
-    if number % 2 and guess != _first(number):
-        steps += [[undo, sub(*SIGNS[not guess]), test]]
+    tries = rng.sample(range(len(SIGNS)), len(SIGNS)) if number % 2 else [0]
+    steps: list[list[ToolCall]] = []
+    for sign in tries[: tries.index(right_sign(number)) + 1]:
+        steps.append([*([undo] if steps else []), sub(*SIGNS[sign]), test])
     read = [[ToolCall(name="read_file", arguments={"path": "test_f.py"})]] if habit else []
     steps = [*read, *steps, [finish]]
     return [[call] for step in steps for call in step] if apart else steps
@@ -347,128 +368,48 @@ def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: in
         kind_attempts = [attempts[n] for n in range(odd, count, 2)]
         rollouts = [attempt.rollout for attempt in kind_attempts]
         measures[f"{kind} solved"] = float(np.mean([attempt.grade.passed for attempt in kind_attempts]))
+        measures[f"{kind} cut off"] = float(np.mean([rollout.stop in LIMITS for rollout in rollouts]))
         measures[f"{kind} tokens"] = float(np.mean([rollout.sampled for rollout in rollouts]))
         measures[f"{kind} calls a message"] = sum(e.calls for e in rollouts) / sum(e.messages for e in rollouts)
     return measures
 
 
-def effort(seeds: int, taught_steps: int = 240, steps: int = 60) -> str:
+def push_of_equals(attempts: Sequence[Attempt], arm: Arm) -> float:
+    """Return the share of the sizes of a step's advantages that lies in groups whose outcomes are all the same."""
+    sizes = {True: 0.0, False: 0.0}
+    for group in score_groups(groups_of(attempts), *arm):
+        sizes[len({scored.attempt.grade.passed for scored in group}) == 1] += sum(abs(s.advantage) for s in group)
+    return sizes[True] / max(1e-9, sum(sizes.values()))
+
+
+def compare(seeds: int, arms: Mapping[str, Arm], turns: int, taught_steps: int = 240, steps: int = 60) -> str:
+    """Return a table of what the arms of RL make of one start a seed, with these most turns of a rollout in RL."""
     figures_by_arm: dict[str, list[dict[str, float]]] = {}
     with Sandboxes() as sandboxes:
-        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=12, turn_tokens=96, tokens=512), sandboxes)
+        teacher, agent = (
+            make_agent(EnvSettings(), TOKENIZER, Limits(turns=most, turn_tokens=96, tokens=512), sandboxes)
+            for most in (12, turns)
+        )
         for seed in range(seeds):
-            start = taught(seed, taught_steps, partial(effort_demonstrations, agent, sandboxes))
-            figures_by_arm.setdefault("start", []).append(spent(start, agent, sandboxes, seed))
-            print(f"seed {seed}, start: {figures_by_arm['start'][-1]}", flush=True)
-            for name, arm in PENALTIES.items():
-                model, _ = trained(start, agent, sandboxes, seed, arm, steps, either)
-                figures_by_arm.setdefault(name, []).append(spent(model, agent, sandboxes, seed))
-                print(f"seed {seed}, {name}: {figures_by_arm[name][-1]}", flush=True)
+            start = taught(seed, taught_steps, partial(effort_demonstrations, teacher, sandboxes))
+            for name, arm in {"start": PLAIN, **arms}.items():
+                model, by_step = trained(start, agent, sandboxes, seed, arm, 0 if name == "start" else steps, either)
+                push = float(np.mean([push_of_equals(attempts, arm) for attempts in by_step]))
+                measures = spent(model, agent, sandboxes, seed) | {"push of equal groups": push}
+                figures_by_arm.setdefault(name, []).append(measures)
+                print(f"seed {seed}, {name}: {measures}", flush=True)
     return table(figures_by_arm, figures_by_arm["start"][0])
 
 
-# Curriculum
+def effort(seeds: int) -> str:
+    return compare(seeds, PENALTIES, turns=12)
 
 
-POOL, STEPS, TUNE = 160, 16, 64
-"""Tasks to choose from, steps of RL with `PROMPTS` groups of `GROUP` rollouts, and tasks that score before and after."""
-CURRICULA = {
-    "in order": CurriculumSettings(),
-    "harder .75": CurriculumSettings(harder=0.75, start=0.25),
-}
+def losses(seeds: int) -> str:
+    return compare(seeds, LOSSES, turns=7)
 
 
-def scored_tasks(model: Model, agent: Agent, sandboxes: Sandboxes, tasks: Sequence[Task], easy: set[str]) -> Figures:
-    """Return the shares solved of the tasks of easy kinds and of the others, and calls; two rollouts a task."""
-    engine = Engine(model, stop=agent.renderer.stop, slots=64, max_length=agent.limits.tokens, seed=999)
-    attempts = list(run_eval(engine, agent, tasks, sandboxes, samples=2))
-    shares = {
-        True: [d.grade.passed for d in attempts if d.task.id in easy],
-        False: [d.grade.passed for d in attempts if d.task.id not in easy],
-    }
-    return {
-        "solved": float(np.mean([d.grade.passed for d in attempts])),
-        "easy kinds": float(np.mean(shares[True])),
-        "hard kinds": float(np.mean(shares[False])),
-        "calls": float(np.mean([d.rollout.calls for d in attempts])),
-    }
-
-
-def learnt(
-    start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, pool: Sequence[Task], c: CurriculumSettings
-) -> tuple[Model, Figures]:
-    """Return the policy after `STEPS` steps of RL under a curriculum, and what its steps were like from `start` on."""
-    model, tasks = copy.deepcopy(start), {task.id: task for task in pool}
-    order = Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c)
-    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
-    used, tried, late = list[str](), list[Tried](), list[dict[str, float]]()
-    for step in range(STEPS):
-        names = chosen(step, order, tasks, used, tried)
-        engine = engine_at(model, agent, seed, step)
-        jobs = [
-            agent.attempt(named(name, tasks), step * GROUP * PROMPTS + at * GROUP + n)
-            for at, name in enumerate(names)
-            for n in range(GROUP)
-        ]
-        attempts = dict(drive(jobs, engine, sandboxes.functions))
-        groups = [[attempts[at * GROUP + n] for n in range(GROUP)] for at in range(PROMPTS)]
-        used += names
-        scored = score_groups(groups, RewardSettings(), LossSettings())
-        for name, group in zip(names, groups, strict=True):
-            turns, solved = (
-                float(np.mean(v)) for v in zip(*((len(d.rollout.turns), d.grade.passed) for d in group), strict=True)
-            )
-            tried.append(Tried(name, turns, 0.0, solved))
-        if step >= STEPS // 4:
-            late.append(
-                {
-                    "live groups": float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored])),
-                    "solved in RL": float(np.mean([record.solved for record in tried[-PROMPTS:]])),
-                    "calls in RL": float(np.mean([record.turns for record in tried[-PROMPTS:]])),
-                }
-            )
-        if streams := streams_of(scored, LossSettings()):
-            learning: dict[str, Any] = {
-                "minibatches": 1,
-                "denominator": GROUP * PROMPTS * 64.0,
-                "lr": 5e-4 * min(1.0, (step + 1) / 6),
-                "clip": 1.0,
-            }
-            learner.learn(streams, Ranks(), Random(step), microbatch_tokens=4096, **learning)
-    return model, {name: float(np.mean([figures[name] for figures in late])) for name in late[0]}
-
-
-def curriculum(seeds: int) -> str:
-    figures_by_arm: dict[str, list[Figures]] = {}
-    run = example_run()
-    start = load_pretrained(run.path / "weights" / "start")
-    start.requires_grad_()
-    with Sandboxes() as sandboxes:
-        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=16, turn_tokens=64, tokens=512), sandboxes)
-        for seed in range(seeds):
-            pool = list(make_miniatures(f"curriculum {seed}", POOL, heldout=False, executor=sandboxes.functions))
-            tune = list(make_miniatures(f"curriculum tune {seed}", TUNE, heldout=False, executor=sandboxes.functions))
-            engine = Engine(start, stop=agent.renderer.stop, slots=64, max_length=512, seed=998)
-            calls: dict[tuple[str, ...], list[int]] = {}
-            for attempt in run_eval(engine, agent, tune, sandboxes, samples=1):
-                calls.setdefault(kind_of(attempt.task), []).append(attempt.rollout.calls)
-            middle = np.median([n for counts in calls.values() for n in counts])
-            easy = {task.id for task in tune if np.mean(calls[kind_of(task)]) <= middle}
-            figures_by_arm.setdefault("start", []).append(
-                scored_tasks(start, agent, sandboxes, tune, easy)
-                | dict.fromkeys(("live groups", "solved in RL", "calls in RL"), float("nan"))
-            )
-            for arm, settings in CURRICULA.items():
-                begun = time.process_time()
-                model, late = learnt(start, agent, sandboxes, seed, pool, settings)
-                figures_by_arm.setdefault(arm, []).append({**scored_tasks(model, agent, sandboxes, tune, easy), **late})
-                print(f"seed {seed}, {arm}: {figures_by_arm[arm][-1]}, {time.process_time() - begun:.0f} s", flush=True)
-    return table(
-        figures_by_arm, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL")
-    )
-
-
-STUDIES = {"compaction": compaction, "habits": habits, "effort": effort, "curriculum": curriculum}
+STUDIES = {"compaction": compaction, "habits": habits, "effort": effort, "losses": losses}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ Interrupted, it can be started again: complete runs are kept.
 
     --arm without replay.level=none --arm with replay.level=ids+order --set engine.numerics=int4-experts    replay of routes
     --arm one ranks=2 --arm two ranks=2 mesh.shard=2 mesh.ep=2 --set services.on=true services.lockstep=true    trainer ranks
+    --arm synchronous --arm asynchronous services.on=true    equal samples; wait, staleness and seconds beside the scores
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def run(source: RunDir, runs: Path, name: str, settings: Settings) -> dict[str, 
     run_dir = start_or_resume(path, say=lambda line: print(line, flush=True))
     report, steps = build_report(run_dir), run_dir.steps("rl")
     result = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
+    result |= {name: report["train"][name] for name in ("samples", "trainer_idle", "staleness_mean", "staleness_max")}
     for metric in ("solved", "k3", "masked", "replay_overlap"):
         values = [step[metric] for step in steps[-LAST:] if step.get(metric) is not None]
         result[metric] = float(np.mean(values)) if values else float("nan")
@@ -69,15 +71,16 @@ def main() -> None:
             settings = override(from_dict(source.settings()), base | arm_changes | {"rl_seed": seed})
             arms[name].append(run(source, arguments.runs, f"{name}-{seed}", settings))
     print(f"\n{arguments.steps} batches; pass@1 / greedy / best of 4; metrics of the last {LAST} steps\n")
-    print("| seed | arm | scores | solved | k3 | clipped | overlap | RL s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| seed | arm | scores | solved | k3 | clipped | overlap | trainer waits | staleness | samples | RL s |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for index, seed in enumerate(arguments.seeds):
         for name, results in arms.items():
             result = results[index]
             scores = " / ".join(f"{result[score]:.3f}" for score in SCORES)
             print(
                 f"| {seed} | {name} | {scores} | {result['solved']:.3f} | {result['k3']:.1e} | {result['masked']:.2%} | "
-                f"{result['replay_overlap']:.4f} | {result['seconds']:.0f} |"
+                f"{result['replay_overlap']:.4f} | {result['trainer_idle']:.0%} | {result['staleness_mean']:.2f}, at most "
+                f"{result['staleness_max']:.0f} | {result['samples']} | {result['seconds']:.0f} |"
             )
     print()
     (first, without), *other_arms = arms.items()

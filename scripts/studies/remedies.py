@@ -10,7 +10,6 @@ a figure into `remedies.png`, beside the runs. Interrupted, it can be started ag
 prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
-    --only "overlong masked"                                  one of ABLATIONS, which are run only if they are named
     --arm both loss.baseline=pass_at_k rl.uncalibrated=true   an arm of your own; it may be repeated
     --seeds 0 --minutes 1 --set data.heldout_tasks=60         a quick look
 """
@@ -57,13 +56,6 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
     "uncalibrated": {"rl.uncalibrated": True, "rl.sharpness": SHARPNESS},
     "rare tasks": {"curriculum.harder": 0.5, "curriculum.by": "failures", "curriculum.start": 0.1},
 }
-# What Composer's report leaves out, and says that it harms or does not help.
-ABLATIONS: Mapping[str, Mapping[str, Any]] = {
-    "divided by the deviation": {"loss.std_norm": True},
-    "divided by the length": {"loss.length_norm": True},
-    "overlong masked": {"loss.mask_overlong": True},
-}
-ARMS = {**REMEDIES, **ABLATIONS}
 SCORES = (f"in {CALLS} calls", "pass@1", "best of 4", "best of 16")
 KINDS = ("heldout", "structures")
 
@@ -174,7 +166,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=5.5, help="of RL, at most")
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--only", nargs="+", default=[*REMEDIES], choices=[*ARMS], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[*REMEDIES], choices=[*REMEDIES], metavar="NAME")
     parser.add_argument("--arm", nargs="+", action="append", default=[], metavar="NAME KEY=VALUE")
     parser.add_argument("--start-weights", type=float, nargs="*", default=[Settings().rl.start_weight], metavar="SHARE")
     parser.add_argument("--sharpness", type=float, nargs="+", default=Settings().rl.sharpness, metavar="FACTOR")
@@ -182,7 +174,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/remedies"))
     parser.add_argument("--table-only", action="store_true")
     arguments = parser.parse_args()
-    changes: dict[str, Mapping[str, Any]] = {DEFAULT: {}, **{name: ARMS[name] for name in arguments.only}}
+    changes: dict[str, Mapping[str, Any]] = {DEFAULT: {}, **{name: REMEDIES[name] for name in arguments.only}}
     changes |= {name: dict(pair.split("=", 1) for pair in pairs) for name, *pairs in arguments.arm}
     # FlashREINFORCE takes a task for each rollout.
     base = {

@@ -1,8 +1,13 @@
 """scripts/docs/figures.py agrees with theory, and what it measures appears within seconds, too."""
 
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
 
+from composer_nb.harness.tasks.making.kinds import KINDS
+from composer_nb.harness.tasks.task import load_tasks
 from scripts.docs import figures
 
 
@@ -24,3 +29,21 @@ def test_training_with_rounded_products_follows_bf16() -> None:
     text = torch.arange(8000) ** 2 % 251
     bf16, mxfp8, nvfp4 = (figures.losses(recipe, text, 0, 30) for recipe in ("bf16", "mxfp8", "nvfp4"))
     assert bf16 < 1 and 0 < abs(mxfp8 - bf16) < 0.1 and 0 < abs(nvfp4 - bf16) < 0.3
+
+
+def test_a_mix_counts_categories_and_then_kinds() -> None:
+    assert KINDS.keys() < {*chain(*figures.CATEGORIES.values())}, "each kind that is no bug has a category"
+    example = load_tasks(Path(__file__).parents[2] / "data" / "example" / "data" / "rl.jsonl")
+    kinds = ["git", "move", "rename", "rename", "arithmetic"]
+    tasks = [t.model_copy(update={"metadata": {"kind": k}}) for t, k in zip(example, kinds, strict=False)]
+    _, *rows = figures.mix(tasks)
+    assert rows[0] == ("refactoring", "all", "", "", 3, "60%") and rows[3] == (
+        "refactoring",
+        "rename",
+        "–",
+        "–",
+        2,
+        "40%",
+    )
+    assert {row[0] for row in rows[:3]} == {"refactoring", "version control", "fixing bugs"} and len(rows) == 3 + 4
+    assert figures.draw_mix(tasks).axes[0].get_yticklabels()[0].get_text() == "refactoring"

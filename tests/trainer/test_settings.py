@@ -70,6 +70,8 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"rl.frozen_layers": 4}, r"rl.frozen_layers=4: must be below model.num_hidden_layers \(4\)"),
         ({"rl.group": 1}, "rl.group=1: needs loss.baseline=batch or none"),
         ({"rl.refill": 0.1, "loss.baseline": "none", "data.rl_tasks": 1600}, "rl.refill: needs loss.baseline=group"),
+        ({"reward.effort.turns": -0.5}, r"reward\.effort\.turns=-0\.5: "),
+        ({"rl.refill": 0.1, "reward.effort.by_solved": 1}, "rl.refill: needs reward.effort.by_solved=0"),
         ({"loss.baseline": "pass_at_k", "loss.pass_k": 8}, "loss.pass_k=8: must be below rl.group"),
         ({"loss.baseline": "batch", "loss.gate": "mixed"}, "loss.gate=mixed needs loss.baseline=group or pass_at_k"),
         ({"loss.centre_scores": True}, "loss.centre_scores needs loss.ratio=none, cispo, tis or icepop"),
