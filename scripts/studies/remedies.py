@@ -6,12 +6,12 @@ as RL left it, and as the mean of its weights with a share of the start's (`--st
 tasks get 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what
 every arm gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each
 seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again:
-complete runs are kept. `--table-only` prints what there is.
+complete runs are kept; those with other settings need another folder, `--runs`. `--table-only` prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --only "overlong masked"                                  one of ABLATIONS, which are run only if they are named
     --arm both loss.baseline=pass_at_k rl.uncalibrated=true   an arm of your own; it may be repeated
-    --seeds 0 --minutes 1 --set data.heldout_tasks=60         a quick look
+    --runs runs/quick --seeds 0 --minutes 1 --set data.heldout_tasks=60    a quick look
 """
 
 from __future__ import annotations
@@ -201,17 +201,20 @@ def main() -> None:
         if arguments.table_only and not all(is_complete(path) for path in paths):
             continue
         variants = [override(s, {**changes[name], "rl.start_weight": share}) for s in settings.values()]
-        sources: list[RunDir | None] = [*default] or [None] * len(paths)
-        if share:
+        if arguments.table_only:
+            finals = [RunDir(path) for path in paths]
+        elif share:
             finals = [
                 rescored(arguments.runs, path.name, variant, source, rl)
                 for path, variant, source, rl in zip(paths, variants, default, trained, strict=True)
             ]
         else:
-            finals = trained = [
+            sources: list[RunDir | None] = [*default] or [None] * len(paths)
+            finals = [
                 run(arguments.runs, path.name, variant, source)
                 for path, variant, source in zip(paths, variants, sources, strict=True)
             ]
+        trained = trained if share else finals
         default = default or trained
         results.setdefault("start", measure(default, "start", default))
         results[arm] = measure(finals, "final", default)
