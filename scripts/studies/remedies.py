@@ -4,9 +4,10 @@
 One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Each run is scored
 as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`), which needs no other RL. Held-out
 tasks get 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what
-every arm gains over the start and over the default, with 95 % intervals paired by task over all seeds; writes these and each
-seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again:
-complete runs are kept; those with other settings need another folder, `--runs`. `--table-only` prints what there is.
+every arm gains over the start and over the default, with 95 % intervals over tasks, each with its mean over the seeds; writes
+these and each seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be
+started again: complete runs are kept; those with other settings need another folder, `--runs`. `--table-only` prints what there
+is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --only "overlong masked"                                  one of ABLATIONS, which are run only if they are named
@@ -78,12 +79,15 @@ def scores_by_task(path: RunDir, policy: str, kind: str) -> dict[str, list[float
 
 
 def gains(first: Sequence[Mapping[str, Sequence[float]]], second: Sequence[Mapping[str, Sequence[float]]]) -> Any:
-    """Return `second` − `first` in points, [tasks of all seeds, SCORES], paired by task, and each seed's mean [seeds, SCORES]."""
-    differences = [
-        100 * (np.array([second_scores[task] for task in first_scores]) - np.array([*first_scores.values()]))
+    """Return `second` − `first` in points, [tasks, SCORES], each task's mean over the seeds, which share their tasks; and each
+    seed's mean [seeds, SCORES]."""
+    by_seed = [
+        {task: 100 * np.subtract(second_scores[task], first_scores[task]) for task in first_scores}
         for first_scores, second_scores in zip(first, second, strict=True)
     ]
-    return np.concatenate(differences), np.array([difference.mean(0) for difference in differences])
+    tasks = dict.fromkeys(task for by_task in by_seed for task in by_task)
+    means = [np.mean([by_task[task] for by_task in by_seed if task in by_task], axis=0) for task in tasks]
+    return np.array(means), np.array([np.mean([*by_task.values()], axis=0) for by_task in by_seed])
 
 
 def surprise(segments: Sequence[Segment]) -> tuple[list[float], list[float]]:
@@ -120,9 +124,9 @@ def measure(paths: Sequence[RunDir], policy: str, default: Sequence[RunDir]) -> 
         scores = [scores_by_task(path, policy, kind) for path in paths]
         result[kind] = {"scores": np.mean([np.mean([*s.values()], axis=0) for s in scores], axis=0).tolist()}
         for label, baseline in (("over the start", "start"), ("over the default", "final")):
-            pooled, seeds = gains([scores_by_task(path, baseline, kind) for path in default], scores)
-            intervals = [bootstrap(pooled[:, column], 0) for column in range(len(SCORES))]
-            result[kind][label] = {"gain": pooled.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
+            by_task, seeds = gains([scores_by_task(path, baseline, kind) for path in default], scores)
+            intervals = [bootstrap(by_task[:, column], 0) for column in range(len(SCORES))]
+            result[kind][label] = {"gain": by_task.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
     return result
 
 
@@ -132,7 +136,7 @@ def is_complete(path: Path) -> bool:
 
 def print_table(results: Mapping[str, Any]) -> None:
     names = [*results["start"]["behaviour"][0]]
-    print("\nPoints over the start, and best of 4 also over the default (95 %, paired by task, all seeds).\n")
+    print("\nPoints over the start, and best of 4 also over the default (95 %, paired by task).\n")
     print(f"| arm | {' | '.join(SCORES)} | best of 4, over the default | new structures, {SCORES[0]} ", end="")
     print(f"| {' | '.join(names)} | steps | s |\n|" + "---|" * (5 + len(SCORES) + len(names)))
     best = SCORES.index("best of 4")
