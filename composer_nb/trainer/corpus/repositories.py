@@ -65,13 +65,13 @@ def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple
                 try:
                     text = _decoded(path, file.read_bytes()).replace("\r\n", "\n")
                     why = "" if text.strip() else "empty"
-                except ValueError:
+                except (ValueError, LookupError):  # LookupError: a codec that is none of text, as rot13
                     why = "not UTF-8"
             yield SourceFile(repository=name, path=path, licence=licence, text=text), why
 
 
 def _decoded(path: str, data: bytes) -> str:
-    """Return a file's text without a byte order mark; Python may declare its encoding. Raises ValueError."""
+    """Return a file's text without a byte order mark; Python may declare its encoding. Raises ValueError and LookupError."""
     encoding = "utf-8-sig"
     if path.endswith(".py"):
         try:
