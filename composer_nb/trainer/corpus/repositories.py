@@ -132,9 +132,9 @@ def _metadata(folder: Path) -> Message:
         table: Any = toml_of(text).get("project", {})
         licence = table.get("license", "")
         message["License-Expression"] = licence if isinstance(licence, str) else ""
-        message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""
+        message["License"] = str(licence.get("text", "")) if isinstance(licence, dict) else ""
         for classifier in table.get("classifiers", ()):
-            message["Classifier"] = classifier
+            message["Classifier"] = str(classifier)
     except (ValueError, AttributeError, TypeError):  # not TOML, or not of this form: no metadata
         return Message()
     return message

@@ -25,7 +25,7 @@ def module(name: str, lines: int = 12) -> str:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Four repositories that may be used, one that may not, one that says nothing."""
+    """Four repositories that may be used, one that may not, one that says nothing, one that says nonsense."""
     files = {
         "good/pkg/__init__.py": "from pkg.late import x\n",
         "good/pkg/late.py": f"from pkg.zero import y\n{module('late')}",
@@ -49,6 +49,8 @@ def root(tmp_path: Path) -> Path:
         "fourth/pyproject.toml": '[project]\nlicense = {text = "ISC"}\n',
         "closed/LICENSE": "All rights reserved.",
         "copyleft/pyproject.toml": '[project]\nlicense = "GPL-3.0-only"\n',
+        "odd/pyproject.toml": "[project]\nlicense = {text = 5}\nclassifiers = [1]\n",
+        "odd/odd.py": "x = 1\n",
     }
     plain = "good/pkg/zero good/node_modules/foreign good/.hidden/hidden project/main fourth/fourth closed/secret copyleft/left"
     files |= {f"{path}.py": module(path.rpartition("/")[2]) for path in plain.split()}
@@ -67,7 +69,7 @@ def root(tmp_path: Path) -> Path:
 SETTINGS = CorpusSettings(bytes=50_000, heldout=0.4)
 PLANTED = {
     "readable": "good/empty.py good/latin.py good/large.py good/link.py good/rot.py",
-    "licence": "good/gpl.py closed/secret.py copyleft/left.py",
+    "licence": "good/gpl.py closed/secret.py copyleft/left.py odd/odd.py",
     "not generated": "good/made.py",
     "longest line": "good/table.py",
     "mean line": "good/wide.py",
