@@ -91,7 +91,8 @@ def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
     else:
         folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink() and _own(path.name))
     if any(path.name.endswith(".dist-info") for path in folders):
-        for distribution in sorted(metadata.distributions(path=[str(root)]), key=lambda item: item.name):
+        complete = (item for item in metadata.distributions(path=[str(root)]) if item.name)  # pip leaves others behind
+        for distribution in sorted(complete, key=lambda item: item.name):
             names = [file.as_posix() for file in distribution.files or ()]
             plain = [name for name in names if is_plain(name)]
             texts = [root / name for name in plain if _names_licence(name) and ".dist-info/" in name]
