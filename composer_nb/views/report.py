@@ -123,7 +123,8 @@ def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{chance} chance."
             )
         else:
-            yield f"On {tasks} tasks of new {kind}: {points:+.1f} ({low:+.1f} to {high:+.1f}), {chance} chance."
+            over = f"over “{gain['over']}” ({low:+.1f} to {high:+.1f})"
+            yield f"On {tasks} tasks of new {kind}: {points:+.1f} {over}, {chance} chance."
     old, new = (report["eval"][name] for name in (before, "final"))
     pairs = [(name, old.get(figure), new.get(figure)) for name, figure in (FALLS | RISES).items()]
     moved = [(n, a, b) for n, a, b in pairs if None not in (a, b) and round(a, 2) != round(b, 2)]

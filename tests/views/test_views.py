@@ -74,6 +74,8 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     final |= {"pass_at_1": 0.5, "ci95": [0.4, 0.6]}
     absent = ("retries_after_failed_test", "invalid_call_rate", "pass_greedy")
     report["eval"]["base"] |= dict.fromkeys(absent) | {"n_tasks": 3}
+    for part, over in {"heldout": "midtrained", "structures": "start"}.items():
+        report["gain"]["within_12"][part]["over"] = over
     chart, gains = scores.policies(report).charts
     bars = {(row["name"], row["series"]): row for row in chart.rows}
     within = [score["pass_within"]["12"] for score in (final, final["structures"])]
@@ -83,6 +85,7 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert bars["greedy", "base"]["value"] is None and bars["greedy", "base"]["low"] is None
     assert f"{final['n_tasks']} held-out tasks (base 3)" in chart.title
     assert gains.rows[0]["value"] == report["gain"]["within_12"]["heldout"]["gain"]
+    assert [row["name"] for row in gains.rows] == ["heldout over midtrained", "structures over start"]
     names = ["pass_at_1", "pass_greedy", "retries_after_failed_test"]
     assert list(scores.table(report, names).loc["base"][1:]) == ["–", "–"]
     assert "–" in scores.policies(report).svg()
