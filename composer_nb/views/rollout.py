@@ -28,6 +28,7 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
 from composer_nb.production.record import served as served_by
 from composer_nb.trainer.learning.retrace import Recomputed, recompute
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.reader import stored_groups
@@ -191,7 +192,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     files = sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.safetensors"))
     if not steps or not files:
         return style.empty("no rollout with routes is stored yet")
-    use_LE = expert_use(files)
+    use_LE = expert_use(files, read_config(run.path / "weights" / "start" / "config.json").model.num_experts)
     if not len(use_LE):
         return style.empty("the model has no experts")
     experts_per_token = use_LE.sum(1).round().astype(int)[0]
@@ -210,11 +211,12 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     return picture
 
 
-def expert_use(files: Sequence[Path]) -> NDArray[np.float64]:
-    """Return [L, E] the share of forwarded tokens in `files` that each expert received; rows sum to K."""
+def expert_use(files: Sequence[Path], experts: int = 0) -> NDArray[np.float64]:
+    """Return [L, E] the share of forwarded tokens in `files` that each expert received; rows sum to K. Of `experts`, those at the
+    end that received none are in it, too."""
     tensors = [load_file(path) for path in files]
     routes_TLK = np.concatenate([t["routes"][t["route_valid"]] for t in tensors])
-    size = int(routes_TLK.max()) + 1 if routes_TLK.size else 0
+    size = max(experts, int(routes_TLK.max()) + 1) if routes_TLK.size else 0
     layers = range(routes_TLK.shape[1])
     used = [np.bincount(routes_TLK[:, layer].ravel(), minlength=size) for layer in layers]
     return np.array(used, float).reshape(len(layers), size) / len(routes_TLK)

@@ -12,6 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from pixels import PAGES, contrasts, inked_share, luminance
+from safetensors.numpy import load_file, save_file
 
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
@@ -93,6 +94,16 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert panels["invalid calls"][0] == {"name": "base", "value": None}
     report["replay"]["on"] = {"logprob_gap_p50": 0.0, "logprob_gap_p99": None, "k3": None}
     assert scores.mismatch(report).svg().count(">–<") == 2
+
+
+def test_experts_without_a_token_are_drawn_and_count(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    for file in (run.path / "rollouts").glob("rl_*.safetensors"):
+        tensors = load_file(file)
+        first_two = np.arange(2, dtype=tensors["routes"].dtype)
+        save_file({**tensors, "routes": tensors["routes"] * 0 + first_two}, file)
+    ax = rollout.experts(run).axes[0]
+    assert "(even use: 25%)" in ax.get_title(loc="left") and len(ax.get_xticks()) == 8
 
 
 def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(tiny_run: RunDir):
