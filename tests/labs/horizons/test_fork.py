@@ -12,14 +12,14 @@ from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.fork import ablate, fork, summary_before, turns_of
+from composer_nb.labs.horizons.fork import Fork, ablate, fork, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
@@ -101,6 +101,12 @@ def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Ta
     assert fork(once, 1, agent, engine(), Boxes(), count=1).exact
     moved = replace(once, task=task.model_copy(update={"files": {**task.files, "f.py": "def f(x):\n    return 1\n"}}))
     assert not fork(moved, 1, agent, engine(), Boxes(), count=1).exact
+
+
+def test_a_future_without_a_grade_says_nothing_of_its_turn(stored) -> None:
+    grades = [Grade(status="graded", tests={"t": passed}) for passed in (True, False)]
+    futures = tuple(replace(stored, grade=grade) for grade in (*grades, *[Grade(status="infra_error")] * 2))
+    assert str(Fork(turn=0, attempts=futures, exact=True)) == "50% (9% to 91%)", "Wilson's of one in two"
 
 
 class Reader(WithoutModel):
