@@ -67,11 +67,11 @@ class StoredRollout:
 
     @property
     def heading(self) -> str:
-        rollout = self.attempt.rollout
-        outcome = "solved" if self.attempt.grade.passed else "not solved"
+        rollout, grade = self.attempt.rollout, self.attempt.grade
+        outcome = "solved" if grade.passed else "not solved" if grade.known else grade.status
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
         network = f", {len(rollout.egress)} connections out" if rollout.egress else ""
-        return f"{self.name}: {outcome}, {len(rollout.turns)} calls{network}, ended by “{rollout.stop}”{gain}"
+        return f"{self.name}: {outcome}, {rollout.calls} calls{network}, ended by “{rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:

@@ -14,6 +14,7 @@ import pytest
 from pixels import PAGES, contrasts, inked_share, luminance
 from safetensors.numpy import load_file, save_file
 
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
@@ -131,6 +132,12 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
     assert rollout.read(stored, unfold=True).text.count("<details open>") == len(parts)
     special = rollout._part_heading(Kind.TOOL_CALL, ["grep", "<|to|>", "def ", "mark", "<|end|>"])
     assert special == "tool call · 5 tokens · grep def mark", "words on both sides of a special token stay apart"
+
+    done = replace(
+        stored.attempt.rollout, turns=(*stored.attempt.rollout.turns, Turn(call="", observation="", said="Done"))
+    )
+    lost = replace(stored, attempt=replace(stored.attempt, rollout=done, grade=Grade(status="infra_error")))
+    assert f": infra_error, {stored.attempt.rollout.calls} calls, ended" in lost.heading, "a last word is no call"
 
 
 @pytest.mark.parametrize("color", get_args(rollout.ColorBy))
