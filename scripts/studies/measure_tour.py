@@ -78,6 +78,10 @@ def run(runs: Path, name: str, settings: Settings, source: RunDir | None = None)
     return finished(path, settings)
 
 
+def is_complete(path: Path) -> bool:
+    return (path / "run.db").is_file() and RunDir(path).finished("numerics") is not None
+
+
 def finished(path: Path, settings: Settings) -> RunDir:
     """Return the run in `path`, resumed if it is not complete. Raises ValueError for one that began with other settings."""
     print(f"== {path.name}", flush=True)
@@ -335,7 +339,7 @@ def main() -> None:
         source: RunDir | None = None
         for rl_seed in arguments.rl_seeds:
             name = f"seed{seed}-rl{rl_seed}"
-            if arguments.table_only and not (arguments.runs / name / "run.db").is_file():
+            if arguments.table_only and not is_complete(arguments.runs / name):
                 continue
             settings = override(base, {"seed": seed, "rl_seed": rl_seed})
             rl_run = (

@@ -35,7 +35,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, from_dict, override
 from composer_nb.views import style
 from composer_nb.views.style import Picture
-from scripts.studies.measure_tour import CALLS, rescored, run, sampled
+from scripts.studies.measure_tour import CALLS, is_complete, rescored, run, sampled
 
 DEFAULT = "default"
 REMEDIES: Mapping[str, Mapping[str, Any]] = {
@@ -128,10 +128,6 @@ def measure(paths: Sequence[RunDir], policy: str, default: Sequence[RunDir]) -> 
             intervals = [bootstrap(by_task[:, column], 0) for column in range(len(SCORES))]
             result[kind][label] = {"gain": by_task.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
     return result
-
-
-def is_complete(path: Path) -> bool:
-    return (path / "run.db").is_file() and RunDir(path).finished("numerics") is not None
 
 
 def print_table(results: Mapping[str, Any]) -> None:
