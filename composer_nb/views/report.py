@@ -177,9 +177,7 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "errors of tools in RL", errors_line(errors)
     if len(hosts := report.get("hosts", {})) > 1:
         for host, services in hosts.items():
-            figures = {
-                name: ", ".join(f"{count:,} {what}" for what, count in work.items()) for name, work in services.items()
-            }
+            figures = {name: ", ".join(f"{n:,} {what}" for what, n in work.items()) for name, work in services.items()}
             yield f"host {host}", "; ".join(f"{name} {text}".rstrip() for name, text in figures.items())
     for name, score in report.get("eval", {}).items():
         if errors := score.get("errors"):

@@ -301,9 +301,7 @@ def colouring(stored: StoredRollout, by: ColorBy) -> tuple[list[Tint | None], tu
     if by == "reason" and not stored.reasons:
         raise ValueError("color='reason' needs what a loss does with each token; see `labs.losses.with_reasons`")
     if by == "advantage" and advantage is None:
-        raise ValueError(
-            "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
-        )
+        raise ValueError("only rollouts of RL have an advantage; color='advantage' needs one, 'logprob' does not")
     if by in ("ratio", "entropy") and trainer is None:
         raise ValueError(f"color={by!r} needs the values that a model computes here; see `rollout.with_trainer`")
     if by in ("reason", "version"):
