@@ -51,9 +51,8 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     rows = s.rows("mistaken")
     assert len(rows) == 6, "the expert solves every task"
     text = s.tokenizer().decode(rows[0].token_ids.tolist(), skip_special_tokens=False)
-    positions = [
-        text.index(f"<function={name}>") for name in ("grep", "read_file", "search_replace", "run_terminal_cmd")
-    ]
+    tools = ("grep", "read_file", "search_replace", "run_terminal_cmd")
+    positions = [text.index(f"<function={name}>") for name in tools]
     assert positions == sorted(positions) and "exit code 0" in text
     looks = s.run.steps("sft")
     assert [look["step"] for look in looks] == [1, 2, 3] and looks[-1]["agent_loss"] < looks[0]["agent_loss"]

@@ -133,11 +133,10 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
     special = rollout._part_heading(Kind.TOOL_CALL, ["grep", "<|to|>", "def ", "mark", "<|end|>"])
     assert special == "tool call · 5 tokens · grep def mark", "words on both sides of a special token stay apart"
 
-    done = replace(
-        stored.attempt.rollout, turns=(*stored.attempt.rollout.turns, Turn(call="", observation="", said="Done"))
-    )
-    lost = replace(stored, attempt=replace(stored.attempt, rollout=done, grade=Grade(status="infra_error")))
-    assert f": infra_error, {stored.attempt.rollout.calls} calls, ended" in lost.heading, "a last word is no call"
+    whole, last = stored.attempt.rollout, Turn(call="", observation="", said="Done")
+    talked = replace(whole, turns=(*whole.turns, last))
+    lost = replace(stored, attempt=replace(stored.attempt, rollout=talked, grade=Grade(status="infra_error")))
+    assert f": infra_error, {whole.calls} calls, ended" in lost.heading, "a last word is no call"
 
 
 @pytest.mark.parametrize("color", get_args(rollout.ColorBy))

@@ -60,16 +60,13 @@ def test_the_past_is_the_stored_one_and_the_same_draws_give_the_same_future(stor
     for turn, (number, start) in enumerate(turns_of(stored.rollout)):
         forked = fork(stored, turn, agent, engine(), Boxes(), count=3)
         assert forked.exact and forked.turn == turn and len(forked.attempts) == 3
-        assert pack_attempt(forked.attempts[0]) == pack_attempt(stored), (
-            "the draws of rollout 0, and so the whole of it"
-        )
+        assert pack_attempt(forked.attempts[0]) == pack_attempt(stored), "the draws of rollout 0"
         for future in forked.attempts[1:]:
             head = future.rollout.segments[number]
             assert np.array_equal(head.token_ids[:start], stored.rollout.segments[number].token_ids[:start])
             assert np.array_equal(head.logprob[:start], stored.rollout.segments[number].logprob[:start])
-            assert not any(
-                stream.route_fault() for stream in to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
-            )
+            streams = to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
+            assert not any(stream.route_fault() for stream in streams)
         if turn == 0:
             assert any(pack_attempt(future) != pack_attempt(stored) for future in forked.attempts[1:])
 

@@ -103,27 +103,23 @@ def test_what_is_planted_is_dropped_by_its_filter_and_nothing_else_is(root: Path
 
 def test_the_same_seed_gives_the_same_bytes_and_mid_training_reads_them(root: Path, tmp_path: Path):
     first, second = (make_corpus(root, tmp_path / name, SETTINGS) for name in "ab")
-    assert first == second and all(
-        (tmp_path / "a" / f.name).read_bytes() == f.read_bytes() for f in (tmp_path / "b").iterdir()
-    )
+    assert first == second
+    assert all((tmp_path / "a" / f.name).read_bytes() == f.read_bytes() for f in (tmp_path / "b").iterdir())
     rows, corpus = read_rows(tmp_path / "a"), read_corpus(str(tmp_path / "a"))
     heldout = {row["repository"] for row in rows if row["heldout"]}
     assert heldout and {row["repository"] for row in rows if not row["heldout"]}.isdisjoint(heldout)
     assert sum(len(row["text"]) for row in rows if row["heldout"]) <= 0.4 * sum(len(row["text"]) for row in rows)
     assert corpus.digest == first["digest"] and len(corpus.names) == len(rows)
     for row in rows:
-        [document] = [
-            text for text in (corpus.validation if row["heldout"] else corpus.train) if f"# {row['path']}\n" in text
-        ]
+        documents = corpus.validation if row["heldout"] else corpus.train
+        [document] = [text for text in documents if f"# {row['path']}\n" in text]
         assert row["text"] in document
     draws = {frozenset(r["repository"] for r in read_rows(tmp_path / "c") if r["heldout"])
              for seed in range(6) if make_corpus(root, tmp_path / "c", replace(SETTINGS, seed=seed))}  # fmt: skip
     assert len(draws) > 1
 
 
-def test_the_command_prints_the_yields_and_bad_input_is_one_line(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_prints_yields_or_one_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_tasks([TASK], tmp_path / "tasks.jsonl")
     line = ["corpus", str(root), "--out", str(tmp_path / "out"), "--tasks", str(tmp_path / "tasks.jsonl")]
     assert main([*line, "--set", "licences=[MIT]"]) == 0
