@@ -1,5 +1,6 @@
 """Scripts whose results documents quote."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -20,3 +21,13 @@ def test_bench_measures_everything():
     figures = {name: value for name, value in measurements.items() if isinstance(value, float)}
     assert len(figures) == 9 and all(value > 0 for value in figures.values()), figures
     assert measurements["sandbox_p50_ms"] <= measurements["sandbox_p95_ms"]
+
+
+def test_a_script_finds_its_neighbours():
+    """Python looks beside the script; what lies in another folder is imported from `scripts`."""
+    paths = [*SCRIPTS.glob("*/**/*.py")]
+    neighbours = {path.stem for path in paths} | {path.parent.name for path in paths}
+    for path in paths:
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {str(node.module).partition(".")[0] for node in imports if not node.level}
+        assert not names & neighbours - {place.stem for place in path.parent.iterdir()}, path

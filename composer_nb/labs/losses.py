@@ -232,9 +232,7 @@ def group_tokens(
     stream_advantages = [np.unique(stream.advantage[1:][stream.acted[1:]]) for stream in group]
     if wrong_counts := [len(advantages) for advantages in stream_advantages if len(advantages) != 1]:
         raise ValueError(f"the bench needs one advantage a stream, not {wrong_counts[0]}")
-    by_rollout = {
-        id(s.whole or s): float(advantages[0]) for s, advantages in zip(group, stream_advantages, strict=True)
-    }
+    by_rollout = {id(s.whole or s): float(a[0]) for s, a in zip(group, stream_advantages, strict=True)}
     std = math.sqrt(np.mean(np.square([*by_rollout.values()])))
     per_std = 1 / (std + 1e-6) if std > NO_SIGNAL else 0.0
     return SampledTokens(

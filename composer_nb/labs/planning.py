@@ -249,8 +249,10 @@ class RunSpeed:
 
     @classmethod
     def of_run(cls, run: RunDir) -> RunSpeed:
-        """Read a run. Raises ValueError for one without durations."""
+        """Read a run. Raises ValueError for one without durations, or with one step."""
         settings, times = from_dict(run.settings()), [step["time"] for step in run.steps("rl")]
+        if len(times) == 1:
+            raise ValueError(f"{run.path.name}: one RL step, and in it the start of the services; give a run of more")
         load = SimulatedLoad(
             durations=Durations.of_run(run),
             workers=settings.services.engines,

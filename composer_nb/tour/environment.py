@@ -68,9 +68,7 @@ class Tour:
             if task.metadata.get("kind") == "paraphrase":
                 return experts.seeker(task, agent.tools.tools)
             rng, verbs = Random(f"expert {seed} {task.id}"), experts.searches(agent.tools.tools)
-            hidden = (
-                ":" not in task.instruction and "kind" not in task.metadata
-            )  # a bug that the request does not describe
+            hidden = ":" not in task.instruction and "kind" not in task.metadata  # a bug that no request describes
             if "function" in task.metadata and verbs and (tiny or hidden):
                 return experts.searcher(task, rng, verbs)
             return experts.expert(task, rng, mistake_rate) if tiny else experts.step_by_step(scripts.expert(task))

@@ -242,9 +242,7 @@ def distinct(
                 if len(keys) == count:
                     return
         if len(keys) == before:
-            raise ValueError(
-                f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
-            )
+            raise ValueError(f"only {before} of {count} tasks can be made; ask for fewer, or see `composer-nb doctor`")
 
 
 def buggy(task: Task) -> str:

@@ -223,9 +223,7 @@ def pareto(reports: Mapping[str, Mapping[str, Any]]) -> Picture:
 def sizes(tasks: Sequence[Task]) -> Picture:
     """Draw boxplots of the lines that solutions change, and of the lengths of requests, with median and quartiles in words."""
     parts = {
-        "lines that solutions change": [
-            solution_lines(task) for task in tasks if task.solution and task.grader != "script"
-        ],
+        "lines that solutions change": [solution_lines(t) for t in tasks if t.solution and t.grader != "script"],
         "characters of requests": [len(task.instruction) for task in tasks],
     }
     picture = Picture(8.5, 3.2)

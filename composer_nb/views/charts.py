@@ -222,9 +222,7 @@ def bars(
          "encoding": {**side, "x": {**length, "field": "low"}, "x2": {"field": "high"}}}
         for ink, size in (("white", 3), (DARK, 1.5))
     ]  # fmt: skip
-    shape = (
-        {"type": mark, "filled": True, "opacity": 1, "size": 90, **hint} if mark == "point" else {"type": mark, **hint}
-    )
+    shape = {"type": mark, **hint} | ({"filled": True, "opacity": 1, "size": 90} if mark == "point" else {})
     main: dict[str, Any] = {"mark": shape, "encoding": {**side, "x": length, "color": tint}}
     if least:
         main["encoding"]["x2"] = {"datum": least}
@@ -236,10 +234,8 @@ def bars(
         label = {"type": "text", "align": "left", "dx": 4, "color": INK, "fontSize": 11}
         end: dict[str, Any] = {**side, "x": {**length, "field": "end"}, "text": {"field": "label"}}
         layers.append({"mark": label, "transform": [behind, {"calculate": text, "as": "label"}], "encoding": end})
-    step = 22 if "yOffset" not in side else 6 + 14 * len(series)
-    return Chart(
-        title, rows, {"height": {"step": step} if "yOffset" not in side else step * len(names), "layer": layers}
-    )
+    height: Any = (6 + 14 * len(series)) * len(names) if "yOffset" in side else {"step": 22}
+    return Chart(title, rows, {"height": height, "layer": layers})
 
 
 def stack(
@@ -254,8 +250,10 @@ def stack(
 ) -> Chart:
     """Draw the `value` of each `part`, one above the other, over steps (`area`) or names (`bar`) `at`; `top` ends the axis."""
     kind: dict[str, Any] = {"type": "ordinal"}
+    shape: dict[str, Any] = {"type": mark, "clip": True, "tooltip": {"content": "data"}}
     if mark == "area":
         kind = {"type": "quantitative", "scale": {"nice": False}}
+        shape["interpolate"] = "step"
     scale = {"domainMax": top} if top else {}
     encoding = {
         "x": {"field": "at", "axis": {"title": x, "labelAngle": 0, "labelOverlap": True}, **kind},
@@ -263,10 +261,4 @@ def stack(
         "color": color([row["part"] for row in rows], colors, "part"),
         "order": {"field": "order"},
     }
-    tooltip = {
-        "type": mark,
-        "clip": True,
-        "tooltip": {"content": "data"},
-        **({"interpolate": "step"} if mark == "area" else {}),
-    }
-    return Chart(title, rows, {"height": 170, "mark": tooltip, "encoding": encoding})
+    return Chart(title, rows, {"height": 170, "mark": shape, "encoding": encoding})

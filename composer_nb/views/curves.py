@@ -141,17 +141,13 @@ def _over_seeds(seeds: Sequence[Steps], figure: str, line: str) -> Iterator[dict
 
 def supervised(status: Status) -> Figure:
     """Draw the losses of mid-training, the long-context phase if there is one, and fine-tuning, in nats per token."""
-    return Figure(_losses(status), note="mid-training has not reached its first checkpoint yet")
-
-
-def _losses(status: Status) -> list[Chart]:
     charts = []
     for stage, title in _SUPERVISED.items():
         steps = status.supervised.get(stage, ())
         rows = [row for loss, (label, _) in _LOSSES.items() for row in points(steps, loss, label)]
         if rows:
             charts.append(lines(title, rows, "nats a token", dict(_LOSSES.values()), x="optimizer step", window=1))
-    return charts
+    return Figure(charts, note="mid-training has not reached its first checkpoint yet")
 
 
 def reinforcement(status: Status) -> Figure:

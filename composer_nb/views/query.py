@@ -39,9 +39,7 @@ def selector(
     while position < len(text):
         match = _CLAUSE.match(text, position)
         if match is None:
-            raise ValueError(
-                f"{text[position:]!r}: write clauses with `and` between them, as: advantage < -.5 and not solved"
-            )
+            raise ValueError(f"{text[position:]!r}: put `and` between clauses, as: advantage < -.5 and not solved")
         words = (match["words"] or "").strip()
         clauses.append((match["no"] is None, _clause(match["pattern"], words, names, text_of, flags or {})))
         position = match.end()

@@ -123,7 +123,8 @@ def _gain_sentences(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{chance} chance."
             )
         else:
-            yield f"On {tasks} tasks of new {kind}: {points:+.1f} ({low:+.1f} to {high:+.1f}), {chance} chance."
+            over = f"over “{gain['over']}” ({low:+.1f} to {high:+.1f})"
+            yield f"On {tasks} tasks of new {kind}: {points:+.1f} {over}, {chance} chance."
     old, new = (report["eval"][name] for name in (before, "final"))
     pairs = [(name, old.get(figure), new.get(figure)) for name, figure in (FALLS | RISES).items()]
     moved = [(n, a, b) for n, a, b in pairs if None not in (a, b) and round(a, 2) != round(b, 2)]
@@ -176,9 +177,7 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "errors of tools in RL", errors_line(errors)
     if len(hosts := report.get("hosts", {})) > 1:
         for host, services in hosts.items():
-            figures = {
-                name: ", ".join(f"{count:,} {what}" for what, count in work.items()) for name, work in services.items()
-            }
+            figures = {name: ", ".join(f"{n:,} {what}" for what, n in work.items()) for name, work in services.items()}
             yield f"host {host}", "; ".join(f"{name} {text}".rstrip() for name, text in figures.items())
     for name, score in report.get("eval", {}).items():
         if errors := score.get("errors"):

@@ -28,6 +28,7 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
 from composer_nb.production.record import served as served_by
 from composer_nb.trainer.learning.retrace import Recomputed, recompute
+from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.reader import stored_groups
@@ -66,11 +67,11 @@ class StoredRollout:
 
     @property
     def heading(self) -> str:
-        rollout = self.attempt.rollout
-        outcome = "solved" if self.attempt.grade.passed else "not solved"
+        rollout, grade = self.attempt.rollout, self.attempt.grade
+        outcome = "solved" if grade.passed else "not solved" if grade.known else grade.status
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
         network = f", {len(rollout.egress)} connections out" if rollout.egress else ""
-        return f"{self.name}: {outcome}, {len(rollout.turns)} calls{network}, ended by “{rollout.stop}”{gain}"
+        return f"{self.name}: {outcome}, {rollout.calls} calls{network}, ended by “{rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
@@ -191,7 +192,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     files = sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.safetensors"))
     if not steps or not files:
         return style.empty("no rollout with routes is stored yet")
-    use_LE = expert_use(files)
+    use_LE = expert_use(files, read_config(run.path / "weights" / "start" / "config.json").model.num_experts)
     if not len(use_LE):
         return style.empty("the model has no experts")
     experts_per_token = use_LE.sum(1).round().astype(int)[0]
@@ -210,11 +211,12 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     return picture
 
 
-def expert_use(files: Sequence[Path]) -> NDArray[np.float64]:
-    """Return [L, E] the share of forwarded tokens in `files` that each expert received; rows sum to K."""
+def expert_use(files: Sequence[Path], experts: int = 0) -> NDArray[np.float64]:
+    """Return [L, E] the share of forwarded tokens in `files` that each expert received; rows sum to K. Of `experts`, those at the
+    end that received none are in it, too."""
     tensors = [load_file(path) for path in files]
     routes_TLK = np.concatenate([t["routes"][t["route_valid"]] for t in tensors])
-    size = int(routes_TLK.max()) + 1 if routes_TLK.size else 0
+    size = max(experts, int(routes_TLK.max()) + 1) if routes_TLK.size else 0
     layers = range(routes_TLK.shape[1])
     used = [np.bincount(routes_TLK[:, layer].ravel(), minlength=size) for layer in layers]
     return np.array(used, float).reshape(len(layers), size) / len(routes_TLK)
@@ -299,9 +301,7 @@ def colouring(stored: StoredRollout, by: ColorBy) -> tuple[list[Tint | None], tu
     if by == "reason" and not stored.reasons:
         raise ValueError("color='reason' needs what a loss does with each token; see `labs.losses.with_reasons`")
     if by == "advantage" and advantage is None:
-        raise ValueError(
-            "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
-        )
+        raise ValueError("only rollouts of RL have an advantage; color='advantage' needs one, 'logprob' does not")
     if by in ("ratio", "entropy") and trainer is None:
         raise ValueError(f"color={by!r} needs the values that a model computes here; see `rollout.with_trainer`")
     if by in ("reason", "version"):

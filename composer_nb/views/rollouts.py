@@ -1,10 +1,8 @@
 """The rollouts of a run as rows, and a search over them (`views.query`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import DETECTORS
 from composer_nb.trainer.recipe.reader import stored_steps
 from composer_nb.trainer.records.rundir import RunDir
@@ -20,16 +18,12 @@ _MONITORS = {
 }
 
 
-def _is_flagged(detector: Callable[[Attempt], bool], stored: StoredRollout) -> bool:
-    return detector(stored.attempt)
-
-
 # What can be asked of a rollout, by words.
 FLAGS: Mapping[str, Callable[[StoredRollout], bool]] = {
     "solved": lambda stored: stored.attempt.grade.passed,
     "tampered": lambda stored: stored.attempt.grade.status == "tampered",
     "invalid call": lambda stored: stored.attempt.rollout.invalid_calls > 0,
-    **{words: partial(_is_flagged, DETECTORS[name]) for words, name in _MONITORS.items()},
+    **{words: lambda stored, name=name: DETECTORS[name](stored.attempt) for words, name in _MONITORS.items()},
 }
 NAMES = frozenset({"rollout", "from", "group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"})
 
@@ -53,10 +47,8 @@ def row(number: int, stored: StoredRollout) -> dict[str, Any]:
 
 def text(stored: StoredRollout) -> str:
     """Return the instruction, and what the agent wrote and read, for a search."""
-    turns = stored.attempt.rollout.turns
-    return "\n".join(
-        [stored.attempt.task.instruction, *(part for t in turns for part in (t.said, t.call, t.observation))]
-    )
+    parts = (part for turn in stored.attempt.rollout.turns for part in (turn.said, turn.call, turn.observation))
+    return "\n".join([stored.attempt.task.instruction, *parts])
 
 
 def sources(run: RunDir) -> list[str]:

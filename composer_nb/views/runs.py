@@ -74,5 +74,6 @@ def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
         if len(members) > 2:
             result[", ".join(filter(None, (text, f"{len(members)} seeds")))] = [status for status, _ in members]
         else:
-            result |= {name if name not in result else f"{name}, {s.path.name}": [s] for s, name in members}
+            for status, name in members:
+                result[name if name not in result else f"{name}, {status.path.name}"] = [status]
     return result

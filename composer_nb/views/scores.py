@@ -18,7 +18,8 @@ _NOT_YET = "no policy has been scored yet"
 
 def policies(report: Mapping[str, Any]) -> Figure:
     """Draw pass@1, greedy, best of k and what is solved in 12 calls, of every policy, with 95 % intervals over tasks (in 12 calls
-    at most this wide: as if each task had one attempt); RL's gains in 12 calls stand beside them, paired by task."""
+    at most this wide: as if each task had one attempt); RL's gains in 12 calls stand beside them, paired by task, for each kind
+    of tasks over the policy before it that solves more of them."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
         return Figure([], note=_NOT_YET)
@@ -35,10 +36,9 @@ def policies(report: Mapping[str, Any]) -> Figure:
     fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
     title = f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else "")
     within_12 = report.get("gain", {}).get("within_12", {})
-    gains = [scored(part, gain["gain"], gain["ci95"]) for part, gain in within_12.items()]
-    stronger = next((f" over “{gain['over']}”" for gain in within_12.values()), "")
+    gains = [scored(f"{part} over {gain['over']}", gain["gain"], gain["ci95"]) for part, gain in within_12.items()]
     panels = [bars(title, rows, POLICY, unit="share", form=".2f")]
-    return Figure([*panels, *([differences(f"RL's gain in 12 calls{stronger}", gains)] if gains else [])], width=420)
+    return Figure([*panels, *([differences("RL's gain in 12 calls", gains)] if gains else [])], width=420)
 
 
 def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:

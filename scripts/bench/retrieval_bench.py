@@ -4,7 +4,7 @@
     scripts/bench/retrieval_bench.py DIR... [--questions 150] [--kind docstring] [--traces TASKS ROLLOUTS]...
 
 Each DIR is an unpacked source distribution that the embedding has not seen. Its questions are mined
-(`retrieval/questions.py`), and at most `--questions` of them are drawn with a fixed seed. With `--traces`, questions are
+(`data/retrieval/questions.py`), and at most `--questions` of them are drawn with a fixed seed. With `--traces`, questions are
 what agents on a repository's tasks said and came to need. Prints a Markdown table per repository, and one for all questions.
 """
 
@@ -16,12 +16,12 @@ from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.measure import ranks, table
-from retrieval.questions import Mined, mine, read_repository
-from retrieval.traces import read_traces
 
 from composer_nb.harness.search.embedding import SHIPPED, load_embedding
 from composer_nb.harness.search.index import CodeIndex
+from scripts.data.retrieval.measure import ranks, table
+from scripts.data.retrieval.questions import Mined, mine, read_repository
+from scripts.data.retrieval.traces import read_traces
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from retrieval.questions import mine, read_repository
 
 from composer_nb.harness.search.embedding import SHIPPED, load_embedding
 from composer_nb.harness.search.index import CodeIndex
+from scripts.data.retrieval.questions import mine, read_repository
 
 
 def main() -> None:

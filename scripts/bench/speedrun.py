@@ -5,7 +5,7 @@ Three seeds, from no checkpoint; `--again` trains the three that check an entry.
 the last policy solves in at most 12 calls, over the time of all stages but those that only evaluate. Any setting, and any change
 of the code, may be made that leaves the rules of docs/speedrun.md: the tasks, their grading and the limits of an attempt. Prints
 a row for the table there, with intervals over seeds, or what breaks a rule. Interrupted, it can be started again: complete runs
-are kept.
+are kept. Another entry needs another folder, `--runs`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
         name = f"seed{seed}"
         path = arguments.runs / name
         if (path / "run.db").is_file():
-            runs.append(start_or_resume(path, say=lambda line: print(line, flush=True)))
+            runs.append(start_or_resume(path, settings, say=lambda line: print(line, flush=True)))
         else:
             runs.append(start_or_resume(None, settings, runs=arguments.runs, name=name))
     try:

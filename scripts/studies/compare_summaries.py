@@ -64,7 +64,7 @@ SUMMARIES: dict[str, SummarySettings] = {"one segment": ONE_SEGMENT}
 KINDS: Sequence[Compaction] = ("self", "prompted", "truncate")
 SUMMARIES |= {f"{kind}, {t}": SummarySettings(kind=kind, trigger=t, tokens=320) for t in TRIGGERS for kind in KINDS}
 
-TASK_OPTIONS: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
+TASK_OPTIONS: dict[str, Any] = {"heldout": False, "described": 0.0, "families": frozenset({"comp", "loop", "slice"})}
 DEMONSTRATION_SEED = "x"
 """Seed of the tasks of demonstrations."""
 MOST_CHANGES = 9

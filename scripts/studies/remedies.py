@@ -5,13 +5,13 @@ One start per seed (mid-training and fine-tuning), and from it one RL run per ar
 as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`) with its logits times a factor
 (`--sharpness`), which needs no other RL. A share of 1 is the start, with that factor. Held-out tasks get 16 samples, from which
 best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what every arm gains over the start and
-over the default, with 95 % intervals paired by task over all seeds; writes these and each seed's gains into `remedies.json`, and
-a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are kept. `--table-only`
-prints what there is.
+over the default, with 95 % intervals over tasks, each with its mean over the seeds; writes these and each seed's gains into
+`remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are kept;
+those with other settings need another folder, `--runs`. `--table-only` prints what there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --arm both loss.baseline=pass_at_k rl.uncalibrated=true   an arm of your own; it may be repeated
-    --seeds 0 --minutes 1 --set data.heldout_tasks=60         a quick look
+    --runs runs/quick --seeds 0 --minutes 1 --set data.heldout_tasks=60    a quick look
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, from_dict, override
 from composer_nb.views import style
 from composer_nb.views.style import Picture
-from scripts.studies.measure_tour import CALLS, rescored, run, sampled
+from scripts.studies.measure_tour import CALLS, is_complete, rescored, run, sampled
 
 DEFAULT = "default"
 SHARPNESS = Settings().sft.sharpness
@@ -72,12 +72,15 @@ def scores_by_task(path: RunDir, policy: str, kind: str) -> dict[str, list[float
 
 
 def gains(first: Sequence[Mapping[str, Sequence[float]]], second: Sequence[Mapping[str, Sequence[float]]]) -> Any:
-    """Return `second` − `first` in points, [tasks of all seeds, SCORES], paired by task, and each seed's mean [seeds, SCORES]."""
-    differences = [
-        100 * (np.array([second_scores[task] for task in first_scores]) - np.array([*first_scores.values()]))
+    """Return `second` − `first` in points, [tasks, SCORES], each task's mean over the seeds, which share their tasks; and each
+    seed's mean [seeds, SCORES]."""
+    by_seed = [
+        {task: 100 * np.subtract(second_scores[task], first_scores[task]) for task in first_scores}
         for first_scores, second_scores in zip(first, second, strict=True)
     ]
-    return np.concatenate(differences), np.array([difference.mean(0) for difference in differences])
+    tasks = dict.fromkeys(task for by_task in by_seed for task in by_task)
+    means = [np.mean([by_task[task] for by_task in by_seed if task in by_task], axis=0) for task in tasks]
+    return np.array(means), np.array([np.mean([*by_task.values()], axis=0) for by_task in by_seed])
 
 
 def surprise(segments: Sequence[Segment]) -> tuple[list[float], list[float]]:
@@ -114,19 +117,15 @@ def measure(paths: Sequence[RunDir], policy: str, default: Sequence[RunDir]) -> 
         scores = [scores_by_task(path, policy, kind) for path in paths]
         result[kind] = {"scores": np.mean([np.mean([*s.values()], axis=0) for s in scores], axis=0).tolist()}
         for label, baseline in (("over the start", "start"), ("over the default", "final")):
-            pooled, seeds = gains([scores_by_task(path, baseline, kind) for path in default], scores)
-            intervals = [bootstrap(pooled[:, column], 0) for column in range(len(SCORES))]
-            result[kind][label] = {"gain": pooled.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
+            by_task, seeds = gains([scores_by_task(path, baseline, kind) for path in default], scores)
+            intervals = [bootstrap(by_task[:, column], 0) for column in range(len(SCORES))]
+            result[kind][label] = {"gain": by_task.mean(0).tolist(), "ci95": intervals, "seeds": seeds.tolist()}
     return result
-
-
-def is_complete(path: Path) -> bool:
-    return (path / "run.db").is_file() and RunDir(path).finished("numerics") is not None
 
 
 def print_table(results: Mapping[str, Any]) -> None:
     names = [*results["start"]["behaviour"][0]]
-    print("\nPoints over the start, and best of 4 also over the default (95 %, paired by task, all seeds).\n")
+    print("\nPoints over the start, and best of 4 also over the default (95 %, paired by task).\n")
     print(f"| arm | {' | '.join(SCORES)} | best of 4, over the default | new structures, {SCORES[0]} ", end="")
     print(f"| {' | '.join(names)} | steps | s |\n|" + "---|" * (5 + len(SCORES) + len(names)))
     best = SCORES.index("best of 4")
@@ -203,17 +202,20 @@ def main() -> None:
             {**changes[name], "rl.start_weight": share, "rl.sharpness": [factor]} if arm != name else changes[name]
         )
         variants = [override(s, changed) for s in settings.values()]
-        sources: list[RunDir | None] = [*default] or [None] * len(paths)
-        if arm != name:
+        if arguments.table_only:
+            finals = [RunDir(path) for path in paths]
+        elif arm != name:
             finals = [
                 rescored(arguments.runs, path.name, variant, source, rl)
                 for path, variant, source, rl in zip(paths, variants, default, trained, strict=True)
             ]
         else:
-            finals = trained = [
+            sources: list[RunDir | None] = [*default] or [None] * len(paths)
+            finals = [
                 run(arguments.runs, path.name, variant, source)
                 for path, variant, source in zip(paths, variants, sources, strict=True)
             ]
+        trained = finals if arm == name else trained
         default = default or trained
         results.setdefault("start", measure(default, "start", default))
         results[arm] = measure(finals, "final", default)

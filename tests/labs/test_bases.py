@@ -54,9 +54,8 @@ def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_th
     assert len(questions) == 9 and questions == make_questions([TEXT], 100, 4, 0) != make_questions([TEXT], 100, 4, 1)
     for question in questions:
         assert len(set(question.choices)) == 4 and question.prompt + question.choices[question.answer] in TEXT
-        assert not any(
-            question.prompt + wrong in TEXT for wrong in question.choices if wrong != question.choices[question.answer]
-        )
+        wrong = set(question.choices) - {question.choices[question.answer]}
+        assert not any(question.prompt + choice in TEXT for choice in wrong)
         cost = [len(even.ids(choice)) / len(choice) for choice in question.choices]
         assert cost[chosen(even, question)] == pytest.approx(min(cost))
     with pytest.raises(ValueError, match=r"questions: 0 functions differ .* 4 are needed"):

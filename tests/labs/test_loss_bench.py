@@ -160,9 +160,8 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
     policy = [logprobs((first, second), sequence) for sequence in sequences]
     sampled = [logprobs(sampler_tables, sequence) for sequence in sequences]
     expected = sum(reward * p.sum().exp() for reward, p in zip(rewards, policy, strict=True))
-    expected_gradient = torch.cat(
-        [g.flatten() for g in torch.autograd.grad(expected, (first, second), retain_graph=True)]
-    )
+    gradients = torch.autograd.grad(expected, (first, second), retain_graph=True)
+    expected_gradient = torch.cat([g.flatten() for g in gradients])
     total, per_token = torch.zeros_like(expected_gradient), torch.zeros_like(expected_gradient)
     for members in itertools.product(range(len(sequences)), repeat=group):
         reward = rewards[list(members)]
@@ -277,9 +276,8 @@ def test_a_rollout_of_several_segments_counts_once_in_the_deviation(bigrams: Non
 
 @given(st.integers(1, 500), st.integers(0, 500), st.floats(1e-3, 1e3))
 def test_effective_share_of_a_mask_is_what_it_leaves(remaining: int, dropped: int, scale: float):
-    assert effective_share(np.repeat([scale, 0.0], [remaining, dropped])) == pytest.approx(
-        remaining / (remaining + dropped)
-    )
+    share = effective_share(np.repeat([scale, 0.0], [remaining, dropped]))
+    assert share == pytest.approx(remaining / (remaining + dropped))
     assert math.isnan(effective_share(np.zeros(remaining)))
 
 

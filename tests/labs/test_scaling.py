@@ -48,9 +48,7 @@ def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
 def test_a_prediction_is_judged_at_the_last_point():
     loss = (4 - 0.3 * np.log(TOKENS)).tolist()
     exact = predictions(TOKENS, loss)
-    assert exact["log-linear"][1] == pytest.approx(0, abs=1e-9) and exact["power"][1] > 0.01, (
-        "a power law bends upwards"
-    )
+    assert exact["log-linear"][1] == pytest.approx(0, abs=1e-9) and exact["power"][1] > 0.01, "it bends"
     higher = predictions(TOKENS, [*loss[:-1], loss[-1] + 1])
     assert higher["log-linear"][1] == pytest.approx(-1) and higher["log-linear"][0] == exact["log-linear"][0]
 

@@ -51,9 +51,8 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     rows = s.rows("mistaken")
     assert len(rows) == 6, "the expert solves every task"
     text = s.tokenizer().decode(rows[0].token_ids.tolist(), skip_special_tokens=False)
-    positions = [
-        text.index(f"<function={name}>") for name in ("grep", "read_file", "search_replace", "run_terminal_cmd")
-    ]
+    tools = ("grep", "read_file", "search_replace", "run_terminal_cmd")
+    positions = [text.index(f"<function={name}>") for name in tools]
     assert positions == sorted(positions) and "exit code 0" in text
     looks = s.run.steps("sft")
     assert [look["step"] for look in looks] == [1, 2, 3] and looks[-1]["agent_loss"] < looks[0]["agent_loss"]
@@ -71,12 +70,13 @@ def test_settings_for_a_gpu_fit_the_model() -> None:
     assert settings.mesh.device == "cuda" and settings.limits.tokens == 4096
 
 
-def test_gains_are_paired_by_task_and_pooled_over_seeds() -> None:
+def test_gains_are_paired_by_task_and_seeds_of_the_same_tasks_are_not_more_tasks() -> None:
     start = {(seed, task): 0.5 for seed in range(3) for task in "abcd"}
     final = start | {(seed, "a"): 1.0 for seed in range(3)} | {(0, "missing"): 1.0}
     mean, low, high = module.gain(final, start)
     assert mean == 12.5 and 0 <= low < mean < high < 50
-    assert module.gain(start, start) == (0.0, 0.0, 0.0)
+    one_seed = {key: share for key, share in start.items() if key[0] == 0}
+    assert module.gain(final, one_seed) == (mean, low, high) and module.gain(start, start) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The study of remedies: gains by task and seed, and the tokens that open a turn."""
+"""The study of remedies: gains by task, and the tokens that open a turn."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from composer_nb.trainer.settings import Settings, override
 from scripts.studies.remedies import REMEDIES, gains, surprise
 
 
-def test_gains_are_paired_by_task_within_a_seed() -> None:
+def test_gains_are_paired_by_task_and_seeds_that_share_a_task_are_one_gain() -> None:
     first = [{"a": [0.25, 0.5], "b": [0.5, 1.0]}, {"a": [0.0, 0.0]}]
     second = [{"b": [1.0, 1.0], "a": [0.5, 0.25]}, {"a": [0.5, 1.0]}]
-    pooled, seeds = gains(first, second)
-    assert pooled.tolist() == [[25, -25], [50, 0], [50, 100]] and seeds.tolist() == [[37.5, -12.5], [50, 100]]
+    by_task, seeds = gains(first, second)
+    assert by_task.tolist() == [[37.5, 37.5], [50, 0]] and seeds.tolist() == [[37.5, -12.5], [50, 100]]
 
 
 def test_a_turn_opens_where_the_policy_begins_to_write() -> None:

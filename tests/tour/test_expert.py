@@ -59,9 +59,7 @@ def test_an_expert_mends_everything_and_with_mistakes_most(play: Play) -> None:
     assert len(attempts) / 3 < sum(attempt.grade.passed for attempt in attempts) < len(attempts)
 
 
-def test_scripts_are_sent_what_the_tools_answered_and_must_not_end_first(
-    agent: Agent, task: Task, boxes: Callable[..., Any]
-) -> None:
+def test_scripts_are_sent_answers_and_must_not_end_first(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
     observations: list[str] = []
 
     def script(n: int) -> Script:

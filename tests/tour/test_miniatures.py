@@ -110,9 +110,8 @@ def test_the_expert_solves_them_in_the_limits_of_small_models(
 ) -> None:
     agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
     policy = ScriptedPolicy(renderer, lambda number: searcher(tasks[number], Random(number)))
-    attempts: list[Attempt] = [
-        attempt for _, attempt in drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor)
-    ]
+    driven = drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor)
+    attempts: list[Attempt] = [attempt for _, attempt in driven]
     assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in attempts)
     most = 6 if "kind" in tasks[0].metadata else 4 + TRIES
     assert all(attempt.rollout.invalid_calls == 0 and attempt.rollout.messages <= most for attempt in attempts)

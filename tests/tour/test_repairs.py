@@ -62,9 +62,7 @@ def requests_of(task: Task) -> list[CallRequest]:
     ]
 
 
-def test_gold_passes_and_the_bug_fails_in_fresh_sandboxes_as_in_common_ones(
-    training: Made, heldout: Made, sandboxes: SandboxExecutor
-) -> None:
+def test_fresh_sandboxes_pass_gold_and_fail_bugs(training: Made, heldout: Made, sandboxes: SandboxExecutor) -> None:
     for generated in (training, heldout):
         requests = [request for task in generated.tasks for request in requests_of(task)]
         fresh = sandboxes.run(requests)
@@ -84,22 +82,17 @@ def test_the_same_seed_gives_the_same_tasks(training: Made, sandboxes: SandboxEx
 
 
 def test_held_out_structures_are_in_no_other_task(training: Made, heldout: Made) -> None:
-    assert not {task.metadata["structure"] for task in training.tasks} & {
-        t.metadata["structure"] for t in heldout.tasks
-    }
+    seen, new = ({task.metadata["structure"] for task in made.tasks} for made in (training, heldout))
+    assert not seen & new
     assert not repairs.fingerprints(training.tasks) & repairs.fingerprints(heldout.tasks)
-    assert not repairs.buggy_prints(training.tasks) & {
-        print_ for task in heldout.tasks for print_ in repairs.fingerprints([task])
-    }
+    assert not repairs.buggy_prints(training.tasks) & repairs.fingerprints(heldout.tasks)
 
 
 PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x plus 1", inputs=("any",))
 
 
 @settings(max_examples=60)
-@given(
-    fails=st.lists(st.booleans(), min_size=repairs.VISIBLE + repairs.HIDDEN, max_size=repairs.VISIBLE + repairs.HIDDEN)
-)
+@given(fails=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
     inputs = tuple((n,) for n in range(len(fails)))
     candidate = repairs.BuggyProgram(
@@ -112,8 +105,7 @@ def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> Non
         assert task is None
         return
     assert task is not None
-    visible, hidden = (
-        [int(test.arguments[1:-2]) for test in parse_test_files(tests)] for tests in (task.visible_tests, task.tests)
-    )
+    dealt = [parse_test_files(tests) for tests in (task.visible_tests, task.tests)]
+    visible, hidden = ([int(test.arguments[1:-2]) for test in tests] for tests in dealt)
     assert sorted(visible + hidden) == list(range(12)) and len(visible) == repairs.VISIBLE
     assert fails[visible[0]] and any(fails[n] for n in hidden)

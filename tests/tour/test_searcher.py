@@ -34,9 +34,8 @@ def searched(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> list[Atte
 
 
 def test_it_tests_looks_tries_and_undoes(searched: list[Attempt]) -> None:
-    assert sum(attempt.grade.passed for attempt in searched) >= 0.9 * len(
-        searched
-    )  # a wrong change may pass the visible tests
+    # A wrong change may pass the visible tests.
+    assert sum(attempt.grade.passed for attempt in searched) >= 0.9 * len(searched)
     figures = behaviour(searched)
     assert figures["recovery"] > 0.9 and figures["recovery_n"] > 10
     assert figures["tests_after_wrong_edit"] == 1.0 and figures["invalid_call_rate"] == 0.0
@@ -62,9 +61,8 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
         tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, described=0.0))
         agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
         demonstrations = list(Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0))
-    assert len(demonstrations) == 2 and all(
-        attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in demonstrations
-    )
+    assert len(demonstrations) == 2
+    assert all(attempt.grade.passed and attempt.rollout.stop == "finished" for attempt in demonstrations)
     for attempt in demonstrations:
         names = [json.loads(turn.call)["name"] for turn in attempt.rollout.turns if turn.call]
         tries = names[3:]

@@ -10,9 +10,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import compare as views
 
 
-def test_two_runs_have_their_figures_and_each_shows_what_was_found(
-    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
-):
+def test_figures_of_two_runs_show_what_was_found(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     with run.connect() as db:
         db.execute("DELETE FROM step WHERE stage = 'rl' AND step = 3")

@@ -67,9 +67,8 @@ def test_the_picture_is_the_run(tiny_run: RunDir) -> None:
 def test_a_run_says_how_far_it_is_and_what_is_under_way(run: RunDir) -> None:
     status = read_status(run.path)
     assert panels(status) == {}, "a panel without data is not shown"
-    assert dashboard.headline(status) == "it: dead, tokenizer" and dict(dashboard.facts(status))["process"].startswith(
-        "none"
-    )
+    assert dashboard.headline(status) == "it: dead, tokenizer"
+    assert dict(dashboard.facts(status))["process"].startswith("none")
     for name in ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"):
         run.finish(name, 1.0, {"pass_at_1": 0.5})
     run.commit("rl", 4, {}, [(at, POINT) for at in range(1, 5)])

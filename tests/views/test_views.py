@@ -12,7 +12,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 from pixels import PAGES, contrasts, inked_share, luminance
+from safetensors.numpy import load_file, save_file
 
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
@@ -74,6 +76,8 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     final |= {"pass_at_1": 0.5, "ci95": [0.4, 0.6]}
     absent = ("retries_after_failed_test", "invalid_call_rate", "pass_greedy")
     report["eval"]["base"] |= dict.fromkeys(absent) | {"n_tasks": 3}
+    for part, over in {"heldout": "midtrained", "structures": "start"}.items():
+        report["gain"]["within_12"][part]["over"] = over
     chart, gains = scores.policies(report).charts
     bars = {(row["name"], row["series"]): row for row in chart.rows}
     within = [score["pass_within"]["12"] for score in (final, final["structures"])]
@@ -83,6 +87,7 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert bars["greedy", "base"]["value"] is None and bars["greedy", "base"]["low"] is None
     assert f"{final['n_tasks']} held-out tasks (base 3)" in chart.title
     assert gains.rows[0]["value"] == report["gain"]["within_12"]["heldout"]["gain"]
+    assert [row["name"] for row in gains.rows] == ["heldout over midtrained", "structures over start"]
     names = ["pass_at_1", "pass_greedy", "retries_after_failed_test"]
     assert list(scores.table(report, names).loc["base"][1:]) == ["–", "–"]
     assert "–" in scores.policies(report).svg()
@@ -90,6 +95,16 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert panels["invalid calls"][0] == {"name": "base", "value": None}
     report["replay"]["on"] = {"logprob_gap_p50": 0.0, "logprob_gap_p99": None, "k3": None}
     assert scores.mismatch(report).svg().count(">–<") == 2
+
+
+def test_experts_without_a_token_are_drawn_and_count(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    for file in (run.path / "rollouts").glob("rl_*.safetensors"):
+        tensors = load_file(file)
+        first_two = np.arange(2, dtype=tensors["routes"].dtype)
+        save_file({**tensors, "routes": tensors["routes"] * 0 + first_two}, file)
+    ax = rollout.experts(run).axes[0]
+    assert "(even use: 25%)" in ax.get_title(loc="left") and len(ax.get_xticks()) == 8
 
 
 def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(tiny_run: RunDir):
@@ -117,6 +132,11 @@ def test_a_reading_shows_every_token_and_its_numbers_and_lets_no_markup_through(
     assert rollout.read(stored, unfold=True).text.count("<details open>") == len(parts)
     special = rollout._part_heading(Kind.TOOL_CALL, ["grep", "<|to|>", "def ", "mark", "<|end|>"])
     assert special == "tool call · 5 tokens · grep def mark", "words on both sides of a special token stay apart"
+
+    whole, last = stored.attempt.rollout, Turn(call="", observation="", said="Done")
+    talked = replace(whole, turns=(*whole.turns, last))
+    lost = replace(stored, attempt=replace(stored.attempt, rollout=talked, grade=Grade(status="infra_error")))
+    assert f": infra_error, {whole.calls} calls, ended" in lost.heading, "a last word is no call"
 
 
 @pytest.mark.parametrize("color", get_args(rollout.ColorBy))

@@ -7,6 +7,7 @@ of a hint at one turn, token by token, before anything is trained.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,14 +50,19 @@ class Fork:
     exact: bool
 
     @property
+    def outcomes(self) -> list[bool]:
+        """Whether each future solves the task; those that were lost before a grade are left out."""
+        return [attempt.grade.passed for attempt in self.attempts if attempt.grade.known]
+
+    @property
     def solved(self) -> float:
-        """The share of the futures that solve the task."""
-        return float(np.mean([attempt.grade.passed for attempt in self.attempts]))
+        """The share of the futures that solve the task; NaN if all were lost."""
+        return float(np.mean(self.outcomes or [math.nan]))
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of `solved`."""
-        return wilson(self.solved, len(self.attempts))
+        return wilson(self.solved, len(self.outcomes))
 
     def __str__(self) -> str:
         low, high = self.interval

@@ -82,15 +82,11 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     for name, reasons in [("readable", readable), *_filters_of(settings, secret)]:
         reason_of = {index: why for index, why in sorted(reasons(files).items()) if why}
         unfit = [files[index] for index in reason_of]
-        dropped += [
-            (file.repository, file.path, name, why) for file, why in zip(unfit, reason_of.values(), strict=True)
-        ]
+        dropped += [(f.repository, f.path, name, why) for f, why in zip(unfit, reason_of.values(), strict=True)]
         files = [file for index, file in enumerate(files) if index not in reason_of]
         yields.append(_row(name, files, unfit))
     if len(files) < 2:
-        raise ValueError(
-            f"{root}: {len(files)} files are left, and two are needed; dropped.csv of a laxer run says why"
-        )
+        raise ValueError(f"{root}: {len(files)} files are left, two are needed; dropped.csv of a laxer run says why")
     out.mkdir(parents=True, exist_ok=True)
     heldout = _heldout(files, settings)
     rows = list(_documents(files, heldout, settings.document))

@@ -65,13 +65,13 @@ def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple
                 try:
                     text = _decoded(path, file.read_bytes()).replace("\r\n", "\n")
                     why = "" if text.strip() else "empty"
-                except ValueError:
+                except (ValueError, LookupError):  # LookupError: a codec that is none of text, as rot13
                     why = "not UTF-8"
             yield SourceFile(repository=name, path=path, licence=licence, text=text), why
 
 
 def _decoded(path: str, data: bytes) -> str:
-    """Return a file's text without a byte order mark; Python may declare its encoding. Raises ValueError."""
+    """Return a file's text without a byte order mark; Python may declare its encoding. Raises ValueError and LookupError."""
     encoding = "utf-8-sig"
     if path.endswith(".py"):
         try:
@@ -91,7 +91,8 @@ def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
     else:
         folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink() and _own(path.name))
     if any(path.name.endswith(".dist-info") for path in folders):
-        for distribution in sorted(metadata.distributions(path=[str(root)]), key=lambda item: item.name):
+        complete = (item for item in metadata.distributions(path=[str(root)]) if item.name)  # pip leaves others behind
+        for distribution in sorted(complete, key=lambda item: item.name):
             names = [file.as_posix() for file in distribution.files or ()]
             plain = [name for name in names if is_plain(name)]
             texts = [root / name for name in plain if _names_licence(name) and ".dist-info/" in name]
@@ -132,9 +133,9 @@ def _metadata(folder: Path) -> Message:
         table: Any = toml_of(text).get("project", {})
         licence = table.get("license", "")
         message["License-Expression"] = licence if isinstance(licence, str) else ""
-        message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""
+        message["License"] = str(licence.get("text", "")) if isinstance(licence, dict) else ""
         for classifier in table.get("classifiers", ()):
-            message["Classifier"] = classifier
+            message["Classifier"] = str(classifier)
     except (ValueError, AttributeError, TypeError):  # not TOML, or not of this form: no metadata
         return Message()
     return message

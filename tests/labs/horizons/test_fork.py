@@ -12,14 +12,14 @@ from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.fork import ablate, fork, summary_before, turns_of
+from composer_nb.labs.horizons.fork import Fork, ablate, fork, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
@@ -60,16 +60,13 @@ def test_the_past_is_the_stored_one_and_the_same_draws_give_the_same_future(stor
     for turn, (number, start) in enumerate(turns_of(stored.rollout)):
         forked = fork(stored, turn, agent, engine(), Boxes(), count=3)
         assert forked.exact and forked.turn == turn and len(forked.attempts) == 3
-        assert pack_attempt(forked.attempts[0]) == pack_attempt(stored), (
-            "the draws of rollout 0, and so the whole of it"
-        )
+        assert pack_attempt(forked.attempts[0]) == pack_attempt(stored), "the draws of rollout 0"
         for future in forked.attempts[1:]:
             head = future.rollout.segments[number]
             assert np.array_equal(head.token_ids[:start], stored.rollout.segments[number].token_ids[:start])
             assert np.array_equal(head.logprob[:start], stored.rollout.segments[number].logprob[:start])
-            assert not any(
-                stream.route_fault() for stream in to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
-            )
+            streams = to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
+            assert not any(stream.route_fault() for stream in streams)
         if turn == 0:
             assert any(pack_attempt(future) != pack_attempt(stored) for future in forked.attempts[1:])
 
@@ -101,6 +98,12 @@ def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Ta
     assert fork(once, 1, agent, engine(), Boxes(), count=1).exact
     moved = replace(once, task=task.model_copy(update={"files": {**task.files, "f.py": "def f(x):\n    return 1\n"}}))
     assert not fork(moved, 1, agent, engine(), Boxes(), count=1).exact
+
+
+def test_a_future_without_a_grade_says_nothing_of_its_turn(stored) -> None:
+    grades = [Grade(status="graded", tests={"t": passed}) for passed in (True, False)]
+    futures = tuple(replace(stored, grade=grade) for grade in (*grades, *[Grade(status="infra_error")] * 2))
+    assert str(Fork(turn=0, attempts=futures, exact=True)) == "50% (9% to 91%)", "Wilson's of one in two"
 
 
 class Reader(WithoutModel):

@@ -21,6 +21,5 @@ def test_it_repeats_a_change_if_and_only_if_its_context_has_lost_it() -> None:
     assert seek(f"<|user|>fix the tests\n{summary}<|end|><|call|>{SHOWN}") == seek(whole), "the summary has kept it"
     assert seek(ASKED + FAILED + FOUND + SHOWN) == first, "a cut has not"
     long = summarise(whole, is_long=True)
-    assert (
-        len(re.findall(r"^\d+\. ", long, re.M)) == 12 and tried(long) == tried(summary) and len(long) > 3 * len(summary)
-    )
+    assert len(re.findall(r"^\d+\. ", long, re.M)) == 12 and len(long) > 3 * len(summary)
+    assert tried(long) == tried(summary)

@@ -243,17 +243,14 @@ def test_kl_over_the_vocabulary_is_what_samples_estimate():
     logits = torch.from_numpy(random.normal(size=(4000, 9)))
     near = logits + torch.from_numpy(random.normal(0, 0.3, logits.shape))
     engine, trainer = logits.log_softmax(-1), near.log_softmax(-1)
-    token = torch.distributions.Categorical(logits=engine).sample()[:, None]
+    samplers = [torch.distributions.Categorical(logits=logits) for logits in (engine, trainer)]
+    token = samplers[0].sample()[:, None]
     gap = (trainer - engine).gather(1, token)[:, 0].numpy()
     exact = kl_divergence(engine, trainer).numpy()
-    categorical = torch.distributions.Categorical
-    assert np.allclose(
-        exact, torch.distributions.kl_divergence(categorical(logits=engine), categorical(logits=trainer))
-    )
+    assert np.allclose(exact, torch.distributions.kl_divergence(*samplers))
     estimates = figures(gap, exact)
-    assert estimates.k1 == pytest.approx(estimates.kl, rel=0.25) and estimates.k3 == pytest.approx(
-        estimates.kl, rel=0.1
-    )
+    assert estimates.k1 == pytest.approx(estimates.kl, rel=0.25)
+    assert estimates.k3 == pytest.approx(estimates.kl, rel=0.1)
 
 
 def test_what_is_left_is_told_by_policy_version(model, batch):

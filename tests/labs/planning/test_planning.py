@@ -10,6 +10,7 @@ import pytest
 
 from composer_nb.labs.planning import Durations, Fleet, RegionLink, RunSpeed, SimulatedLoad, deliveries, simulate
 from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[3] / "data"
@@ -61,6 +62,13 @@ def test_a_pause_is_part_of_the_seconds_to_publish():
     run = example_run()
     seconds, paused = np.array(run.query("SELECT seconds, paused FROM served")).T
     assert paused.min() > 0 and RunSpeed.of_run(run).load.publish_s == pytest.approx(seconds.mean(), rel=1e-9)
+
+
+def test_a_run_of_one_step_has_no_speed_yet(monkeypatch: pytest.MonkeyPatch):
+    first_step = example_run().steps("rl")[:1]
+    monkeypatch.setattr(RunDir, "steps", lambda run, stage: first_step)
+    with pytest.raises(ValueError, match="one RL step"):
+        RunSpeed.of_run(example_run())
 
 
 def test_the_recorded_table_predicts_its_run_and_comes_back_as_it_was(tmp_path: Path):

@@ -67,9 +67,7 @@ def test_a_step_costs_more_at_the_lower_rates_by_hand():
     assert load.train_s == 4 * 50 / 10 / 2
 
 
-def test_the_plan_writes_a_cluster_that_ray_accepts_and_whose_hosts_know_their_roles(
-    tmp_path: Path, capsys, monkeypatch
-):
+def test_the_plan_writes_a_cluster_whose_hosts_know_their_roles(tmp_path: Path, capsys, monkeypatch):
     MACHINE.write(tmp_path / "rates.json")
     file, hosts = tmp_path / "cluster.yaml", ["10.0.0.1", "10.0.0.12", "10.0.0.13"]
     options = ["plan", "--measured", str(tmp_path / "rates.json"), "--steps", "2", "--ranks", "2", "--workers", "1"]

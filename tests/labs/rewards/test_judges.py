@@ -64,9 +64,8 @@ def test_levels_their_cost_and_the_cache(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.write_text('{"answer": "{}"}')
     again = judge.verdicts(COMMUNICATION, attempts)
-    assert [score.level for score in again] == [2, 1, 2] and len(model.questions) == 5, (
-        "damaged answers are asked for again"
-    )
+    assert [score.level for score in again] == [2, 1, 2]
+    assert len(model.questions) == 5, "damaged answers are asked for again"
 
 
 GARBLED: dict[str, Callable[[str], str | None]] = {

@@ -61,9 +61,7 @@ def test_the_gradient_has_the_length_that_the_trainer_logged(tiny_run: RunDir, s
     assert lab.gradients.norm(lab.stored.advantage_R) == pytest.approx(logged["grad_norm"], rel=1e-3)
 
 
-def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
-    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
-):
+def test_a_setting_is_in_force_from_its_change_on(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     request_change(run, "reward.effort.weight", 0.25)
     journal = Journal(run)
@@ -147,9 +145,7 @@ def test_lengths_and_angles_are_those_of_autograd(
         {"loss.ratio": "none", "loss.centre_scores": True, "services.on": False},
     ],
 )
-def test_a_loss_that_is_no_sum_over_rollouts_is_refused_by_name(
-    make_model: Callable[..., Model], values: dict[str, Any]
-):
+def test_a_loss_that_is_no_sum_over_rollouts_is_refused(make_model: Callable[..., Model], values: dict[str, Any]):
     name = next(name for name in values if name.removeprefix("loss.") in lab_scores.APART)
     with pytest.raises(ValueError, match=f"{name} is on"):
         lab_scores.policy_gradients(make_model(), batch_of([], 3, **values))

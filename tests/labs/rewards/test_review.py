@@ -50,10 +50,8 @@ class Judge:
     def __call__(self, talk: Sequence[Message]) -> Said:
         results = [message.text for message in talk if isinstance(message, CallResult)]
         if not results:
-            read = call("read_file", target_file="f.py")
-            return turn(
-                [read, call("write", file_path="f.py", contents=""), call("run_terminal_cmd", command="id"), read]
-            )
+            read, write = call("read_file", target_file="f.py"), call("write", file_path="f.py", contents="")
+            return turn([read, write, call("run_terminal_cmd", command="id"), read])
         self.questions += [message.text for message in talk if isinstance(message, User)]
         self.results += results
         mark = json.loads(self.questions[-1])["mark"]
@@ -74,9 +72,8 @@ def test_a_judge_reads_what_the_agent_left_and_changes_nothing(tmp_path: Path) -
     [question] = judge.questions
     work = json.loads(question)["work"]
     assert set(work) == {"task", "reference", "changes"} and work["task"] == TASK.instruction
-    assert (
-        "+    return x + x" in work["reference"] and "SYSTEM" in work["changes"] and "SYSTEM" not in work["reference"]
-    )
+    assert "+    return x + x" in work["reference"]
+    assert "SYSTEM" in work["changes"] and "SYSTEM" not in work["reference"]
     assert "SECRET" not in question + first
     half = '{"mark": "000000000000", "level": 1, "why": "half \\ud800 "}'
     assert level_of(half, "0" * 12, REVIEW) == (1, "half ?")
@@ -113,9 +110,8 @@ def test_a_scripted_judge_of_an_evaluation(
     line += ["--arms", "all,bash", "--out", str(out), "--judge"]
     answers = {'{"mark": "{mark}", "level": 3, "why": "It is terse."}': 3, "I cannot say.": None}
     for answer, level in answers.items():
-        script.write_text(
-            json.dumps([{"calls": [{"name": "grep", "arguments": {"pattern": "def"}}]}, {"text": answer}])
-        )
+        grep = {"name": "grep", "arguments": {"pattern": "def"}}
+        script.write_text(json.dumps([{"calls": [grep]}, {"text": answer}]))
         assert main([*line, f"scripted:{script}"]) == 0
         arms = json.loads(capsys.readouterr().out)["arms"]
         judge = arms["all"]["judge"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.corpus.build import contaminated, import_order, near_duplicates, secrets, tokens
-from composer_nb.trainer.corpus.repositories import PERMISSIVE, is_allowed, licence_of, stated
+from composer_nb.trainer.corpus.repositories import PERMISSIVE, is_allowed, licence_of, read_files, stated
 
 # Licences
 
@@ -48,6 +48,16 @@ def test_texts_of_licences_are_recognised_and_a_second_one_must_be_allowed_too(t
     assert licence_of([other_file], "") == "" and licence_of([], "ISC") == licence_of([other_file], "ISC") == "ISC"
     (tmp_path / "COPYING").write_bytes(b"\xff\xfe")
     assert licence_of([tmp_path / "COPYING"], "") == ""
+
+
+def test_what_a_broken_installation_left_is_no_distribution(tmp_path: Path):
+    (tmp_path / "~b-1.dist-info").mkdir()
+    (tmp_path / "a-1.dist-info").mkdir()
+    for name, text in {"METADATA": "Name: a\nLicense-Expression: MIT\n", "RECORD": "a.py,,\n"}.items():
+        (tmp_path / "a-1.dist-info" / name).write_text(text)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    files = [(file.repository, file.path, file.licence, why) for file, why in read_files(tmp_path, (".py",), 100)]
+    assert files == [("a", "a.py", "MIT", "")]
 
 
 # Near duplicates

@@ -102,7 +102,7 @@ BOTH = {"recovery": 0.5, "runs_tests": 1.0, "calls_per_turn": None}
     [
         (0.055, [0.021, 0.08], ("5.5 points more of 9 held-out tasks", "tasks: +2.1 to +8.0): beyond chance.")),
         (-0.03, [-0.06, -0.01], ("3.0 points fewer of 9 held-out tasks", "-6.0 to -1.0): beyond chance.")),
-        (0.01, [-0.02, 0.04], ("+4.0): within chance.", "9 tasks of new structures: +1.0 (-2.0 to +4.0), within")),
+        (0.01, [-0.02, 0.04], ("+4.0): within chance.", "new structures: +1.0 over “start” (-2.0 to +4.0), within")),
     ],
 )
 def test_a_verdict_says_what_rl_gained_and_what_became_worse(gain: float, ci95: list[float], words: tuple[str, ...]):
