@@ -198,10 +198,10 @@ def main() -> None:
         paths = [arguments.runs / f"seed{seed}-{re.sub(r'[^a-z0-9.]+', '-', arm.lower())}" for seed in settings]
         if arguments.table_only and not all(is_complete(path) for path in paths):
             continue
-        changed = (
-            {**changes[name], "rl.start_weight": share, "rl.sharpness": [factor]} if arm != name else changes[name]
-        )
-        variants = [override(s, changed) for s in settings.values()]
+        variants = [override(s, changes[name]) for s in settings.values()]
+        if arm != name:
+            factors = [factor * candidate for candidate in variants[0].rl.sharpness or (1.0,)]
+            variants = [override(s, {"rl.start_weight": share, "rl.sharpness": factors}) for s in variants]
         if arguments.table_only:
             finals = [RunDir(path) for path in paths]
         elif arm != name:
