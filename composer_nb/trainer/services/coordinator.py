@@ -13,6 +13,7 @@ from its copy in the store (`run_copy.py`).
 """
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.services import shards
-from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
+from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService, StartFailed
 from composer_nb.trainer.services.capacity import planned_engines
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
 from composer_nb.trainer.services.finished import FinishedRollouts
@@ -54,6 +55,10 @@ OnReply = Callable[[Any], list[fsm.Event] | None]
 
 # Errors by which a service shows that it, or what it depends on, is gone.
 DEATHS = (ActorDied, TooManyBlocked, TimeoutError, ProviderFailure)
+# Engines that end by one and the same error of their own, without a rollout in between, before the run ends.
+SAME_FAILURES = 4
+# Numbers and addresses in an error, in which two failures for one reason may differ.
+NUMBERS = re.compile(r"\b(0x)?[0-9a-f]{8,}\b|\d+")
 
 
 class RunStopped(RuntimeError):
@@ -80,6 +85,8 @@ class Coordinator:
         # Pairs made, pairs in a row that died before they were ready, and since the last batch the trainer's deaths and lost
         # rollouts.
         self.made = self.stillborn = self.trainer_deaths = self.lost = 0
+        # Errors of engines, without numbers, since the last finished rollout, the number of which is `finished_before`.
+        self.failures, self.finished_before = Counter[str](), 0
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
@@ -307,6 +314,12 @@ class Coordinator:
         return events
 
     def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
+        if isinstance(error, ProviderFailure | StartFailed):  # not the end of a process, which may have any reason
+            if self.finished_before != (finished := self.orchestrator.books.counts["finished"]):
+                self.failures, self.finished_before = Counter(), finished
+            self.failures[reason := NUMBERS.sub("", str(error))] += 1
+            if self.failures[reason] >= SAME_FAILURES:
+                raise RunStopped(f"{error}; so ended {SAME_FAILURES} engines without a finished rollout in between")
         # While the trainer repeats batches, a version may come late.
         self.stillborn += pair.state == "starting" and not self.orchestrator.redo
         if self.stillborn > self.settings.services.deaths:

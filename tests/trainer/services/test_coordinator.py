@@ -490,14 +490,29 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     assert not (tmp_path / "refused").exists()
 
 
+def out_of_order() -> None:
+    raise RuntimeError("out of order")
+
+
+def never_works(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+    """Break each engine as soon as it has a turn to sample."""
+    if method == "exchange" and values[1]:
+        remote.service.policy.step = out_of_order
+    return no_fault(remote, method, values)
+
+
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [("work", "so did 2 before it: .*services.deaths"), ("learn", "died 3 times at one batch: .*services.deaths")],
+    ("fault", "deaths", "message"),
+    [
+        (Deaths(work={*range(99)}), 2, "so did 2 before it: .*services.deaths"),
+        (Deaths(learn={*range(99)}), 2, "died 3 times at one batch: .*services.deaths"),
+        (never_works, 20, r"out of order.*; so ended 4 engines without a finished rollout in between"),
+    ],
 )
-def test_services_that_die_again_and_again_end_the_run(begun, method: str, message: str):
-    run, settings = begun(method, {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+def test_services_that_die_again_and_again_end_the_run(begun, fault: Any, deaths: int, message: str):
+    run, settings = begun("dying", {"services.ahead": 1, "services.bound": 2, "services.deaths": deaths})
     with pytest.raises(RunStopped, match=message):
-        go(run, settings, Threads(Deaths(**{method: {*range(99)}})))
+        go(run, settings, Threads(fault))
 
 
 def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_out(begun):
@@ -505,15 +520,12 @@ def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_o
     run, settings = begun("failing", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.evaluate_every": 2})
     lines, failed = list[str](), list[str]()
 
-    def breaks() -> None:
-        raise RuntimeError("out of order")
-
     def fail(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
         if method == "look":
             raise DamagedVersion("a bit is wrong")
         if method == "exchange" and values[1] and not failed:
             failed.append(remote.name)
-            remote.service.policy.step = breaks
+            remote.service.policy.step = out_of_order
         return no_fault(remote, method, values)
 
     actors = Threads(fail)
