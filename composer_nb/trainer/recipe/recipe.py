@@ -98,6 +98,7 @@ def run_recipe(s: Stages) -> None:
 
 def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[TokenRow]], info: dict[str, Any]) -> None:
     """Run a supervised stage from its last checkpoint on, with a new checkpoint at every look."""
+    model.recompute = s.settings.midtrain.recompute
     optimizer, start = s.optimizer(model, plan.weight_decay), time.perf_counter()
     begin, before = s.resume(plan, optimizer)
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
