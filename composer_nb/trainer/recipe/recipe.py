@@ -516,7 +516,7 @@ class InProcess:
     """The `Services` of one process, or of ranks that each sample a share of the batch and learn together."""
 
     def __init__(self, s: Stages) -> None:
-        self.stages, self.settings, self.ranks = s, s.settings, s.ranks
+        self.stages, self.settings, self.ranks, self.say = s, s.settings, s.ranks, s.say
         resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
         self.learner, self.step, self.before = resumed
         self.hinter = hinter_of(s.run, s.settings)
@@ -594,9 +594,6 @@ class InProcess:
             state = self.learner.optimizer.state()
             self.stages.run.commit("rl", step, state, self._points, self._ledgers, self.seconds)
         self._points, self._ledgers = [], []
-
-    def say(self, line: str) -> None:
-        self.stages.say(line)
 
 
 # How often an attempt is dispatched before its loss to infrastructure faults stops the run.
