@@ -176,8 +176,8 @@ def _take_over(source: RunDir, run: RunDir, settings: Settings, step: int) -> No
         return
     with closing(Journal(run)) as journal:
         with closing(run.connect()) as db, db:
-            for table, column_count, condition in (("batch", 2, "step < ?"), ("version", 4, "step < ?")):
-                rows = source.query(f"SELECT * FROM {table} WHERE {condition}", step)
+            for table, column_count in (("batch", 2), ("version", 4)):
+                rows = source.query(f"SELECT * FROM {table} WHERE step < ?", step)
                 db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * column_count)})", rows)
         batches = journal.batches(0, step)
         trained_slots = {slot for train in batches for slot in train.slots}
