@@ -27,6 +27,8 @@ class Ranks:
     """This process's place among the ranks."""
 
     device = "cpu"
+    # Whether ranks synchronize in every micro-batch and so need equally many: a rank without streams computes an empty one.
+    lockstep = False
 
     def __init__(self, rank: int = 0, world: int = 1, rendezvous: Path | None = None) -> None:
         self.rank, self.world = rank, world
@@ -43,12 +45,6 @@ class Ranks:
     def data_shard(self) -> tuple[int, int]:
         """Index of this rank's shard of a batch's streams, and the number of shards."""
         return self.rank, self.world
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether ranks synchronize in every micro-batch and so need equally many: a rank without streams computes an empty
-        one."""
-        return False
 
     def split(self, batch: Any) -> Any:
         """Return this rank's part of a batch that it shares with others."""

@@ -80,6 +80,10 @@ class Coordinator:
         # Calls under way, with the service that was called, and what handles the reply.
         self.pending: dict[Future[Any], tuple[EnginePair | RemoteService, OnReply]] = {}
         self.pairs: dict[str, EnginePair] = {}
+        # Weight versions per batch.
+        self.per_step = settings.rl.minibatches
+        # Hosts of services, by name, once they have answered.
+        self.hosts: dict[str, str] = {}
         # Number of pairs that are to work, by the load.
         self.engines = self.settings.services.engines
         # Pairs made, pairs in a row that died before they were ready, and since the last batch the trainer's deaths and lost
@@ -108,11 +112,6 @@ class Coordinator:
         self.orchestrator: fsm.Orchestrator
 
     # The life of a stage
-
-    @property
-    def per_step(self) -> int:
-        """Weight versions per batch."""
-        return self.settings.rl.minibatches
 
     @property
     def seconds(self) -> float:
@@ -176,9 +175,9 @@ class Coordinator:
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version, since=time.monotonic())
-        self._expect(engine.call("host"), pair, partial(self._on_engine_host, pair))
+        self._expect(engine.call("host"), pair, partial(self._on_host, name))
         self._expect(engine.call("first_hash"), pair, partial(self._on_engine_ready, pair))
-        self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
+        self._expect(worker.call("host"), pair, partial(self._on_host, pair.worker_name))
 
     def _staff(self) -> list[fsm.Event]:
         """Start, join, drain and end pairs, so that `engines` work and `services.standby` are ready to take over."""
@@ -280,25 +279,18 @@ class Coordinator:
             self.begin = self.last = time.perf_counter()
 
     def _on_host(self, name: str, host: str) -> None:
+        self.hosts[name] = host
         self.records.append(partial(self.journal.log_service, name, host))
 
     def _on_trainer_hosts(self, hosts: Sequence[str]) -> None:
         for rank, host in enumerate(hosts):
             self._on_host(f"trainer-{rank}", host)
 
-    def _on_engine_host(self, pair: EnginePair, host: str) -> None:
-        pair.engine_host = host
-        self._on_host(pair.name, host)
-
-    def _on_worker_host(self, pair: EnginePair, host: str) -> None:
-        pair.worker_host = host
-        self._on_host(pair.worker_name, host)
-
     def _on_work(self, pair: EnginePair, reports: Sequence[Report]) -> list[fsm.Event]:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
         events, s = list[fsm.Event](), self.settings
         if tokens := [report.sampled for report in reports if isinstance(report, fsm.Finished)]:
-            work = pair.worker_name, pair.worker_host, len(tokens), sum(tokens)
+            work = pair.worker_name, self.hosts.get(pair.worker_name, ""), len(tokens), sum(tokens)
             self.records.append(partial(self.journal.log_work, *work))
         for report in reports:
             if isinstance(report, fsm.Finished):
@@ -373,7 +365,8 @@ class Coordinator:
     def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[fsm.Event]:
         self._require_hash(pair.name, report.version, report.hash)
         self.records.append(partial(self.journal.log_served, pair.name, report))
-        self.records.append(partial(self.journal.log_work, pair.name, pair.engine_host, 1, report.read_bytes))
+        work = pair.name, self.hosts.get(pair.name, ""), 1, report.read_bytes
+        self.records.append(partial(self.journal.log_work, *work))
         pair.version = report.version
         self.running.append(report)
         waits = pair.waits(report.idle)
