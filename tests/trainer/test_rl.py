@@ -43,10 +43,6 @@ LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip
 class Part(Ranks):
     """One of several ranks, by itself: its sums are its own."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__()
-        self.rank, self.world = rank, world
-
     def sum_(self, tensor: Tensor) -> Tensor:
         return tensor
 

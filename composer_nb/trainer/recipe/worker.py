@@ -45,11 +45,13 @@ def main(arguments: list[str]) -> None:
 
 def _joined(s: Settings, rank: int, world: int, rendezvous: Path) -> tuple[type[Stages], Ranks]:
     """Join the other ranks, and return them with the stages of a rank."""
-    if not (s.meshed and s.supervised):
-        return Stages, Ranks(rank, world, rendezvous)
+    on_mesh = s.meshed and s.supervised
+    if on_mesh or world > 1:
+        join(rank, world, dist.FileStore(str(rendezvous), world), s.mesh.device if on_mesh else "cpu", ALONE)
+    if not on_mesh:
+        return Stages, Ranks(rank, world)
     from composer_nb.trainer.recipe.meshed import MeshStages
 
-    join(rank, world, dist.FileStore(str(rendezvous), world), s.mesh.device, ALONE)
     return MeshStages, Team(Mesh.of(s.mesh, world), s.mesh.device)
 
 
