@@ -27,24 +27,20 @@ from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import PayloadFile
 from composer_nb.trainer.versions.store import VersionStore
 
+# Of a group of ranks: steps, the name of its folder, and its files in the store.
+RanksCheckpoint = tuple[int, str, Mapping[str, PayloadFile]]
+
 
 class MeshShare:
     """A rank's share of the model, after `step` batches. `publishers` is the group in which ranks publish together."""
 
     def __init__(
-        self,
-        rank: int,
-        run: Path,
-        settings: Settings,
-        meeting: dist.Store,
-        checkpoint: tuple[int, str, Mapping[str, PayloadFile]] | None,
+        self, rank: int, run: Path, settings: Settings, meeting: dist.Store, checkpoint: RanksCheckpoint | None
     ) -> None:
-        """Join the other ranks at `meeting`, and load this one's share from a checkpoint (steps, name of its folder, its files in
-        the store) or the start. Raises ValueError for a checkpoint that is neither in the store nor in the folder."""
+        """Join the other ranks at `meeting`, and load this one's share from a checkpoint or the start. Raises ValueError for a
+        checkpoint that is neither in the store nor in the folder."""
         self._rank, self._run, self._settings = rank, run, settings
         s = settings
-        # All ranks follow one rule, whichever of them see the run directory.
-        self._shares_folder = not s.services.store
         self._store = VersionStore(store_url(run, s))
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[dict[str, PayloadFile]] | None = None
@@ -94,7 +90,8 @@ class MeshShare:
 
     def _stored(self, saving: Future[Any], folder: Path) -> dict[str, PayloadFile]:
         saving.result()
-        return {} if self._shares_folder else shards.put_shards(self._store, folder, self._rank)
+        # All ranks follow one rule, whichever of them see the run directory.
+        return shards.put_shards(self._store, folder, self._rank) if self._settings.services.store else {}
 
     def saved(self) -> dict[str, PayloadFile]:
         """Wait until the checkpoint is written. Return this rank's files of it in the store."""

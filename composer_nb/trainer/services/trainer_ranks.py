@@ -76,21 +76,21 @@ class TrainerRank:
         checkpoint is (steps, name of its folder, its files in the store). The others: see `make_learner`."""
         s = self._settings
         set_up_process(s.seed, s.matmul)
-        group: dist.ProcessGroup | None = None
-        if address:
+        if not address:
+            self._ranks = Ranks()
+            self._learner, self.step, _ = make_learner(self._run / "weights" / "start", s, sharpness, checkpoint)
+        else:
             from composer_nb.trainer.services.meshed import MeshShare  # with it PyTorch imports for seconds
 
             self._share = share = MeshShare(self._rank, self._run, s, self._rendezvous(address), checkpoint)
-            self._ranks, self._learner, self.step, group = share.team, share.learner, share.step, share.publishers
-        else:
-            self._ranks = Ranks()
-            self._learner, self.step, _ = make_learner(self._run / "weights" / "start", s, sharpness, checkpoint)
+            self._ranks, self._learner, self.step = share.team, share.learner, share.step
         self._files = side_files(self._learner.model)
         self.version = self.step * s.rl.minibatches
         self._newest = self._weights()
         # The version before the last batch with a signal, and its weights.
         self._before = (self.version, self._newest)
         url, full_every = store_url(self._run, s), s.services.full_every
+        group = self._share.publishers if self._share else None
         self._publisher = Publisher(url, owner="trainer", full_every=full_every, group=group)
         self._background = BackgroundPublisher(self._publisher)
         self._publisher.publish(self.version, self._newest, self._files)
