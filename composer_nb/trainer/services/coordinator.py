@@ -89,8 +89,8 @@ class Coordinator:
         # Pairs made, pairs in a row that died before they were ready, and since the last batch the trainer's deaths and lost
         # rollouts.
         self.made = self.stillborn = self.trainer_deaths = self.lost = 0
-        # Errors of engines, without numbers, since the last finished rollout, the number of which is `finished_before`.
-        self.failures, self.finished_before = Counter[str](), 0
+        # Errors of engines, without numbers, since the last finished rollout.
+        self.failures = Counter[str]()
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
@@ -162,7 +162,7 @@ class Coordinator:
 
     def _make_trainer(self) -> None:
         self.trainer = TrainerGroup(self.actors, self.run.path, self.started_with)
-        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
+        self._ask_trainer()
 
     def _make_pair(self) -> None:
         """Start an engine and its environment worker. The pair is ready once the engine has weights and the worker answers."""
@@ -290,6 +290,7 @@ class Coordinator:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
         events, s = list[fsm.Event](), self.settings
         if tokens := [report.sampled for report in reports if isinstance(report, fsm.Finished)]:
+            self.failures.clear()
             work = pair.worker_name, self.hosts.get(pair.worker_name, ""), len(tokens), sum(tokens)
             self.records.append(partial(self.journal.log_work, *work))
         for report in reports:
@@ -307,8 +308,6 @@ class Coordinator:
 
     def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
         if isinstance(error, ProviderFailure | StartFailed):  # not the end of a process, which may have any reason
-            if self.finished_before != (finished := self.orchestrator.books.counts["finished"]):
-                self.failures, self.finished_before = Counter(), finished
             self.failures[reason := NUMBERS.sub("", str(error))] += 1
             if self.failures[reason] >= SAME_FAILURES:
                 raise RunStopped(f"{error}; so ended {SAME_FAILURES} engines without a finished rollout in between")
