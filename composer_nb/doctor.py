@@ -225,12 +225,12 @@ def check_sandbox() -> CheckResult:
     return result("sandbox", finding, ok, "no agent can work and nothing is graded", mend_sandbox())
 
 
-def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
+def mend_sandbox() -> str:
     """Return the command most likely to let bubblewrap start, from kernel settings known to forbid it."""
     if shutil.which("bwrap") is None:
         return MEND_BUBBLEWRAP
     for name, forbidding, allowing in USER_NAMESPACES:
-        file = settings / name.replace(".", "/")
+        file = Path("/proc/sys", name.replace(".", "/"))
         if file.is_file() and file.read_text().strip() == forbidding:
             return f"sudo sysctl -w {name}={allowing}"
     return "in a container: start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"

@@ -52,7 +52,6 @@ PASSED_OTHERWISE = {
     "changed_past.factor": "a question of notebook 13",
     "__call__.alive": "by the server, through the protocol `Answering`",
     "__call__.report": "by the server, through the protocol `Answering`",
-    "mend_sandbox.settings": "by tests, in place of /proc/sys",
     "SandboxExecutor.limits": "by tests, for limits that end soon",
     "EndpointTurnPolicy.parallel": "by tests, for servers without parallel calls",
     "measure_mismatch.budget": "by tests, to split a small batch",

@@ -55,7 +55,7 @@ def test_what_learns_imports_without_ray_and_triton() -> None:
 
 def test_a_run_without_a_mesh_does_not_import_what_meshes_need() -> None:
     """PyTorch's sharding imports SymPy: with it, each process of a run would start three seconds later."""
-    import_all([f"{PACKAGE}.trainer.recipe", f"{PACKAGE}.trainer.services"], {"sympy", "ray"})
+    import_all([f"{PACKAGE}.trainer.recipe", f"{PACKAGE}.trainer.services"], {"sympy", "ray"}, (".meshed",))
 
 
 def modules() -> dict[str, Path]:

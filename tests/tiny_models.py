@@ -1,7 +1,8 @@
 """Tiny models and rollouts that tests of the trainer and of the labs share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.rl import to_streams
 
 MakeModel = Callable[..., Model]
 SIZES: dict[str, Any] = {
@@ -110,6 +113,12 @@ def converse(task: Task) -> Callable[..., list[Attempt]]:
         return [_attempt(task, stream, engine, rollout) for rollout, stream in enumerate(streams)]
 
     return run
+
+
+def streams_of(attempts: Iterable[Attempt], *advantages: float) -> list[Stream]:
+    """Return the streams of attempts with these advantages, in turn."""
+    pairs = zip(attempts, cycle(advantages or (0.0,)), strict=False)
+    return [stream for attempt, advantage in pairs for stream in to_streams(attempt, advantage)]
 
 
 def chained(attempts: list[Attempt], last: Kind = Kind.SUMMARY) -> Attempt:

@@ -9,19 +9,22 @@ import os
 import socket
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 
 from composer_nb.harness.files import file_digest, read_json, write_atomic, write_json
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.jobs.check import notebook_digest
+from composer_nb.trainer.services.head import claim, holder
 
 # Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep.
 STOP_S = 40.0
+# File in a run, which its runner has locked.
+LOCK = "lock"
 # Variable that tells the last cell of a notebook where to write.
 OUTPUTS = "COMPOSER_NB_OUTPUTS"
 # States of a run that is over, with its exit status; before that it is `pending` or `running`.
@@ -53,21 +56,20 @@ def attempts(folder: Path, node: str) -> list[Path]:
     return sorted((path for path in paths if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
-def locked(folder: Path, timeout_s: float = 2.0) -> FileLock:  # who asks whether it is alive holds it for a moment
-    """Take the run's lock, as a context manager. Raises ValueError where another process holds it."""
-    lock = FileLock(folder / "lock", timeout=timeout_s)
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock. Raises ValueError where another process holds it."""
+    if (fd := claim(folder / LOCK)) is None:
+        raise ValueError(f"{folder} is being run already; composer-nb jobs cancel {folder} ends it")
     try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"{folder} is being run already; composer-nb jobs cancel {folder} ends it") from None
-    return lock
+        yield
+    finally:
+        os.close(fd)
 
 
 def alive(folder: Path) -> bool:
     """Return whether a runner holds the run's lock."""
-    with suppress(ValueError), locked(folder, 0):
-        return False
-    return True
+    return holder(folder / LOCK) is not None
 
 
 def snapshot(notebook: Path, folder: Path) -> Path:

@@ -51,6 +51,7 @@ from composer_nb.harness.untrusted import visible
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest
 from composer_nb.jobs.directory import ENDED, OUTPUTS, now
+from composer_nb.trainer.recipe.child import die_with
 from composer_nb.trainer.records.provenance import commit, package_digest
 
 # Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute.
@@ -314,7 +315,7 @@ def main(path: Path, parent: int) -> None:
     arguments |= {name: Path(arguments[name]) for name in ("source", "output", "folder")}
     try:
         with processes.terminate_as_interrupt():
-            processes.end_with(parent)
+            die_with(parent, signal.SIGTERM)
             run_notebook(**arguments, say=_print)
     except KeyboardInterrupt:
         _print("interrupted")

@@ -10,7 +10,6 @@ A process that is to outlive its notebook gets another mark from whoever starts 
 any other text to be spared, as detached training runs are. Linux only.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -46,13 +45,6 @@ def terminate_as_interrupt() -> Iterator[None]:
 
     with handling({signal.SIGTERM: interrupt}):
         yield
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel interrupt this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def spawn(attempt: Path) -> subprocess.Popen[bytes]:

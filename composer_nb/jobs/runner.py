@@ -56,8 +56,9 @@ def run_job(
 ) -> dict[str, Any]:
     """Run the graph in the job file `path` and return its run.json.
 
-    `settings` are those of `--set` (see `load_job`); `ray` is the address of a cluster to run on; `resume` resumes the newest run
-    of that name, if there is one, with its settings and these on top. Nodes that fail do not stop those that do not need them.
+    `settings` are those of `--set` (see `load_job`); `ray` is the address of a cluster to run on, empty for this machine;
+    `resume` resumes the newest run of that name, if there is one, where it ran unless `ray` is given, and with its settings and
+    these on top. Nodes that fail do not stop those that do not need them.
     SIGTERM and Ctrl-C interrupt all notebooks and wait for them; the state is then `interrupted`. Raises ValueError or
     FileNotFoundError for a wrong job file, for a cluster that does not answer, and for a run that has a live runner. For the main
     thread.
@@ -66,10 +67,11 @@ def run_job(
     previous_request = read_json(newest / "job.json") if resume else None
     if resume and previous_request is None and (newest / "job.json").exists():
         raise ValueError(f"{newest / 'job.json'} cannot be read: this run is lost; start a new one, without --resume")
-    settings = {**(previous_request["settings"] if previous_request is not None else {}), **(settings or {})}
+    previous = previous_request or {"settings": {}, "ray": None}
+    settings, ray = {**previous["settings"], **(settings or {})}, previous["ray"] if ray is None else ray
     job = load_job(path, settings)
     with ExitStack() as stack:
-        address = None if ray is None else stack.enter_context(_cluster(ray))
+        address = stack.enter_context(_cluster(ray)) if ray else None
         folder = newest if previous_request is not None else directory.create(runs, job.name)
         stack.enter_context(directory.locked(folder))
         directory.settle_all(folder)

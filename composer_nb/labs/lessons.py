@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -26,8 +25,8 @@ def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
-        raw = [replace(scored, advantage=a) for scored, a in zip(group, shares, strict=True)]
-        groups_of_streams.append([stream for scored in raw for stream in to_streams(scored)])
+        pairs = zip(group, shares, strict=True)
+        groups_of_streams.append([stream for scored, share in pairs for stream in to_streams(scored.attempt, share)])
     return groups_of_streams
 
 

@@ -24,7 +24,7 @@ FOLLOW_S = 0.5
     arg("file FILE", "a job file, as papermill_jobs/tour.yml", type=Path),
     arg("--set KEY=VALUE", SETTINGS.format("NODE"), [], action="append"),
     arg("--ray CLUSTER", "run on Ray: the folder of `composer-nb up`, HOST:PORT or auto"),
-    arg("--resume", "resume the newest run of that name, if there is one"),
+    arg("--resume", "resume the newest run of that name, if there is one, on its cluster; here with --ray ''"),
     RUNS,
     lines=True,
 )
@@ -148,16 +148,21 @@ def log(args: argparse.Namespace) -> int:
 
 @command("jobs sweep", RUNS, lines=True)
 def sweep(args: argparse.Namespace) -> int:
-    """End the processes that killed runs left behind, and correct the runs' records."""
+    """End the processes that killed runs left behind, and correct the runs' records.
+
+    Return 1 if a run's records cannot be corrected.
+    """
     from composer_nb.jobs import directory
 
+    status = 0
     for folder in sorted(path.parent.resolve() for path in args.runs.glob("*-*/job.json")):
         try:
             for line in [] if directory.alive(folder) else directory.sweep(folder):
                 _print(f"{folder.name}: {line}")
         except ValueError as error:  # sweep the others all the same
             _print(f"{folder.name}: {error}")
-    return 0
+            status = 1
+    return status
 
 
 def _print(text: str) -> None:

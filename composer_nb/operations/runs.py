@@ -38,7 +38,7 @@ def tour(args: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
     from composer_nb.operations.live import LivePage
-    from composer_nb.operations.track import Tracking, parse
+    from composer_nb.operations.track import parse, tracking
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
     from composer_nb.trainer.settings import Settings, from_dict, override
@@ -58,7 +58,7 @@ def tour(args: argparse.Namespace) -> int:
     with (
         _interruptible(f"resume with: composer-nb tour --resume{options}"),
         LivePage(run.path) as live_page,
-        Tracking(run.path, trackers),
+        tracking(run.path, trackers),
     ):
         print(f"watch it: {live_page.url}", flush=True)
         if is_plain:
@@ -106,7 +106,7 @@ def rl(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.environment import EnvSettings, require_sandboxes
-    from composer_nb.operations.track import Tracking, parse
+    from composer_nb.operations.track import parse, tracking
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
     from composer_nb.trainer.settings import Settings, override
@@ -128,7 +128,7 @@ def rl(args: argparse.Namespace) -> int:
     require_sandboxes(settings.env)  # now, not after minutes
     with _interruptible(SAME_COMMAND):
         run = begin_run(settings, args.out.parent, args.out.name, resume=True, say=log.info)
-        with Tracking(run.path, trackers):
+        with tracking(run.path, trackers):
             start_or_resume(run.path, say=log.info)
     return _reported(run, args.out)
 

@@ -15,14 +15,16 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from composer_nb.harness.files import write_json
 from composer_nb.trainer.recipe.reader import ReadOnly, logged_steps
+from composer_nb.trainer.recipe.report import flat
 
 log = logging.getLogger(__name__)
 PROJECT = "composer_nb"
@@ -113,13 +115,6 @@ def parse(names: str) -> list[str]:
     return trackers
 
 
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
 def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
@@ -132,7 +127,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
         while not is_last:
             is_last = until()
             try:
-                tracker = tracker or TRACKERS[name](run, _dotted(run.settings()))
+                tracker = tracker or TRACKERS[name](run, flat(run.settings()))
                 for stage, points in logged_steps(run.path / "metrics.jsonl").items():
                     for step in sorted(step for step in points if step > sent_steps.get(stage, 0)):
                         numbers = {k: x for k, x in points[step].items() if k != "step" and type(x) in (int, float)}
@@ -156,25 +151,23 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
             tracker[1]()
 
 
-class Tracking:
-    """Trackers that follow a run while this context is open, each in its own thread. A failure at the end is logged."""
+@contextmanager
+def tracking(path: Path, names: Sequence[str]) -> Iterator[None]:
+    """Have trackers follow a run while this context is open, each in its own thread. A failure at the end is logged."""
+    ended = threading.Event()
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._follow, args=(path, name), daemon=True) for name in names]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _follow(self, path: Path, name: str) -> None:
+    def send(name: str) -> None:
         try:
-            follow(path, name, self._ended.is_set)
+            follow(path, name, ended.is_set)
         except Exception as error:  # the library's
             log.warning("%s: %s; composer-nb track %s --to %s goes on", name, error, path, name)
+
+    threads = [threading.Thread(target=send, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()

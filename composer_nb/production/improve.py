@@ -132,7 +132,7 @@ def gap(model: Model, attempt: Attempt, replay: ReplaySettings) -> float:
     """Return the mean difference between the recorded log-probabilities of a rollout's sampled tokens and the model's; infinite
     without tokens."""
     parts = []
-    for stream in to_streams(Scored(attempt=attempt, reward=None, advantage=0.0)):  # type: ignore[arg-type]
+    for stream in to_streams(attempt):
         batch = flatten([stream], replay)
         with torch.no_grad():
             logprob_S, _ = score(model, batch, batch.recorded)

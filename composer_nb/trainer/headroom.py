@@ -72,8 +72,7 @@ def refusal(run: RunDir) -> str:
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:
     """Return the headroom of a run's policy on its held-out tasks. Raises ValueError if it was not evaluated."""
-    results = run.finished(f"eval_{policy}") or {}
-    if "headroom" not in results:
+    figures: dict[str, Any] | None = (run.finished(f"eval_{policy}") or {}).get("headroom")
+    if figures is None:
         raise ValueError(f"{run.path.name}: {policy} has not been evaluated, or not by this version")
-    headroom: dict[str, Any] = results["headroom"]
-    return headroom
+    return figures

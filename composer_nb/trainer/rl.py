@@ -241,10 +241,10 @@ def _scored(
     return results
 
 
-def to_streams(scored: Scored) -> list[Stream]:
-    """Return the trainer's view of a scored attempt, one stream per segment. Every token that the policy wrote has the attempt's
+def to_streams(attempt: Attempt, advantage: float = 0.0) -> list[Stream]:
+    """Return the trainer's view of an attempt, one stream per segment. Every token that the policy wrote has the attempt's
     advantage, in summaries too."""
-    segments = scored.attempt.rollout.segments
+    segments = attempt.rollout.segments
     whole = Whole(sum(int(segment.acted[1:].sum()) for segment in segments))
     prompt = segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes() if segments else b""
     return [
@@ -252,13 +252,13 @@ def to_streams(scored: Scored) -> list[Stream]:
             token_ids=segment.token_ids,
             acted=segment.acted,
             logprob=segment.logprob,
-            advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
+            advantage=np.where(segment.acted, advantage, 0.0).astype(np.float32),
             routes=segment.trace.routes,
             gates=segment.trace.gates,
             route_valid=segment.trace.route_valid,
             checks=segment.trace.checks,
             whole=whole,
-            family=scored.attempt.task.id.encode() + prompt,  # other tasks may have the same words
+            family=attempt.task.id.encode() + prompt,  # other tasks may have the same words
         )
         for segment in segments
     ]
@@ -282,7 +282,7 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
     for scored in (scored for group in groups for scored in group):
         hints = hinter(scored.attempt.rollout) if hinter else []
         if trains(scored, loss) or any(hints):
-            segment_streams = to_streams(scored)
+            segment_streams = to_streams(scored.attempt, scored.advantage)
             hints = hints or [[]] * len(segment_streams)
             streams += [replace(stream, hints=tuple(h)) for stream, h in zip(segment_streams, hints, strict=True)]
     return streams

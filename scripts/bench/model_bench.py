@@ -249,7 +249,7 @@ def attention(rounds: int) -> None:
 def replay_cost(rounds: int) -> None:
     batch = stored_batch(example_run(), -1)
     model = load_pretrained(example_run().path / "weights" / "before_final")
-    streams = [stream for group in batch.groups for scored in group for stream in to_streams(scored)]
+    streams = [x for group in batch.groups for s in group for x in to_streams(s.attempt, s.advantage)]
 
     def step(replay: Any) -> Step:
         def run() -> float:

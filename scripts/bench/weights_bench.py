@@ -133,7 +133,9 @@ def trained(rates: list[float]) -> Iterator[tuple[float, Masters]]:
 def reinforced(rates: list[float]) -> Iterator[tuple[float, Masters]]:
     batch = stored_batch(example_run(), -1)
     settings = batch.settings.loss
-    streams = [x for group in batch.groups for s in group if trains(s, settings) for x in to_streams(s)]
+    streams = [
+        x for group in batch.groups for s in group if trains(s, settings) for x in to_streams(s.attempt, s.advantage)
+    ]
     tokens = sum(int(stream.acted[1:].sum()) for stream in streams)
     quarters = itertools.cycle(flatten(streams[number::4]) for number in range(4))
     model = load_pretrained(example_run().path / "weights" / "before_final")

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from test_jobs import notebook
 
+from composer_nb import cli
 from composer_nb.harness.files import point, write_json
 from composer_nb.jobs import runner
 from composer_nb.jobs.file import Job, load_job, references, resolve
@@ -134,14 +135,19 @@ def test_the_job_files_that_ship_are_right(path: Path):
     assert all(job_node.spec.timeout_s for job_node in job.nodes.values())
 
 
-def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):
+def test_a_run_whose_record_is_damaged_is_neither_quietly_begun_anew_nor_swept(
+    folder: Path, tmp_path: Path, capsys: Any
+):
     load(folder, {"a": node()})
-    run = tmp_path / "runs" / "job"
-    run.mkdir(parents=True)
-    (run / "job.json").write_text("{")
+    runs = tmp_path / "runs"
+    (runs / "job-1").mkdir(parents=True)
+    (runs / "job-1" / "job.json").write_text("{")
+    point(runs / "job", runs / "job-1")
     with pytest.raises(ValueError, match=r"job.json cannot be read: this run is lost"):
-        run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["job"]
+        run_job(folder / "job.yml", runs=runs, resume=True)
+    assert {path.name for path in runs.iterdir()} == {"job", "job-1"}
+    assert cli.main(["jobs", "sweep", "--runs", str(runs)]) == 1
+    assert "job.json cannot be read: this run is lost" in capsys.readouterr().out
 
 
 class DyingRay(OnRay):
@@ -173,7 +179,7 @@ def test_a_run_whose_cluster_is_gone_is_lost_though_nothing_failed(folder: Path,
 
 
 def test_a_run_that_was_refused_is_not_the_newest(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Else `--resume` would begin anew what an earlier run has done."""
+    """Else `--resume` would begin anew what an earlier run has done. It goes on with the earlier run on that one's cluster."""
 
     def refuse(*_: Any) -> None:
         raise ValueError("no machine of the cluster has that")
@@ -185,3 +191,6 @@ def test_a_run_that_was_refused_is_not_the_newest(folder: Path, tmp_path: Path, 
     with pytest.raises(ValueError, match="no machine"):
         run_job(folder / "job.yml", runs=tmp_path / "runs", ray="auto")
     assert (tmp_path / "runs" / "job").resolve() == earlier
+    write_json(earlier / "job.json", {"settings": {}, "ray": "auto"})
+    with pytest.raises(ValueError, match="no machine"):
+        run_job(folder / "job.yml", runs=tmp_path / "runs", resume=True)

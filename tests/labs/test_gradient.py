@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.rewards import Reward
 from composer_nb.labs.gradient import cosine, inner_products
 from composer_nb.labs.losses import OURS, bench
 from composer_nb.trainer.engine import Engine
@@ -15,15 +14,7 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.rl import Scored, to_streams
-
-
-def streams(attempts, advantages):
-    return [
-        stream
-        for attempt, advantage in zip(attempts, advantages, strict=True)
-        for stream in to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=advantage))
-    ]
+from tests.tiny_models import streams_of
 
 
 @pytest.fixture
@@ -38,7 +29,7 @@ SIGNS = (1.0, -0.5, 0.25, -0.75)
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
 def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     model = make_model(3)
-    batch = streams(attempts, SIGNS)
+    batch = streams_of(attempts, *SIGNS)
     tokens = float(sum(stream.acted[1:].sum() for stream in batch))
     learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replay)
     learner.learn(batch, Ranks(), Random(0), minibatches=1, denominator=tokens, lr=0.0, clip=1e9, microbatch_tokens=64)

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import retrace as module
 from composer_nb.trainer.learning.retrace import recompute, reroute, retrace
 from composer_nb.trainer.recipe.mismatch import compare
-from composer_nb.trainer.rl import Scored, to_streams
+from composer_nb.trainer.rl import to_streams
 
 NEVER = frozenset[int]()
 
@@ -60,7 +59,7 @@ def test_routes_of_others_pass_for_its_own_and_are_wrong(make_model, attempts):
     assert np.array_equal(forged.trace.checks[:-1], route_checks(positions, segment.token_ids, shifted)[:-1])
     assert forged.trace.checks[-1] == 0
     rerouted = reroute(attempts[0], shifted)
-    [stream] = to_streams(Scored(attempt=rerouted, reward=Reward(total=0.0), advantage=0.0))
+    [stream] = to_streams(rerouted)
     assert not stream.route_fault()
     comparison = compare(make_model(3), [rerouted])
     assert np.abs(comparison.on_S).max() > 100 * np.abs(comparison.off_S).max()

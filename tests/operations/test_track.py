@@ -167,7 +167,7 @@ def test_a_service_that_fails_is_named_once_and_gets_everything_later(
     tries = 1
     with pytest.raises(ConnectionError):
         track.follow(run, "mlflow", lambda: True)
-    with track.Tracking(run, ["mlflow"]):
+    with track.tracking(run, ["mlflow"]):
         tries = 1
     assert "composer-nb track" in caplog.records[-1].getMessage()
 

@@ -33,7 +33,7 @@ S = Settings()
 @pytest.fixture(scope="module")
 def streams() -> list[Stream]:
     batch = stored_batch(example_run(), -1)
-    return [stream for group in batch.groups[:4] for scored in group for stream in to_streams(scored)]
+    return [x for group in batch.groups[:4] for s in group for x in to_streams(s.attempt, s.advantage)]
 
 
 def policy(device: str, dtype: torch.dtype = torch.float32) -> Model:

@@ -32,8 +32,9 @@ from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatte
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.recipe import sample_groups
-from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
+from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards
 from tests.harness.conftest import Boxes
+from tests.tiny_models import streams_of
 
 NEVER = frozenset[int]()
 LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip": 1e9, "microbatch_tokens": 64}
@@ -41,10 +42,6 @@ LEARN: dict[str, Any] = {"minibatches": 1, "denominator": 50.0, "lr": 0.0, "clip
 
 class Part(Ranks):
     """One of several ranks, by itself: its sums are its own."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__()
-        self.rank, self.world = rank, world
 
     def sum_(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -59,14 +56,7 @@ def sampled(make_model, converse):
 
     def make(model: Model, count: int = 7) -> list[Stream]:
         attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=count, max_length=96), count)
-        random = np.random.default_rng(1)
-        return [
-            stream
-            for attempt in attempts
-            for stream in to_streams(
-                Scored(attempt=attempt, reward=Reward(total=0.0), advantage=float(random.normal()))
-            )
-        ]
+        return streams_of(attempts, *np.random.default_rng(1).normal(size=count))
 
     return make
 
@@ -350,8 +340,7 @@ def test_tasks_in_the_same_words_are_learnt_in_several_steps_at_a_falling_rate(
     model = make_model(3)
     [attempt] = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 1)
     tasks = [attempt.task.model_copy(update={"id": f"request {number}"}) for number in range(4)]  # in the same words
-    scored = [Scored(attempt=replace(attempt, task=task), reward=Reward(total=0.0), advantage=1.0) for task in tasks]
-    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
+    streams = streams_of([replace(attempt, task=task) for task in tasks], 1.0)
     options = LEARN | {"minibatches": minibatches, "lr": 0.4, "final_lr_share": fall}
     Learner(model, FlatOptimizer(model), LossSettings(), None, FULL).learn(streams, Ranks(), Random(0), **options)
     assert rates == pytest.approx(expected)
@@ -365,9 +354,7 @@ def test_tasks_in_the_same_words_are_learnt_in_several_steps_at_a_falling_rate(
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
 def test_without_a_learning_rate_nothing_moves(make_model, converse, replay, lr: float):
     model = make_model(3).bfloat16().float()  # as published
-    attempts = converse(Engine(model, stop=frozenset(), slots=6, max_length=96), 6)
-    scored = [Scored(attempt=d, reward=Reward(total=0.0), advantage=(-1.0) ** n) for n, d in enumerate(attempts)]
-    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
+    streams = streams_of(converse(Engine(model, stop=frozenset(), slots=6, max_length=96), 6), 1.0, -1.0)
     optimizer = FlatOptimizer(model, weight_decay=0.1, published=torch.bfloat16)
     learner, before = Learner(model, optimizer, LossSettings(), replay=replay), optimizer.weights.clone()
     batches = [flatten(chunk, replay) for chunk in microbatches(streams, 100)]

@@ -93,7 +93,7 @@ def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:
             chain.append(replace(segment, kind=kind, trace=segment.trace.head(stop), **streams))
         for segments, collected in (((segment,), whole), (tuple(chain), parts)):
             cut = replace(attempt, rollout=replace(attempt.rollout, segments=segments))
-            collected += to_streams(Scored(attempt=cut, reward=Reward(total=1.0), advantage=advantage))
+            collected += to_streams(cut, advantage)
     return whole, parts
 
 

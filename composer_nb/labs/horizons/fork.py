@@ -26,7 +26,6 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import wilson
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
-from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.rewards.judges import JudgeModel
@@ -34,7 +33,7 @@ from composer_nb.tour.expert import unsampled
 from composer_nb.trainer.learning.learner import divergence, sides
 from composer_nb.trainer.learning.packing import distributions, flatten, moved
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.rl import Scored, to_streams
+from composer_nb.trainer.rl import to_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +248,7 @@ def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRe
     number, start = turns_of(attempt.rollout)[turn]
     segment = attempt.rollout.segments[number]
     places = next(places for places in segment.messages if places[0] == start)
-    stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
+    stream = to_streams(attempt)[number]
     advice = hint_at(start, int(places[-1]) + 1, hint, renderer)
     first = turns_of(attempt.rollout)[turn if before < 0 else before][1]
     student, teacher = sides(stream, advice._replace(at=advice.at - start + first))

@@ -195,7 +195,7 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
     along = np.zeros((2 * len(everyone), 2 * len(everyone)))
     used = 0
     for number, scored in enumerate(everyone):
-        (loss, metrics), (opposite, less) = _losses(model, scored, batch.settings)
+        (loss, metrics), (opposite, less) = _losses(model, scored.attempt, batch.settings)
         positive, other = number, number + len(everyone)
         along[positive, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
         gradients_VD[used] = flat_gradient(loss, weights)
@@ -208,9 +208,9 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
     return Gradients(gram=gram)
 
 
-def _losses(model: Model, scored: Scored, settings: Settings) -> list[tuple[Tensor, dict[str, float]]]:
+def _losses(model: Model, attempt: Attempt, settings: Settings) -> list[tuple[Tensor, dict[str, float]]]:
     """Return a rollout's share of the batch's loss, as `rl.Learner` has it, with its metrics, at advantage +1 and −1."""
-    flat, how = flatten(to_streams(scored), settings.replay), settings.loss
+    flat, how = flatten(to_streams(attempt), settings.replay), settings.loss
     logprob_S, _ = score(model, flat, flat.recorded)
     ones_S, denominator = torch.ones_like(flat.sampled_S), settings.rl.denominator(how)
     advantages = ones_S, -ones_S

@@ -11,7 +11,6 @@ import random
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,16 +23,14 @@ ALONE = timedelta(days=1)
 
 
 class Ranks:
-    """This process's place among the ranks."""
+    """This process's place among the ranks, which have joined one another (`parallel.team.join`) if there are several."""
 
     device = "cpu"
+    # Whether ranks synchronize in every micro-batch and so need equally many: a rank without streams computes an empty one.
+    lockstep = False
 
-    def __init__(self, rank: int = 0, world: int = 1, rendezvous: Path | None = None) -> None:
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
         self.rank, self.world = rank, world
-        if world > 1:
-            assert rendezvous is not None
-            store = dist.FileStore(str(rendezvous), world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=ALONE)
 
     @property
     def first(self) -> bool:
@@ -43,12 +40,6 @@ class Ranks:
     def data_shard(self) -> tuple[int, int]:
         """Index of this rank's shard of a batch's streams, and the number of shards."""
         return self.rank, self.world
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether ranks synchronize in every micro-batch and so need equally many: a rank without streams computes an empty
-        one."""
-        return False
 
     def split(self, batch: Any) -> Any:
         """Return this rank's part of a batch that it shares with others."""

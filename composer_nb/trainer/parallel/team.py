@@ -44,6 +44,8 @@ def join(rank: int, world: int, store: dist.Store, device: str = "cpu", patience
 class Team(Ranks):
     """This process among ranks that have joined, placed by `mesh`. Raises ValueError if the mesh has another number of ranks."""
 
+    lockstep = True
+
     def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
         self.rank, self.world, self.mesh, self.device = dist.get_rank(), dist.get_world_size(), mesh, device
         if mesh.world != self.world:
@@ -70,10 +72,6 @@ class Team(Ranks):
     @property
     def data_shard(self) -> tuple[int, int]:
         return self.place["data"], self.mesh.data
-
-    @property
-    def lockstep(self) -> bool:
-        return True
 
     def split(self, batch: FlatBatch) -> FlatBatch:
         """Return this rank's part of a batch."""

@@ -9,11 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.learning import packing
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
-from composer_nb.trainer.rl import Scored, to_streams
+from composer_nb.trainer.rl import to_streams
 
 Gap = NDArray[np.float64]
 
@@ -43,8 +42,7 @@ def compare(
 ) -> Comparison:
     """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
     ValueError for routes that cannot be replayed."""
-    blank = (Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0) for attempt in attempts)
-    return compare_streams(model, [stream for scored in blank for stream in to_streams(scored)], budget, replay)
+    return compare_streams(model, [stream for attempt in attempts for stream in to_streams(attempt)], budget, replay)
 
 
 @torch.no_grad()

@@ -98,6 +98,7 @@ def run_recipe(s: Stages) -> None:
 
 def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[TokenRow]], info: dict[str, Any]) -> None:
     """Run a supervised stage from its last checkpoint on, with a new checkpoint at every look."""
+    model.recompute = s.settings.midtrain.recompute
     optimizer, start = s.optimizer(model, plan.weight_decay), time.perf_counter()
     begin, before = s.resume(plan, optimizer)
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
@@ -217,13 +218,18 @@ def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[TokenRow]]) 
 
 
 def _watched(s: Stages) -> dict[str, list[TokenRow]]:
-    corpus = read_corpus(s.settings.data.code)
     length = s.settings.midtrain.row_tokens
-    limit = max(s.ranks.world, 48 * CODE_ROW // length)
-    code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=limit, length=length)
-    if len(code) < s.ranks.world:
-        raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+    code = _held_out(s, 48 * CODE_ROW // length, length)
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
+
+
+def _held_out(s: Stages, count: int, length: int) -> list[TokenRow]:
+    """Return about `count` rows of held-out code, at least one for each rank. Raises ValueError if there is too little code."""
+    limit, code = max(s.ranks.world, count), read_corpus(s.settings.data.code).validation
+    rows = code_rows(code, s.tokenizer(), 1.0, limit=limit, length=length)
+    if len(rows) < s.ranks.world:
+        raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+    return rows
 
 
 def _mixture(
@@ -264,9 +270,7 @@ def extend(s: Stages, info: dict[str, Any]) -> None:
     e, trained = s.settings.extend, s.load("midtrained")
     config = trained.config.stretched(e.factor)
     length = config.max_position_embeddings
-    heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
-    if len(heldout) < s.ranks.world:
-        raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
+    heldout = _held_out(s, 12, length)
     continued = replace(trained.config, max_position_embeddings=length)
     info["plain"] = cross_entropy(trained.on_positions(continued), heldout, s.ranks)
     model = s.divided(trained.on_positions(config))
@@ -516,7 +520,7 @@ class InProcess:
     """The `Services` of one process, or of ranks that each sample a share of the batch and learn together."""
 
     def __init__(self, s: Stages) -> None:
-        self.stages, self.settings, self.ranks = s, s.settings, s.ranks
+        self.stages, self.settings, self.ranks, self.say = s, s.settings, s.ranks, s.say
         resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
         self.learner, self.step, self.before = resumed
         self.hinter = hinter_of(s.run, s.settings)
@@ -594,9 +598,6 @@ class InProcess:
             state = self.learner.optimizer.state()
             self.stages.run.commit("rl", step, state, self._points, self._ledgers, self.seconds)
         self._points, self._ledgers = [], []
-
-    def say(self, line: str) -> None:
-        self.stages.say(line)
 
 
 # How often an attempt is dispatched before its loss to infrastructure faults stops the run.

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.recipe.launch import absolute, fork
+from composer_nb.trainer.recipe.reader import settings_at
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.provenance import CAPSULE, capsule
 from composer_nb.trainer.records.rundir import RunDir
@@ -29,7 +29,7 @@ from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import hinter_of, store_url
 from composer_nb.trainer.services.slots import Group
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
-from composer_nb.trainer.settings import Settings, changed, from_dict, override
+from composer_nb.trainer.settings import Settings, changed, override
 from composer_nb.trainer.versions.manifest import entries_of
 from composer_nb.trainer.versions.store import VersionStore
 
@@ -141,8 +141,7 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
 def settings_after(source: RunDir, step: int) -> Settings:
     """Return the settings of a run after `step` steps, with what was changed while it was live. Changes that were planned for
     these steps are among them, and planned no more."""
-    changes = [values for at, values in source.changed_live().items() if int(at) <= step]
-    settings = absolute(reduce(override, changes, from_dict(source.settings())))
+    settings = absolute(settings_at(source, step))
     planned = {at: values for at, values in settings.services.changes.items() if int(at) > step}
     return replace(settings, services=replace(settings.services, changes=planned))
 
@@ -176,8 +175,8 @@ def _take_over(source: RunDir, run: RunDir, settings: Settings, step: int) -> No
         return
     with closing(Journal(run)) as journal:
         with closing(run.connect()) as db, db:
-            for table, column_count, condition in (("batch", 2, "step < ?"), ("version", 4, "step < ?")):
-                rows = source.query(f"SELECT * FROM {table} WHERE {condition}", step)
+            for table, column_count in (("batch", 2), ("version", 4)):
+                rows = source.query(f"SELECT * FROM {table} WHERE step < ?", step)
                 db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * column_count)})", rows)
         batches = journal.batches(0, step)
         trained_slots = {slot for train in batches for slot in train.slots}

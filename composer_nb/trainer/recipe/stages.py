@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,30 +14,22 @@ from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow, load_rows
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, Optimizer
 from composer_nb.trainer.learning.ranks import Ranks, release_memory
 from composer_nb.trainer.learning.supervised import StagePlan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
 from composer_nb.trainer.settings import Settings
 
-if TYPE_CHECKING:
-    from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-
-# Modules for meshes are imported where there is one: with them PyTorch imports for seconds.
-AnyOptimizer: TypeAlias = "FlatOptimizer | ShardedOptimizer"
-
 
 @dataclass(slots=True)
 class Stages:
-    """The directory, settings, ranks and sandboxes of a run."""
+    """The directory, settings, ranks and sandboxes of a run whose ranks have a copy of the model each (else `meshed.py`)."""
 
     run: RunDir
     settings: Settings
@@ -83,76 +75,45 @@ class Stages:
 
     def publish(self, model: Model, name: str) -> None:
         path = self.weights(name)
-        if isinstance(self.ranks, Team) and _is_sharded(model):
-            from composer_nb.trainer.parallel.checkpoint import save_sharded
-
-            save_sharded(model, self.ranks, path)
-        elif self.ranks.first:
-            save_pretrained(model, path, dtype=torch.bfloat16)
+        self._write(model, path)
         if self.ranks.first:
             carry(path, self.settings.env, self.settings.limits)
         self.ranks.barrier()
+
+    def _write(self, model: Model, path: Path) -> None:
+        if self.ranks.first:
+            save_pretrained(model, path, dtype=torch.bfloat16)
 
     # Supervised training, on each rank's copy of the model or on the trainer's mesh
 
     def divided(self, model: Model) -> Model:
         """Return the model to train: sharded if `mesh.*` is set, else whole."""
-        if not isinstance(self.ranks, Team):
-            return model
-        from composer_nb.trainer.parallel.fsdp import on_mesh
-
-        return on_mesh(model, self.ranks, self.settings.mesh)
+        return model
 
     def trained(self, path: Path) -> Model:
         """Load the model to train, as `divided` returns it."""
-        if isinstance(self.ranks, Team):
-            from composer_nb.trainer.parallel.checkpoint import load_sharded
-
-            model = load_sharded(path, self.ranks, self.settings.mesh)
-        else:
-            model = load_pretrained(path).to(self.settings.mesh.device)
+        model = self._read(path)
         model.kernels = self.settings.kernels
         return model
 
-    def optimizer(self, model: Model, weight_decay: float) -> AnyOptimizer:
-        model.recompute = self.settings.midtrain.recompute
-        if isinstance(self.ranks, Team):
-            from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+    def _read(self, path: Path) -> Model:
+        return load_pretrained(path).to(self.settings.mesh.device)
 
-            return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
+    def optimizer(self, model: Model, weight_decay: float) -> Optimizer:
         return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)
 
-    def resume(self, plan: StagePlan, optimizer: AnyOptimizer) -> tuple[int, float]:
+    def resume(self, plan: StagePlan, optimizer: Optimizer) -> tuple[int, float]:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
-        if (pointer := self.run.pointer(plan.stage)) is None:
+        if (saved := self.run.checkpoint(plan.stage)) is None:
             return 0, 0.0
-        state = _state(plan, optimizer)
-        if not isinstance(optimizer, FlatOptimizer):
-            from composer_nb.trainer.parallel.checkpoint import restore
+        step, state, seconds = saved
+        load_state(plan, optimizer, state)
+        return step, seconds
 
-            restore(state, pointer[1])
-        elif saved := self.run.checkpoint(plan.stage):
-            state = saved[1]
-        optimizer.load({name: value for name, value in state.items() if not name.startswith("draft_")})
-        if plan.beside:
-            plan.beside.load(state)
-        return pointer[0], pointer[2]
-
-    def commit(
-        self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
-    ) -> None:
+    def commit(self, plan: StagePlan, optimizer: Optimizer, step: int, point: dict[str, Any], seconds: float) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
-        folder, sharded = f"{plan.stage}-{step:06d}.ranks", not isinstance(optimizer, FlatOptimizer)
-        if not (sharded or self.ranks.first):
-            return
-        state = _state(plan, optimizer)
-        if sharded:
-            from composer_nb.trainer.parallel.checkpoint import save
-
-            save(state, beneath(self.run.path / "checkpoints", folder)).result()
-            self.ranks.barrier()
         if self.ranks.first:
-            self.run.commit(plan.stage, step, folder if sharded else state, [(step, point)], seconds=seconds)
+            self.run.commit(plan.stage, step, state_of(plan, optimizer), [(step, point)], seconds=seconds)
 
     def publish_again(self, name: str, again: str) -> None:
         """Publish the weights `name` under the name `again` as well, for a stage that is left out."""
@@ -161,12 +122,6 @@ class Stages:
             link.unlink(missing_ok=True)
             link.symlink_to(name)
         self.ranks.barrier()
-
-
-def _is_sharded(model: Model) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
 
 
 def stage(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -195,5 +150,13 @@ def stage(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return staged
 
 
-def _state(plan: StagePlan, optimizer: AnyOptimizer) -> dict[str, Any]:
+def state_of(plan: StagePlan, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a resumed stage needs: the state of the optimizer, and that of a draft head that learns beside the model."""
     return optimizer.state() | (plan.beside.state() if plan.beside else {})
+
+
+def load_state(plan: StagePlan, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Restore `state_of`."""
+    optimizer.load({name: value for name, value in state.items() if not name.startswith("draft_")})
+    if plan.beside:
+        plan.beside.load(state)

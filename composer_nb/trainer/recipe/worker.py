@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> None:
 
     try:
         with Sandboxes(settings.env, run.path.name, run.path / FOLDER) as sandboxes:
-            ranks = _ranks(settings, int(rank), int(world), Path(rendezvous))
-            run_recipe(Stages(run, settings, ranks, sandboxes, say))
+            stages_of_rank, ranks = _joined(settings, int(rank), int(world), Path(rendezvous))
+            run_recipe(stages_of_rank(run, settings, ranks, sandboxes, say))
             ranks.close()
     except Exception as error:
         if not (message := full_disk(error, run.path)):
@@ -43,11 +43,16 @@ def main(arguments: list[str]) -> None:
         sys.exit(message)
 
 
-def _ranks(s: Settings, rank: int, world: int, rendezvous: Path) -> Ranks:
-    if not (s.meshed and s.supervised):
-        return Ranks(rank, world, rendezvous)
-    join(rank, world, dist.FileStore(str(rendezvous), world), s.mesh.device, ALONE)
-    return Team(Mesh.of(s.mesh, world), s.mesh.device)
+def _joined(s: Settings, rank: int, world: int, rendezvous: Path) -> tuple[type[Stages], Ranks]:
+    """Join the other ranks, and return them with the stages of a rank."""
+    on_mesh = s.meshed and s.supervised
+    if on_mesh or world > 1:
+        join(rank, world, dist.FileStore(str(rendezvous), world), s.mesh.device if on_mesh else "cpu", ALONE)
+    if not on_mesh:
+        return Stages, Ranks(rank, world)
+    from composer_nb.trainer.recipe.meshed import MeshStages
+
+    return MeshStages, Team(Mesh.of(s.mesh, world), s.mesh.device)
 
 
 if __name__ == "__main__":

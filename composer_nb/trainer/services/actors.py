@@ -17,6 +17,10 @@ class ActorDied(RuntimeError):
     """The process of a service is gone. Its last call may or may not have taken effect."""
 
 
+class StartFailed(ActorDied):
+    """The process of a service is gone because the service itself raised an error as it was made."""
+
+
 class RemoteService(Protocol):
     """A service in another process."""
 
@@ -53,7 +57,7 @@ class RayRemote:
 
 def _meaning(error: BaseException, name: str) -> BaseException:
     """Return the error of the method, ActorDied if the process is gone, or NotSeen if it ended because of that."""
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import RayActorError, RayError, RayTaskError
 
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
@@ -63,7 +67,8 @@ def _meaning(error: BaseException, name: str) -> BaseException:
     _, refused, why = rest[-1].partition(f"{NotSeen.__name__}: ") if rest else ("", "", "")
     if refused:
         return NotSeen(why)
-    return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
+    kind = StartFailed if isinstance(error, RayActorError) and error.actor_init_failed else ActorDied
+    return kind(f"{name} died ({' … '.join([first, *rest[-1:]])})")
 
 
 def _role(name: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from its copy in the store (`run_copy.py`).
 """
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.services import orchestrator as fsm
 from composer_nb.trainer.services import shards
-from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
+from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService, StartFailed
 from composer_nb.trainer.services.capacity import planned_engines
 from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, Report
 from composer_nb.trainer.services.finished import FinishedRollouts
@@ -54,6 +55,10 @@ OnReply = Callable[[Any], list[fsm.Event] | None]
 
 # Errors by which a service shows that it, or what it depends on, is gone.
 DEATHS = (ActorDied, TooManyBlocked, TimeoutError, ProviderFailure)
+# Engines that end by one and the same error of their own, without a rollout in between, before the run ends.
+SAME_FAILURES = 4
+# Numbers and addresses in an error, in which two failures for one reason may differ.
+NUMBERS = re.compile(r"\b(0x)?[0-9a-f]{8,}\b|\d+")
 
 
 class RunStopped(RuntimeError):
@@ -75,11 +80,17 @@ class Coordinator:
         # Calls under way, with the service that was called, and what handles the reply.
         self.pending: dict[Future[Any], tuple[EnginePair | RemoteService, OnReply]] = {}
         self.pairs: dict[str, EnginePair] = {}
+        # Weight versions per batch.
+        self.per_step = settings.rl.minibatches
+        # Hosts of services, by name, once they have answered.
+        self.hosts: dict[str, str] = {}
         # Number of pairs that are to work, by the load.
         self.engines = self.settings.services.engines
         # Pairs made, pairs in a row that died before they were ready, and since the last batch the trainer's deaths and lost
         # rollouts.
         self.made = self.stillborn = self.trainer_deaths = self.lost = 0
+        # Errors of engines, without numbers, since the last finished rollout.
+        self.failures = Counter[str]()
         self.ended = self.stopped_early = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
@@ -101,11 +112,6 @@ class Coordinator:
         self.orchestrator: fsm.Orchestrator
 
     # The life of a stage
-
-    @property
-    def per_step(self) -> int:
-        """Weight versions per batch."""
-        return self.settings.rl.minibatches
 
     @property
     def seconds(self) -> float:
@@ -156,7 +162,7 @@ class Coordinator:
 
     def _make_trainer(self) -> None:
         self.trainer = TrainerGroup(self.actors, self.run.path, self.started_with)
-        self._expect(self.trainer.call("host"), self.trainer, self._on_trainer_hosts)
+        self._ask_trainer()
 
     def _make_pair(self) -> None:
         """Start an engine and its environment worker. The pair is ready once the engine has weights and the worker answers."""
@@ -169,9 +175,9 @@ class Coordinator:
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version, since=time.monotonic())
-        self._expect(engine.call("host"), pair, partial(self._on_engine_host, pair))
+        self._expect(engine.call("host"), pair, partial(self._on_host, name))
         self._expect(engine.call("first_hash"), pair, partial(self._on_engine_ready, pair))
-        self._expect(worker.call("host"), pair, partial(self._on_worker_host, pair))
+        self._expect(worker.call("host"), pair, partial(self._on_host, pair.worker_name))
 
     def _staff(self) -> list[fsm.Event]:
         """Start, join, drain and end pairs, so that `engines` work and `services.standby` are ready to take over."""
@@ -273,25 +279,19 @@ class Coordinator:
             self.begin = self.last = time.perf_counter()
 
     def _on_host(self, name: str, host: str) -> None:
+        self.hosts[name] = host
         self.records.append(partial(self.journal.log_service, name, host))
 
     def _on_trainer_hosts(self, hosts: Sequence[str]) -> None:
         for rank, host in enumerate(hosts):
             self._on_host(f"trainer-{rank}", host)
 
-    def _on_engine_host(self, pair: EnginePair, host: str) -> None:
-        pair.engine_host = host
-        self._on_host(pair.name, host)
-
-    def _on_worker_host(self, pair: EnginePair, host: str) -> None:
-        pair.worker_host = host
-        self._on_host(pair.worker_name, host)
-
     def _on_work(self, pair: EnginePair, reports: Sequence[Report]) -> list[fsm.Event]:
         """Return the events of a worker's reports. Workers count by weight version, the orchestrator by step."""
         events, s = list[fsm.Event](), self.settings
         if tokens := [report.sampled for report in reports if isinstance(report, fsm.Finished)]:
-            work = pair.worker_name, pair.worker_host, len(tokens), sum(tokens)
+            self.failures.clear()
+            work = pair.worker_name, self.hosts.get(pair.worker_name, ""), len(tokens), sum(tokens)
             self.records.append(partial(self.journal.log_work, *work))
         for report in reports:
             if isinstance(report, fsm.Finished):
@@ -307,6 +307,10 @@ class Coordinator:
         return events
 
     def _pair_died(self, pair: EnginePair, error: Exception) -> list[fsm.Event]:
+        if isinstance(error, ProviderFailure | StartFailed):  # not the end of a process, which may have any reason
+            self.failures[reason := NUMBERS.sub("", str(error))] += 1
+            if self.failures[reason] >= SAME_FAILURES:
+                raise RunStopped(f"{error}; so ended {SAME_FAILURES} engines without a finished rollout in between")
         # While the trainer repeats batches, a version may come late.
         self.stillborn += pair.state == "starting" and not self.orchestrator.redo
         if self.stillborn > self.settings.services.deaths:
@@ -360,7 +364,8 @@ class Coordinator:
     def _on_update(self, pair: EnginePair, report: RunningVersion) -> list[fsm.Event]:
         self._require_hash(pair.name, report.version, report.hash)
         self.records.append(partial(self.journal.log_served, pair.name, report))
-        self.records.append(partial(self.journal.log_work, pair.name, pair.engine_host, 1, report.read_bytes))
+        work = pair.name, self.hosts.get(pair.name, ""), 1, report.read_bytes
+        self.records.append(partial(self.journal.log_work, *work))
         pair.version = report.version
         self.running.append(report)
         waits = pair.waits(report.idle)

@@ -47,7 +47,6 @@ class EnginePair:
             gets no more.
         work: The worker's next reports, asked for at the time `since`, at first the time at which the pair was made.
         update: The engine's next version, asked for at the time `update_since`.
-        engine_host: Name of the engine's host, once it has answered; `worker_host` is the worker's.
     """
 
     name: str
@@ -61,8 +60,6 @@ class EnginePair:
     update_since: float = 0.0
     start: list[tuple[Dispatch, Task]] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
-    engine_host: str = ""
-    worker_host: str = ""
     _counted: float = field(default_factory=time.perf_counter)
     _reported: float = field(default_factory=time.perf_counter)
     _admitted: bool = False

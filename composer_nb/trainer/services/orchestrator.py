@@ -199,7 +199,6 @@ class Orchestrator:
         self.training: Train | None = None
         self.redo: list[Train] = []
         self.issued = self.ended = False
-        self.trainer_deaths = 0
         self.books = Books()
         self._commands: list[Command] = []
 
@@ -264,7 +263,7 @@ class Orchestrator:
             case Trained():
                 return self._trained(event.step)
             case TrainerLost():
-                self._trainer_lost(event.redo)
+                self.redo, self.issued = self._checked(event.redo), False
             case Served():
                 if not (self.slowest or 0) <= event.version <= self.version:
                     return "impossible"
@@ -354,7 +353,7 @@ class Orchestrator:
         due_batch = self.redo[0] if self.redo else self.training
         if due_batch is None or not self.issued or step != due_batch.step:
             return "duplicate" if step < self.version else "unknown"
-        self.issued, self.trainer_deaths = False, 0
+        self.issued = False
         if self.redo:
             del self.redo[0]
             return None
@@ -364,15 +363,6 @@ class Orchestrator:
         self.version, self.training = self.version + 1, None
         self._sweep()
         return None
-
-    def _trainer_lost(self, redo: Sequence[Train]) -> None:
-        self.trainer_deaths += 1
-        self.redo, self.issued = self._checked(redo), False
-        if self.trainer_deaths > self.schedule.deaths:
-            self._stop(
-                f"step {self.version} lost its trainer {self.trainer_deaths} times; look at the trainer's log, or raise "
-                f"services.deaths ({self.schedule.deaths})"
-            )
 
     # What is given up
 

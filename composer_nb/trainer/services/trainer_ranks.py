@@ -6,27 +6,22 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composer_nb.harness.environment import carry
-from composer_nb.harness.untrusted import beneath
-from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published, save_pretrained, side_files
 from composer_nb.trainer.models.companions import read_companions
 from composer_nb.trainer.models.hf_config import read_config
-from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.mesh import Mesh
-from composer_nb.trainer.parallel.team import PATIENCE, Team, interface_of, join, meeting_place
+from composer_nb.trainer.parallel.team import PATIENCE, interface_of, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import shards
 from composer_nb.trainer.services.actors import ActorDied, RayActors
@@ -37,7 +32,9 @@ from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import PayloadFile, Weights, state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.store import VersionStore
+
+if TYPE_CHECKING:
+    from composer_nb.trainer.services.meshed import MeshShare
 
 # Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first.
 HEARD_S = 20.0
@@ -50,13 +47,9 @@ class TrainerRank:
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         self._rank, self._run, self._settings = rank, local_run(run, settings.services.store, weights=True), settings
-        # All ranks that share a model follow one rule, whichever of them see the run directory.
-        self._shares_folder = not settings.services.store
-        self._store = VersionStore(store_url(run, settings))
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._meeting: dist.Store | None = None
-        self._team: Team | None = None
-        self._saving: Future[dict[str, PayloadFile]] | None = None
+        # This rank's part of the model, if several share it.
+        self._share: MeshShare | None = None
 
     def host(self) -> str:
         """Return the name of this host. Raises the error of publishing an earlier version."""
@@ -83,71 +76,35 @@ class TrainerRank:
         checkpoint is (steps, name of its folder, its files in the store). The others: see `make_learner`."""
         s = self._settings
         set_up_process(s.seed, s.matmul)
-        group: dist.ProcessGroup | None = None
-        if address:
-            group = self._join(address, checkpoint)
-        else:
+        if not address:
             self._ranks = Ranks()
             self._learner, self.step, _ = make_learner(self._run / "weights" / "start", s, sharpness, checkpoint)
+        else:
+            from composer_nb.trainer.services.meshed import MeshShare  # with it PyTorch imports for seconds
+
+            self._share = share = MeshShare(self._rank, self._run, s, self._rendezvous(address), checkpoint)
+            self._ranks, self._learner, self.step = share.team, share.learner, share.step
         self._files = side_files(self._learner.model)
         self.version = self.step * s.rl.minibatches
         self._newest = self._weights()
         # The version before the last batch with a signal, and its weights.
         self._before = (self.version, self._newest)
         url, full_every = store_url(self._run, s), s.services.full_every
+        group = self._share.publishers if self._share else None
         self._publisher = Publisher(url, owner="trainer", full_every=full_every, group=group)
         self._background = BackgroundPublisher(self._publisher)
         self._publisher.publish(self.version, self._newest, self._files)
 
-    def _join(self, address: str, checkpoint: tuple[int, str, Mapping[str, PayloadFile]] | None) -> dist.ProcessGroup:
-        """Join the other ranks, and load this one's share of the model. Return the group of their publishers."""
-        from composer_nb.trainer.parallel.checkpoint import restore
-        from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-
-        s = self._settings
+    def _rendezvous(self, address: str) -> dist.Store:
+        """Return the meeting place of the ranks at `address`."""
         host, _, port = address.rpartition(":")
         # By default gloo takes the address that the host's name resolves to, which may be the loopback.
         if interface := interface_of(self._address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        store = self._meeting or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
-        if s.mesh.device == "cuda":
-            torch.cuda.set_device(0)  # the only one that Ray shows to this process
-        join(self._rank, s.trainers, store, s.mesh.device)
-        self._ranks = self._team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
-        model = self._load(self._team)
-        self._sharded = ShardedOptimizer(model, self._team, s.optimizer, published=torch.bfloat16)
-        reference = self._load(self._team) if s.loss.beta else None
-        self._learner = Learner(model, self._sharded, s.loss, reference, s.replay)
-        self._aside = dist.new_group(backend="gloo")
-        self.step, self._saved_step = 0, -1
-        if checkpoint is not None:
-            self.step, name, files = checkpoint
-            folder = self._run / "checkpoints" / name
-            if not files and not (folder / ".metadata").is_file():
-                raise ValueError(
-                    f"{name} is in the run directory, which {socket.gethostname()} does not see: resume where all ranks see it"
-                )
-            state = self._sharded.state()
-            restore(state, folder, self._aside, partial(shards.fetch_shard, self._store, files, folder))
-            self._sharded.load(state)
-            self._saved_step = self.step
-            for file in files:  # all ranks have read by now
-                beneath(folder, file).unlink(missing_ok=True)
-        return dist.new_group(backend="gloo")
-
-    def _load(self, team: Team) -> Model:
-        from composer_nb.trainer.parallel.checkpoint import load_sharded
-
-        model = load_sharded(self._run / "weights" / "start", team, self._settings.mesh)
-        model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
-        return model
+        return self._meeting or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        if self._team is None:
-            return published(self._learner.model)
-        from composer_nb.trainer.parallel.checkpoint import published_share
-
-        return published_share(self._learner.model, self._team)
+        return published(self._learner.model) if self._share is None else self._share.weights()
 
     def at(self) -> int:
         """Return the number of batches learned."""
@@ -178,7 +135,7 @@ class TrainerRank:
             self._publish()
         train_s = time.perf_counter() - start
         # A single rank does not wait here until earlier versions are written.
-        hash = self._hash.result() if self._team else state_hash(self._newest)
+        hash = self._hash.result() if self._share else state_hash(self._newest)
         return {**metrics, "version": self.version, "hash": hash, "train_s": train_s}
 
     def _publish(self) -> None:
@@ -194,25 +151,13 @@ class TrainerRank:
     def state(self) -> tuple[int, dict[str, Any] | str]:
         """Return the number of steps, and a copy of the state that a resumed trainer needs. If ranks share it, begin to write it,
         and return the name of its folder, which is complete once `saved` has returned on all ranks."""
-        if self._team is None:
-            return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
-        from composer_nb.trainer.parallel.checkpoint import save
-
-        self.saved()
-        name = f"rl-{self.step:06d}.ranks"
-        if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it
-            self._saved_step = self.step
-            folder = self._run / "checkpoints" / name
-            self._saving = self._writer.submit(self._stored, save(self._sharded.state(), folder, self._aside), folder)
-        return self.step, name
-
-    def _stored(self, saving: Future[Any], folder: Path) -> dict[str, PayloadFile]:
-        saving.result()
-        return {} if self._shares_folder else shards.put_shards(self._store, folder, self._rank)
+        if self._share is not None:
+            return self.step, self._share.begin_saving(self.step)
+        return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
 
     def saved(self) -> dict[str, PayloadFile]:
         """Wait until the checkpoint is written, while the next batch is learned. Return this rank's files of it in the store."""
-        return self._saving.result() if self._saving is not None else {}
+        return self._share.saved() if self._share is not None else {}
 
     def stop(self) -> None:
         """Publish nothing more, as the end of the process does."""
@@ -227,7 +172,7 @@ class TrainerRank:
         """Stop publishing once all versions are published. Return the weights of the newest version and of that before the last
         batch with a signal, as far as this process made them; none if it has only a part."""
         self.close()
-        return {} if self._team else dict([self._before, (self.version, self._newest)])
+        return {} if self._share else dict([self._before, (self.version, self._newest)])
 
 
 def save_versions(run: Path, s: Settings, versions: Mapping[str, int], weights: Mapping[int, Weights]) -> None:

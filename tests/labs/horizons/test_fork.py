@@ -14,7 +14,6 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Request
-from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
@@ -22,9 +21,8 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.labs.horizons.fork import Fork, ablate, fork, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.rl import Scored, to_streams
+from composer_nb.trainer.rl import to_streams
 
-NONE = Reward(total=0.0)
 SIZES = {"vocab_size": 420, "max_position_embeddings": 200}
 
 
@@ -65,8 +63,7 @@ def test_the_past_is_the_stored_one_and_the_same_draws_give_the_same_future(stor
             head = future.rollout.segments[number]
             assert np.array_equal(head.token_ids[:start], stored.rollout.segments[number].token_ids[:start])
             assert np.array_equal(head.logprob[:start], stored.rollout.segments[number].logprob[:start])
-            streams = to_streams(Scored(attempt=future, reward=NONE, advantage=1.0))
-            assert not any(stream.route_fault() for stream in streams)
+            assert not any(stream.route_fault() for stream in to_streams(future))
         if turn == 0:
             assert any(pack_attempt(future) != pack_attempt(stored) for future in forked.attempts[1:])
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ def autograd(model: Model, batch: lab_scores.StoredBatch, advantage_R: np.ndarra
     """The gradient of the whole batch's loss in one backward pass, and how many tokens were masked."""
     everyone = [scored for group in batch.groups for scored in group]
     pairs = zip(everyone, advantage_R, strict=True)
-    streams = [stream for s, a in pairs for stream in to_streams(replace(s, advantage=float(a)))]
+    streams = [stream for s, a in pairs for stream in to_streams(s.attempt, float(a))]
     flat = flatten(streams, batch.settings.replay)
     logprob_S, _ = score(model, flat, flat.recorded)
     loss, metrics = policy_loss(

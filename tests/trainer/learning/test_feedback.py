@@ -40,7 +40,7 @@ def test_the_divergence_and_its_gradient_have_their_closed_forms() -> None:
 def stream(make_model, converse) -> Stream:
     """A rollout of three messages whose second has a hint."""
     [attempt] = converse(Engine(make_model(3), stop=frozenset[int](), slots=1, max_length=96), 1)
-    [stream] = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))
+    [stream] = to_streams(attempt)
     positions = attempt.rollout.segments[0].messages[1]
     hint = Hint(int(positions[0]), int(positions[-1]) + 1, int(positions[0]) - 1, (5, 17, 40))
     return replace(stream, hints=(hint,))

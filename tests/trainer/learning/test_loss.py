@@ -303,6 +303,3 @@ def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: f
     for kind, slope in expected.items():
         s = losses.LossSettings(length_norm=length_norm, beta=0.3, kl=kind)  # type: ignore[arg-type]
         torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
-
-
-# Settings

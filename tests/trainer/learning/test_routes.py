@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
@@ -18,7 +17,7 @@ from composer_nb.trainer.learning.packing import FULL, ReplaySettings, Stream, f
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.config import FOREIGN, ModelConfig
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
-from composer_nb.trainer.rl import Scored, to_streams
+from tests.tiny_models import streams_of
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "microbatch_tokens": 64}
 NAMES = ("routes", "route_valid", "checks")
@@ -31,8 +30,7 @@ def attempts(make_model, converse):
 
 @pytest.fixture
 def streams(attempts) -> list[Stream]:
-    scored_attempts = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=1.0) for attempt in attempts]
-    return [stream for scored in scored_attempts for stream in to_streams(scored)]
+    return streams_of(attempts, 1.0)
 
 
 def rows(stream: Stream, pick: Any) -> Stream:
@@ -122,8 +120,7 @@ def test_families_with_and_without_experts_learn_from_their_own_rollouts(make_mo
     inner = {} if family == "mixtral" else {"intermediate_size": 48}
     model = make_model(3, family=family, **sizes, **inner)
     attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
-    scored = [Scored(attempt=attempt, reward=Reward(total=0.0), advantage=1.0) for attempt in attempts]
-    streams = [stream for scored_attempt in scored for stream in to_streams(scored_attempt)]
+    streams = streams_of(attempts, 1.0)
     mismatch = measure_mismatch(model, attempts)
     assert mismatch["on"]["logprob_gap_p99"] < 1e-4 and mismatch["routes_differ"] == 0.0
     before = [weight.clone() for weight in model.parameters()]

@@ -219,6 +219,8 @@ def test_rows_of_code_have_the_length_that_is_set(length: int, monkeypatch: pyte
     code = [len(row.token_ids) for batch in batches for row in batch if len(row.token_ids) != 40]
     assert {*code} == {length} and len(batches) == 40
     assert len({len(row.token_ids) for row in recipe._watched(stages)["heldout_code_loss"]}) == 1
+    stages.ranks = SimpleNamespace(world=16)
+    assert len(recipe._held_out(stages, 12, CODE_ROW)) == 16, "a row for each rank"
     assert sum(code) == pytest.approx(768 * (2 + 0.5 * 38), rel=0.1)
     with pytest.raises(ValueError, match="must be at least 100000, the length of a row of code"):
         override(Settings(), {"midtrain.row_tokens": 100_000})

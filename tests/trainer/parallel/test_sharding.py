@@ -34,7 +34,6 @@ MLA = ModelConfig(
     tie_word_embeddings=False,
 )  # fmt: skip
 ADAMW, MUON = OptimizerSettings(), OptimizerSettings(name="muon")
-"""Of the scale of all logits, which learns beside the weights."""
 REPLAY = ReplaySettings(level="ids+order")
 
 

@@ -27,6 +27,7 @@ from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
+from composer_nb.trainer.recipe.meshed import MeshStages
 from composer_nb.trainer.recipe.recipe import _train
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
@@ -185,7 +186,8 @@ def _resumed(folder: Path, *, meshed: bool) -> None:
             raise InterruptedError
 
     for name, cuts in (("whole", []), ("cut", [7])):
-        s = Stages(RunDir(folder / name), settings, ranks, Sandboxes(), lambda line: None)
+        kind = MeshStages if meshed else Stages
+        s = kind(RunDir(folder / name), settings, ranks, Sandboxes(), lambda line: None)
         for last in cuts:
             with pytest.raises(InterruptedError):
                 model = s.divided(seeded_model(GQA, torch.float32, False))

@@ -15,7 +15,6 @@ import pytest
 from composer_nb.cli import main
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import started
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe import detached, launch
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
@@ -23,6 +22,7 @@ from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
+from tests.waiting import wait
 
 LAUNCHER = """
 import signal, sys, time
@@ -236,15 +236,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_ends_with_its_parent_while_it_imports(module: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT])
-    deadline = time.monotonic() + patience(60)
-    while not (module.exists() and module.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait(lambda: module.exists() and module.read_text())
     pid = int(module.read_text().split()[0])
     tick = started(pid)
     assert tick is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    while started(pid) == tick:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait(lambda: started(pid) != tick)

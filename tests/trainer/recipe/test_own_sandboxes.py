@@ -22,17 +22,15 @@ from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.labs.faults import Threads
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import unguarded
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.views.report import fact_rows
 from tests.trainer.services.test_coordinator import IN_STEP as MICRO_IN_STEP
-from tests.trainer.services.test_coordinator import cut_off
+from tests.trainer.services.test_coordinator import cut_off, go
 
 pytestmark = pytest.mark.slow
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
@@ -78,19 +76,15 @@ def rl(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings, li
     """`rl(name, cut, **changes)`: RL of that run again, as services; gives its run, settings and lines. With `cut` it is killed
     after so many commands, and resumed."""
 
-    def go(name: str, cut: int = 0, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
+    def forked(name: str, cut: int = 0, **changes: Any) -> tuple[RunDir, Settings, list[str]]:
         base = override(Settings(), SMALL | ALONE | {"model.start": str(WEIGHTS)})
         settings = override(base, {"env.tasks": loop.settings()["env"]["tasks"], **IN_STEP, **changes})
-        run, actors, lines = fork(loop, settings, runs=tmp_path, name=name), Threads(), list[str]()
-        if cut:
-            lines += cut_off(run, settings, cut)
-        try:
-            run.finish("rl", 1.0, Coordinator(run, settings, actors, lines.append).go())
-        finally:
-            actors.close()
+        run = fork(loop, settings, runs=tmp_path, name=name)
+        lines = cut_off(run, settings, cut) if cut else []
+        run.finish("rl", 1.0, go(run, settings, lines=lines))
         return run, settings, lines
 
-    return go
+    return forked
 
 
 def results_of(run: RunDir) -> tuple[list[Any], bytes, list[Any]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from composer_nb.harness.policy import route_checks
-from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
@@ -21,7 +20,7 @@ from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.recipe.mismatch import gap_figures, measure_mismatch
-from composer_nb.trainer.rl import Scored, to_streams
+from tests.tiny_models import streams_of
 
 NEVER = frozenset[int]()
 
@@ -69,18 +68,12 @@ LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "cli
 SHARP = {"num_experts": 8, "num_experts_per_tok": 3}
 
 
-def streams_of(attempts: Any) -> list[Stream]:
-    scored_attempts = [
-        Scored(attempt=a, reward=Reward(total=0.0), advantage=1.0 - n % 3) for n, a in enumerate(attempts)
-    ]
-    return [stream for scored in scored_attempts for stream in to_streams(scored)]
-
-
 @pytest.fixture
 def streams(make_model, converse) -> list[Stream]:
     """Of an engine in bf16, whose routers now and then think otherwise."""
     engine = variant(make_model(3, **SHARP), Numerics(dtype=torch.bfloat16))
-    return streams_of(converse(Engine(engine, stop=frozenset({7, 8, 9}), slots=24, max_length=96), 24))
+    attempts = converse(Engine(engine, stop=frozenset({7, 8, 9}), slots=24, max_length=96), 24)
+    return streams_of(attempts, 1.0, 0.0, -1.0)
 
 
 def learnt(model: Model, streams: list[Stream], replay: ReplaySettings) -> tuple[Learner, dict[str, float]]:

@@ -1,19 +1,18 @@
 """Looking at a run: what is seen at every moment of it, and that nothing of it is touched."""
 
-import fcntl
 import json
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_nb.harness.files import write_json
+from composer_nb.trainer.recipe.launch import _only_launcher as live
 from composer_nb.trainer.recipe.reader import ReadOnly, Status, prompts, read_status, wait_until
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
@@ -23,19 +22,6 @@ from composer_nb.trainer.settings import Settings, override, to_dict
 
 SAMPLED = 3
 """Tokens of every rollout that `train` pretends."""
-
-
-@contextmanager
-def live(run: RunDir) -> Iterator[None]:
-    """This process carries the run."""
-    fd = os.open(run.path / "launch.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.truncate(fd, 0)
-    os.write(fd, f"{os.getpid()}\n".encode())
-    try:
-        yield
-    finally:
-        os.close(fd)
 
 
 def tree(path: Path) -> dict[str, tuple[int, int]]:

@@ -14,12 +14,11 @@ import pytest
 
 from composer_nb.harness import blocking
 from composer_nb.harness.blocking import CallTimeout, GivenUp, TooManyBlocked, within
-from composer_nb.labs.faults import Threads
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.settings import Settings, override
+from tests.trainer.services.test_coordinator import go
 
 WEIGHTS = EXAMPLES[0] / "weights" / "final"
 ENVIRONMENT = '''
@@ -142,11 +141,7 @@ def test_the_services_end_although_a_tool_and_a_reward_block(folder: Path, begun
         start_or_resume(run.path, say=lambda line: None)
         assert not list((run.path / "journal").iterdir())
     else:
-        actors = Threads()
-        try:
-            run.finish("rl", 1.0, Coordinator(run, settings, actors, lambda line: None).go())
-        finally:
-            actors.close()
+        run.finish("rl", 1.0, go(run, settings))
     require_whole(run, folder)
     info = run.finished("rl")
     assert info is not None and sum(run.ledger().values()) == info["sampled"] and run.ledger()["faulted"] > 0

@@ -20,7 +20,7 @@ import pytest
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
-from composer_nb.labs.faults import ThreadRemote, Threads, no_fault
+from composer_nb.labs.faults import Fault, ThreadRemote, Threads, no_fault
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
@@ -71,12 +71,10 @@ def begun(loop: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return make
 
 
-def go(run: RunDir, settings: Settings, actors: Threads | None = None) -> dict[str, Any]:
-    actors = actors or Threads()
-    try:
-        return Coordinator(run, settings, actors, lambda line: None).go()
-    finally:
-        actors.close()
+def go(run: RunDir, settings: Settings, fault: Fault = no_fault, lines: list[str] | None = None) -> dict[str, Any]:
+    """Run RL to its end with a fault, and return its results; `lines` gets what it says."""
+    with closing(Threads(fault)) as actors:
+        return Coordinator(run, settings, actors, (list[str]() if lines is None else lines).append).go()
 
 
 class Gone(Exception):
@@ -85,23 +83,20 @@ class Gone(Exception):
 
 def cut_off(run: RunDir, settings: Settings, after: int, method: str = "_carry_out") -> list[str]:
     """Continue the run until the coordinator has called `method` `after` times, and return its lines."""
-    lines: list[str] = []
-    actors = Threads()
-    coordinator = Coordinator(run, settings, actors, lines.append)
-    count, original = 0, getattr(coordinator, method)
+    lines, calls = list[str](), count()
+    with closing(Threads()) as actors:
+        coordinator = Coordinator(run, settings, actors, lines.append)
+        original = getattr(coordinator, method)
 
-    def stop(*values: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > after:
-            raise Gone
-        return original(*values)
+        def stop(*values: Any) -> Any:
+            if next(calls) >= after:
+                raise Gone
+            return original(*values)
 
-    setattr(coordinator, method, stop)
-    with pytest.raises(Gone):
-        coordinator.go()
-    coordinator.journal.close()
-    actors.close()
+        setattr(coordinator, method, stop)
+        with pytest.raises(Gone):
+            coordinator.go()
+        coordinator.journal.close()
     return lines
 
 
@@ -230,7 +225,7 @@ class Deaths:
 @pytest.mark.parametrize("deaths", [Deaths(work={4}, exchange={40}, update={3}), Deaths(learn={2, 5}, state={1})])
 def test_whoever_dies_the_surviving_lineage_is_whole(begun, deaths: Deaths):
     run, settings = begun("flaky", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6})
-    info = go(run, settings, Threads(deaths))
+    info = go(run, settings, deaths)
     assert all(deaths.calls[method] >= min(numbers) for method, numbers in deaths.dies.items()), "they did die"
     assert_whole(run, info)
     assert sorted(versions(run)) == [2, 4, 6, 8, 10, 12]
@@ -257,11 +252,8 @@ def test_a_trainer_that_died_with_its_engines_between_two_batches_is_made_again(
 
     monkeypatch.setattr(Publisher, "publish", not_yet_written)
     monkeypatch.setattr(inference, "APPEARS_S", patience(3.0))
-    actors = Threads(host_dies)
-    try:
+    with closing(Threads(host_dies)) as actors:
         info = Coordinator(run, settings, actors, lines.append).go()
-    finally:
-        actors.close()
     assert dead.is_set() and any("resuming from step" in line for line in lines), lines
     assert_whole(run, info)
 
@@ -275,7 +267,7 @@ def test_an_engine_that_begins_with_other_weights_than_the_trainer_made_ends_the
 
     run, settings = begun("impostor", {"services.ahead": 1, "services.bound": 2})
     with pytest.raises(RunStopped, match=r"runs 000000000000 as version \d+, .*services.store"):
-        go(run, settings, Threads(impostor))
+        go(run, settings, impostor)
 
 
 @pytest.mark.parametrize(("method", "after"), [("record", 2), ("learn", 4)])
@@ -328,15 +320,14 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     users = [threading.Thread(target=user) for _ in range(3)]
     for thread in users:
         thread.start()
-    deaths = Deaths(exchange={30})
-    actors = Threads(deaths)
+    deaths, lines = Deaths(exchange={30}), list[str]()
     try:
-        info = go(run, settings, actors)
+        info = go(run, settings, deaths, lines)
     finally:
         over.set()
         for thread in users:
             thread.join()
-    assert deaths.calls["exchange"] > 30 and len([name for name in actors.made if name.startswith("engine")]) == 2
+    assert deaths.calls["exchange"] > 30 and sum(line.endswith(" joins") for line in lines) == 2
     published_versions = {0, *versions(run)}
     assert len({*answers}) >= 3 and {*answers} <= published_versions, errors[-1]
     assert all(errors), "each that was not answered was told why"
@@ -369,18 +360,16 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     monkeypatch.setitem(TERMS, "late", lambda rollout, grade: 0.0 if not rollout.turns else float("nan"))
     new, good = {"solved": 1.0, "late": 1.0}, {"solved": 1.0, "unfinished": -0.5}
     run, settings = begun("late", IN_STEP | {"rl.steps": 3})
-    actors, lines = Threads(), list[str]()
-    coordinator = Coordinator(run, settings, actors, lines.append)
-    store = coordinator.store_batch
+    store, lines = Coordinator.store_batch, list[str]()
 
     def store_and_change(*args: Any) -> None:
         store(*args)
         request_change(run, "reward.weights", new)
 
-    monkeypatch.setattr(coordinator, "store_batch", store_and_change)
-    coordinator.go()
-    actors.close()
-    assert len(run.steps("rl")) == 3 and coordinator.settings.reward == settings.reward
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "store_batch", store_and_change)
+        go(run, settings, lines=lines)
+    assert len(run.steps("rl")) == 3 and not run.changed_live()
     assert any(line.startswith("refused: reward.weights: late fails on a rollout of task ") for line in lines)
 
     run, settings = begun("soon", IN_STEP | {"rl.steps": 3})
@@ -398,7 +387,7 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
             updated.set()
         return result
 
-    go(run, settings, Threads(late))
+    go(run, settings, late)
     assert len(run.steps("rl")) == 3
     changes = run.query("SELECT value FROM change WHERE step >= 0 ORDER BY number")
     assert [json.loads(value) for (value,) in changes] == [new, good]
@@ -409,18 +398,16 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
     run, settings = begun("by_hand", IN_STEP | {"rl.steps": 4})
     request_change(run, "model.hidden_size", 8)
-    actors, lines = Threads(), list[str]()
-    coordinator = Coordinator(run, settings, actors, lines.append)
-    learn = coordinator.learn
+    learn, lines = Coordinator.learn, list[str]()
 
-    def learn_and_ask(*args: Any) -> Any:
-        if args[0].step in (0, 2):
+    def learn_and_ask(coordinator: Coordinator, batch: Any, streams: Any) -> Any:
+        if batch.step in (0, 2):
             request_change(run, "reward.weights", next(terms))
-        return learn(*args)
+        return learn(coordinator, batch, streams)
 
-    monkeypatch.setattr(coordinator, "learn", learn_and_ask)
-    coordinator.go()
-    actors.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "learn", learn_and_ask)
+        go(run, settings, lines=lines)
     live = run.changed_live()
     assert list(live) == ["2", "4"] and any("model.hidden_size cannot be changed" in line for line in lines)
     assert run.query("SELECT step FROM change ORDER BY number") == [(REFUSED,), (1,), (3,)]
@@ -490,14 +477,29 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     assert not (tmp_path / "refused").exists()
 
 
+def out_of_order() -> None:
+    raise RuntimeError("out of order")
+
+
+def never_works(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
+    """Break each engine as soon as it has a turn to sample."""
+    if method == "exchange" and values[1]:
+        remote.service.policy.step = out_of_order
+    return no_fault(remote, method, values)
+
+
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [("work", "so did 2 before it: .*services.deaths"), ("learn", "died 3 times at one batch: .*services.deaths")],
+    ("fault", "deaths", "message"),
+    [
+        (Deaths(work={*range(99)}), 2, "so did 2 before it: .*services.deaths"),
+        (Deaths(learn={*range(99)}), 2, "died 3 times at one batch: .*services.deaths"),
+        (never_works, 20, r"out of order.*; so ended 4 engines without a finished rollout in between"),
+    ],
 )
-def test_services_that_die_again_and_again_end_the_run(begun, method: str, message: str):
-    run, settings = begun(method, {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
+def test_services_that_die_again_and_again_end_the_run(begun, fault: Any, deaths: int, message: str):
+    run, settings = begun("dying", {"services.ahead": 1, "services.bound": 2, "services.deaths": deaths})
     with pytest.raises(RunStopped, match=message):
-        go(run, settings, Threads(Deaths(**{method: {*range(99)}})))
+        go(run, settings, fault)
 
 
 def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_out(begun):
@@ -505,22 +507,15 @@ def test_an_engine_that_fails_is_replaced_and_an_evaluation_that_fails_is_left_o
     run, settings = begun("failing", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.evaluate_every": 2})
     lines, failed = list[str](), list[str]()
 
-    def breaks() -> None:
-        raise RuntimeError("out of order")
-
     def fail(remote: ThreadRemote, method: str, values: tuple[Any, ...]) -> Any:
         if method == "look":
             raise DamagedVersion("a bit is wrong")
         if method == "exchange" and values[1] and not failed:
             failed.append(remote.name)
-            remote.service.policy.step = breaks
+            remote.service.policy.step = out_of_order
         return no_fault(remote, method, values)
 
-    actors = Threads(fail)
-    try:
-        info = Coordinator(run, settings, actors, lines.append).go()
-    finally:
-        actors.close()
+    info = go(run, settings, fail, lines)
     assert any("out of order" in line and line.endswith("made again") for line in lines), lines
     assert "evaluation: a bit is wrong" in lines
     assert_whole(run, info)
@@ -536,21 +531,20 @@ def test_an_engine_whose_version_does_not_come_drains_while_others_run_it(begun)
 
     changes = {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "services.hang_s": patience(3.0)}
     run, settings = begun("slow", changes)
-    lines, actors = list[str](), Threads(slow_link)
-    try:
-        info = Coordinator(run, settings, actors, lines.append).go()
-    finally:
-        waiting.set()
-        actors.close()
+    lines = list[str]()
+    with closing(Threads(slow_link)) as actors:
+        try:
+            info = Coordinator(run, settings, actors, lines.append).go()
+        finally:
+            waiting.set()
     assert any(line.startswith("engine-2 drains: no version after 0 within") for line in lines), lines
     assert_whole(run, info)
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
-    actors, lines = Threads(), list[str]()
-    info = Coordinator(run, settings, actors, lines.append).go()
-    actors.close()
+    lines = list[str]()
+    info = go(run, settings, lines=lines)
     assert info["stopped_early"] and len(run.steps("rl")) == 1
     assert "rl: stopped by rl.max_seconds=0.01 after 1 of 6 steps" in lines
     assert any(line.startswith("rl 1/6: ") for line in lines)
@@ -561,7 +555,7 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
     clock = count(8000)
     monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
     run, settings = begun("late", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.max_seconds": 1.0})
-    go(run, settings, Threads(Deaths(learn={3, 5})))
+    go(run, settings, Deaths(learn={3, 5}))
     rates = [step["lr"] for step in run.steps("rl")]
     assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
     assert all(r.same for r in replay(run, settings, len(rates)))
@@ -571,32 +565,28 @@ def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypat
     """The load adds one engine and a user adds another; a user replaces one, and one that gets no version drains itself."""
     changes = {"services.engines": 1, "services.standby": 1, "services.ahead": 1, "services.bound": 3, "rl.steps": 12}
     run, settings = begun("elastic", changes | {"rl.max_seconds": 0.0})
-    actors, lines, loads = Threads(), list[str](), list[tuple[float, ...]]()
-    coordinator = Coordinator(run, settings, actors, lines.append)
+    lines, loads = list[str](), list[tuple[float, ...]]()
     orders = {3: ("services.engines", 3), 5: ("services.drain", "engine-1"), 7: ("services.drain", "nobody")}
-    learn, update = coordinator.learn, Updates.update
+    learn, update = Coordinator.learn, Updates.update
 
     def more_engines(services: Any, engines: int, *waits: float) -> int:
         loads.append(waits)
         return max(engines, 2)
 
-    def learn_and_ask(batch: Any, streams: Any) -> Any:
+    def learn_and_ask(coordinator: Coordinator, batch: Any, streams: Any) -> Any:
         if batch.step in orders:
             request_change(run, *orders[batch.step])
-        return learn(batch, streams)
+        return learn(coordinator, batch, streams)
 
     def never_appears(updates: Updates, engine: Any, version: int, *values: Any) -> Any:
         if updates.receiver._name == "engine-2" and version > 16:
             raise TimeoutError(f"version {version} did not appear")
         return update(updates, engine, version, *values)
 
-    monkeypatch.setattr(coordinator, "learn", learn_and_ask)
+    monkeypatch.setattr(Coordinator, "learn", learn_and_ask)
     monkeypatch.setattr(Updates, "update", never_appears)
     monkeypatch.setattr("composer_nb.trainer.services.coordinator.planned_engines", more_engines)
-    try:
-        info = coordinator.go()
-    finally:
-        actors.close()
+    info = go(run, settings, lines=lines)
     drained = [line.partition(" drains: ")[::2] for line in lines if " drains: " in line]
     assert [name for name, _ in drained] == ["engine-1", "engine-2"], lines
     assert drained[0][1] == "services.drain" and drained[1][1].endswith("did not appear")
@@ -610,14 +600,12 @@ def test_engines_join_stand_by_and_drain_without_a_rollout_lost(begun, monkeypat
     assert all(step.same for step in replay(run, settings, 12))
 
 
-def test_damaged_versions_are_never_served(begun):
+def test_damaged_versions_are_never_served(begun, monkeypatch: pytest.MonkeyPatch):
     """Every second delta is damaged on its way. Engines then ask the trainer, and run the right weights."""
     run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
-    actors = Threads()
-    coordinator = Coordinator(run, settings, actors, lambda line: None)
-    learnt = coordinator._on_train_step
+    learnt = Coordinator._on_train_step
 
-    def spoil(step: int, metrics: dict[str, Any]) -> Any:
+    def spoil(coordinator: Coordinator, step: int, metrics: dict[str, Any]) -> Any:
         if step % 2:
             folder = run.path / "weights" / "versions" / f"v{metrics['version']:06d}"
             for _ in range(500):
@@ -630,13 +618,10 @@ def test_damaged_versions_are_never_served(begun):
                 part = file.with_suffix(".part")  # a reader that has opened the old file keeps its content
                 part.write_bytes(data)
                 part.replace(file)
-        return learnt(step, metrics)
+        return learnt(coordinator, step, metrics)
 
-    coordinator._on_train_step = spoil  # type: ignore[method-assign]
-    try:
-        coordinator.go()
-    finally:
-        actors.close()
+    monkeypatch.setattr(Coordinator, "_on_train_step", spoil)
+    go(run, settings)
     hashes, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(hashes[version] == hash for version, hash, _ in served if version in hashes)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"

@@ -17,7 +17,7 @@ from composer_nb.trainer.settings import Settings, override
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_frozen_layers_keep_their_bits_and_the_others_their_gradients(optimizer: str) -> None:
     run = example_run()
-    streams = [stream for scored in stored_batch(run, -1).groups[0] for stream in to_streams(scored)]
+    streams = [stream for s in stored_batch(run, -1).groups[0] for stream in to_streams(s.attempt, s.advantage)]
 
     def learnt(frozen_layers: int) -> Model:
         settings = override(Settings(), {"rl.frozen_layers": frozen_layers, "optimizer.name": optimizer})

@@ -17,10 +17,10 @@ from urllib.request import urlopen
 import pytest
 
 from composer_nb.harness.sandbox.reap import reap, started
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.cluster import ClusterNode, make_token
 from composer_nb.trainer.services.head import HeadGone, down, find, held, holder, up
+from tests.waiting import wait
 
 STAND_IN = """
 import subprocess, sys, tempfile
@@ -75,13 +75,6 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield carried_folder
     for folder in tmp_path.glob("*/head.json"):
         down(folder.parent)
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + patience(30)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def below(carried: Path) -> tuple[int, int]:
