@@ -216,8 +216,8 @@ class RlSettings:
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     uncalibrated: bool = False
-    """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Its `sharpness` is set after RL,
-    from several factors."""
+    """Sample and train the policy as it was before `sft.sharpness` was set: RL starts less sharp. Its `sharpness` is set
+    after RL, from several factors."""
     draft_steps: Count = 0
     """Steps that train the draft head on the frozen final policy, on the rollouts of RL; 0: it stays as RL began with it."""
     start_weight: Share = 0.3
