@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.rewards import Effort, Reward, RewardSettings
+from composer_nb.harness.rewards import Effort, RewardSettings
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
