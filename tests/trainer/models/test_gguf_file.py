@@ -21,6 +21,7 @@ from composer_nb.trainer.models.convert import upcycle, with_format
 from composer_nb.trainer.models.gguf_file import read_gguf
 from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.tiny_models import LATENT
 
 TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
 KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
@@ -184,17 +185,16 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, bom
 TWO_ROWS = torch.arange(2 * 20).view(2, 20)
 
 
-def dense(family: Any = "llama", **sizes: Any) -> Model:
+def random_model(**sizes: Any) -> Model:
     torch.manual_seed(5)
-    config = ModelConfig(family=family, vocab_size=48, intermediate_size=96, **sizes)
-    return Model(config).double()
+    return Model(ModelConfig(**{"family": "llama", "vocab_size": 48, "intermediate_size": 96} | sizes)).double()
 
 
 @pytest.mark.parametrize(("family", "sparse"), [("llama", "mixtral"), ("qwen3", "qwen3_moe")])
 def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = dense(family)
+    model = random_model(family=family)
     upcycled = upcycle(model, experts=5, chosen=3)
     assert upcycled.config.family == sparse
     with torch.no_grad():
@@ -207,9 +207,11 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     assert load_pretrained(tmp_path / "m").config == upcycled.config
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -> None:
-    model = dense(tie_word_embeddings=tied)
+@pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": False}, LATENT], ids=["tied", "untied", "deepseek"])
+def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(sizes: dict[str, Any]) -> None:
+    model = random_model(**sizes)
+    for layer in model.layers:
+        layer.router_bias = None if layer.router_bias is None else torch.randn(model.config.num_experts)
     tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
     extended, longer = with_format(model, tokenizer, "qwen")
     new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]
