@@ -58,6 +58,15 @@ def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(steps: 
     assert torch.equal(steps.choose(logits.to(device), k).cpu(), choose_experts(logits, k))
 
 
+def test_the_plan_of_one_layer_s_routes_among_those_of_several(steps: PlainSteps, device: str):
+    """As a replay holds them, [N, L, K]."""
+    for k in (1, 2):
+        routes = torch.stack([chosen(300, 7, k, seed, device) for seed in (0, 1)], 1)[:, 1]
+        actual, expected = steps.plan(routes, 7), PLAIN.plan(routes, 7)
+        for part in ("ends_E", "token_M", "slot_M", "row_NK"):
+            assert torch.equal(getattr(actual, part), getattr(expected, part)), part
+
+
 # -- products ------------------------------------------------------------------------------------------------
 
 
