@@ -224,6 +224,7 @@ def test_log_probabilities_and_entropies_without_logits(
     weight.requires_grad_()
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
     tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
+    rows, tokens = torch.stack([rows, tokens], 1).unbind(1)  # views with gaps
     pull = normal(39, seed=2, device=device)
     logprob, entropy = logprob_triton.logprob_entropy(hidden, weight, rows, tokens)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
