@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from composer_nb.trainer.models import shards
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX, index_of, mapped, read_shard, read_shards, split, write_shard
 from tests.tiny_models import LATENT
+
+AHEAD = LATENT | {"num_nextn_predict_layers": 2, "tie_word_embeddings": False, "qk_norm_gain": 1.0}
+"""A DeepSeek-V3 with two heads that predict ahead."""
 
 
 def test_a_float32_round_trip_is_exact_and_bf16_rounds_once(make_model, tmp_path: Path):
@@ -113,12 +117,22 @@ def test_what_is_wrong_is_named(saved: Path, damage: Callable[[Path], object], m
         load_pretrained(saved)
 
 
-@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 9_999, "num_experts": 65_536}, {"num_hidden_layers": 9_999}])
-def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(saved: Path, sizes: dict[str, int]):
-    edit_config(saved, **sizes)
+MANY_AHEAD = {"num_nextn_predict_layers": 100, "n_routed_experts": 600, "first_k_dense_replace": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "layers"),
+    [({}, {"num_hidden_layers": 9_999, "num_experts": 65_536}, "9,999"), (AHEAD, MANY_AHEAD, "102")],
+    ids=["qwen", "deepseek"],
+)
+def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(
+    make_model, tmp_path: Path, model: dict[str, Any], sizes: dict[str, int], layers: str
+):
+    save_pretrained(make_model(1, **model), tmp_path / "m")
+    edit_config(tmp_path / "m", **sizes)
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"which says 9,999 layers .*there are"):
-        load_pretrained(saved)
+    with pytest.raises(ValueError, match=rf"which says {layers} layers .*there are"):
+        load_pretrained(tmp_path / "m")
     assert time.monotonic() - begun < 2
 
 
@@ -142,8 +156,6 @@ def test_tensors_that_do_not_fit_the_config_are_named(saved: Path):
 
 
 IDS = torch.arange(120).view(2, 60) % 61
-AHEAD = LATENT | {"num_nextn_predict_layers": 2, "tie_word_embeddings": False, "qk_norm_gain": 1.0}
-"""A DeepSeek-V3 with two heads that predict ahead."""
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 30_000])
