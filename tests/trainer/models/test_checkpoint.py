@@ -1,6 +1,7 @@
 """Checkpoints: read and written like `transformers` does, and clear about what is wrong with one."""
 
 import json
+import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -256,6 +257,16 @@ def test_a_file_is_to_the_byte_what_the_library_writes(tmp_path_factory: pytest.
     assert {entry.name for entry in shard} == set(weights)
     for entry in shard:
         assert torch.equal(mapped(entry), weights[entry.name])
+
+
+def test_a_name_that_is_there_twice_is_found_at_once_among_many(tmp_path: Path):
+    entries = (f'"{name}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for name in [*range(40_000), 39_999])
+    header = f"{{{','.join(entries)}}}".encode()
+    (tmp_path / "twice").write_bytes(struct.pack("<Q", len(header)) + header)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="twice: this shard is damaged .39999 is there twice"):
+        read_shard(tmp_path / "twice")
+    assert time.monotonic() - begun < 2
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 120))
