@@ -23,7 +23,7 @@ from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.tiny_models import LATENT
 
-TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
+TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab", "<call>"]
 KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
 SIZES = {
     **{"vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
@@ -40,7 +40,7 @@ WRITTEN = {
     **{"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "head_count": 4, "head_count_kv": 2},
     **{"key_length": 16, "context_length": 64, "rope_freq_base": 10_000.0, "layer_norm_rms_eps": 1e-5},
     **{"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": TOKENS},
-    **{"token_types": [3, *[1] * (len(TOKENS) - 1)], "token_merges": ["a b", "Ġ ab"]},
+    **{"token_types": [3, *[1] * (len(TOKENS) - 2), 4], "token_merges": ["a b", "Ġ ab"]},
 }
 """What a file says besides its tensors."""
 
@@ -116,8 +116,8 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
     ids = torch.arange(2 * 15).view(2, 15)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=2e-5, rtol=1e-4)
-    assert [tokenizer.id_to_token(i) for i in tokenizer.encode("ab ab<|end|>z").ids] == ["ab", "Ġab", "<|end|>", "z"]
-    assert tokenizer.decode(tokenizer.encode("zab ab").ids) == "zab ab"
+    assert tokenizer.encode("ab ab<|end|><call>z").tokens == ["ab", "Ġab", "<|end|>", "<call>", "z"]
+    assert tokenizer.decode(tokenizer.encode("zab ab<|end|><call>").ids) == "zab ab<call>", "only one is special"
 
 
 @pytest.mark.parametrize(
