@@ -60,13 +60,18 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
     for s, p in zip(slot.tolist(), position.tolist(), strict=True):
         visible[s, : p + 1] = True
     spoilt = [x.masked_fill(~visible[:, None, :, None], math.nan) for x in (k, v)]
-    assert torch.equal(cached_attention(q, *spoilt, slot, position), cached_attention(q, k, v, slot, position))
+    together = cached_attention(q, k, v, slot, position)
+    assert torch.equal(cached_attention(q, *spoilt, slot, position), together)
+    token_major = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    assert torch.equal(cached_attention(q, *token_major, slot, position), together)
+    with pytest.raises(ValueError, match=f"the cache has {k.shape[2]} positions"):
+        cached_attention(q, k, v, slot, position + k.shape[2])
     for n in range(len(q)):  # then each token alone, with all that is hidden from it spoilt
         visible_to_token = torch.zeros_like(visible)
         visible_to_token[slot[n], : position[n] + 1] = True
         spoilt = [x.masked_fill(~visible_to_token[:, None, :, None], math.nan) for x in (k, v)]
         alone = cached_attention(q[n : n + 1], *spoilt, slot[n : n + 1], position[n : n + 1])
-        assert torch.equal(alone[0], cached_attention(q, k, v, slot, position)[n])
+        assert torch.equal(alone[0], together[n])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
