@@ -5,6 +5,7 @@ the arrays are. Given leave to reorder arithmetic it would round the two differe
 need, in functions of their own that write nothing (`dot`, `dot3`, `total`); all else computes in the order that is written.
 """
 
+import math
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +35,7 @@ def _cached(function: Any, signature: str = "", **options: Any) -> Any:
     return dispatcher
 
 
+LOG2E = math.log2(math.e)
 compiled: Any = partial(_cached, fastmath={"contract"})
 # Decorator for integer code, which has nothing to round; it releases the interpreter's lock.
 coder: Any = partial(_cached, nogil=True)
