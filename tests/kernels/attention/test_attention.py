@@ -107,10 +107,8 @@ def test_the_gpu_kernel_has_heads_of_any_number_and_width_and_reads_only_its_own
     generator, part = torch.Generator().manual_seed(0), cached_triton.PART
     q = torch.randn(4, heads, width, generator=generator).to(device, dtype)
     k, v = (torch.randn(1, groups, part + 9, size, generator=generator).to(device, dtype) for size in (width, values))
-    slot, position = (
-        torch.zeros(4, dtype=torch.int64, device=device),
-        torch.tensor([0, part - 1, part, 3], device=device),
-    )
+    position = torch.tensor([0, part - 1, part, 3], device=device)
+    slot = torch.zeros_like(position)
     exact = cached_attention_reference(q.double(), k.double(), v.double(), slot, position)
     k[:, :, part + 1 :], v[:, :, part + 1 :] = math.nan, math.inf
     output = attend(q, k, v, slot, position).double()

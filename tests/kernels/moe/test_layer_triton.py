@@ -140,11 +140,8 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
         as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64
     )
     # Hopper keeps sums of float8 products in fewer bits than float32, even over 128 of them.
-    close(
-        steps.product(qx, qw, plan, gather=True, dtype=torch.float32),
-        expected.float(),
-        1e-6 if device == "cpu" else 5e-4,
-    )
+    limit = 1e-6 if device == "cpu" else 5e-4
+    close(steps.product(qx, qw, plan, gather=True, dtype=torch.float32), expected.float(), limit)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
@@ -217,11 +214,8 @@ def test_log_probabilities_and_entropies_without_logits(
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)
-    hidden, weight = (
-        (normal(37, width, device=device) * scale**0.5).requires_grad_(),
-        normal(150, width, seed=1, device=device) * scale**0.5,
-    )
-    weight.requires_grad_()
+    hidden = (normal(37, width, device=device) * scale**0.5).requires_grad_()
+    weight = (normal(150, width, seed=1, device=device) * scale**0.5).requires_grad_()
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
     tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
     rows, tokens = torch.stack([rows, tokens], 1).unbind(1)  # views with gaps

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -118,23 +117,16 @@ def test_what_is_wrong_is_named(saved: Path, damage: Callable[[Path], object], m
         load_pretrained(saved)
 
 
-MANY_AHEAD = {"num_nextn_predict_layers": 100, "n_routed_experts": 600, "first_k_dense_replace": 2}
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "layers"),
-    [({}, {"num_hidden_layers": 9_999, "num_experts": 65_536}, "9,999"), (AHEAD, MANY_AHEAD, "102")],
-    ids=["qwen", "deepseek"],
-)
-def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(
-    make_model, tmp_path: Path, model: dict[str, Any], sizes: dict[str, int], layers: str
-):
-    save_pretrained(make_model(1, **model), tmp_path / "m")
-    edit_config(tmp_path / "m", **sizes)
+def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(saved: Path, make_model):
+    edit_config(saved, num_hidden_layers=9_999, num_experts=65_536)
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=rf"which says {layers} layers .*there are"):
-        load_pretrained(tmp_path / "m")
-    assert time.monotonic() - begun < 2
+    with pytest.raises(ValueError, match=r"which says 9,999 layers .*there are"):
+        load_pretrained(saved)
+    save_pretrained(make_model(1, **AHEAD), saved)
+    edit_config(saved, num_nextn_predict_layers=100, n_routed_experts=600, first_k_dense_replace=2)
+    with pytest.raises(ValueError, match=r"which says 102 layers .*there are"):
+        load_pretrained(saved)
+    assert time.monotonic() - begun < 4
 
 
 def test_tensors_that_do_not_fit_the_config_are_named(saved: Path):

@@ -45,15 +45,14 @@ WRITTEN = {
 """What a file says besides its tensors."""
 
 
-def neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from halves to neighbouring pairs, as llama.cpp's converter does for Llama."""
-    reordered = torch.empty_like(weight)
-    width = len(weight) // heads
+def neighbours(rows: int, heads: int) -> Tensor:
+    """Return the order of rows that has pairs of a head beside one another, not in its halves: llama.cpp's, for Llama."""
+    order, width = torch.empty(rows, dtype=torch.int64), rows // heads
     for head in range(heads):
         for pair in range(width // 2):
             for half in range(2):
-                reordered[head * width + 2 * pair + half] = weight[head * width + half * (width // 2) + pair]
-    return reordered
+                order[head * width + 2 * pair + half] = head * width + half * (width // 2) + pair
+    return order
 
 
 @pytest.fixture
@@ -75,16 +74,17 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in name else torch.randn_like(weight) * 0.3)
-                stored = weight.detach()
                 part, _, ending = name.rpartition(".")
                 block = part.removeprefix("model.layers.").split(".", 1)
                 tensor_name = f"blk.{block[0]}.{THEIRS[block[1]]}" if "layers" in part else THEIRS[part]
+                order = torch.arange(len(weight))
                 if family == "llama" and tensor_name.endswith(("attn_q", "attn_k")):
-                    stored = neighbours(stored, 4 if tensor_name.endswith("q") else 2)
+                    order = neighbours(len(weight), 4 if tensor_name.endswith("q") else 2)
+                stored = weight.detach()[order]
                 if stored.ndim == 2 and kind is not Kind.F32:
                     packed = gguf.quants.quantize(stored.numpy(), kind)
                     dequantised = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
-                    weight.copy_(undone(dequantised, tensor_name, family))
+                    weight.copy_(dequantised[order.argsort()])
                     writer.add_tensor(f"{tensor_name}.{ending}", packed, raw_dtype=kind)
                 elif tensor_name not in drop:
                     writer.add_tensor(f"{tensor_name}.{ending}", np.ascontiguousarray(stored.numpy()))
@@ -95,16 +95,6 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         return file, model
 
     return make
-
-
-def undone(weight: Tensor, tensor_name: str, family: str) -> Tensor:
-    """Return the rows in the order of `transformers`."""
-    if family != "llama" or not tensor_name.endswith(("attn_q", "attn_k")):
-        return weight
-    order = neighbours(torch.arange(len(weight))[:, None], 4 if tensor_name.endswith("q") else 2)[:, 0]
-    restored = torch.empty_like(weight)
-    restored[order] = weight
-    return restored
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", Kind.Q4_1), ("qwen2", Kind.F32), ("qwen3", Kind.Q8_0)])
