@@ -5,7 +5,10 @@ the arrays are. Given leave to reorder arithmetic it would round the two differe
 need, in functions of their own that write nothing (`dot`, `dot3`, `total`); all else computes in the order that is written.
 """
 
+import math
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -14,14 +17,33 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as _intrinsic
 
-compiled: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"contract"})
+# The texts of all modules with compiled functions. Machine code holds the functions and constants of other modules that it uses,
+# while Numba's cache compares the text of its own module alone, and would go on with what others were before.
+_TEXTS = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("[a-z_]*.py")))
+_STAMP = sha256(b"".join(text for text in _TEXTS if b"kernels.compiled import" in text)).digest()
+
+
+def _cached(function: Any, signature: str = "", **options: Any) -> Any:
+    """Compile a function, for a signature at once; return a decorator that does it, if the signature alone is given."""
+    if isinstance(function, str):
+        return partial(_cached, signature=function, **options)
+    dispatcher: Any = numba.njit(function, cache=True, error_model="numpy", **options)
+    dispatcher._cache._cache_file._source_stamp = _STAMP
+    if signature:
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+    return dispatcher
+
+
+LOG2E = math.log2(math.e)
+compiled: Any = partial(_cached, fastmath={"contract"})
 # Decorator for integer code, which has nothing to round; it releases the interpreter's lock.
-coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+coder: Any = partial(_cached, nogil=True)
 # Decorator for functions that take arrays and are called for each change. Numba counts references to arrays in every call, with
 # atomic instructions; where it inlines a function without branches and loops, it sees that it need not.
 inlined: Any = partial(coder, inline="always")
 intrinsic: Any = _intrinsic
-_sum: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+_sum: Any = partial(_cached, fastmath={"reassoc", "contract", "nsz"})
 
 
 @_sum
@@ -51,7 +73,7 @@ def dot3(x, y, z):  # type: ignore[no-untyped-def]
     return s
 
 
-@partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nnan", "nsz"})
+@partial(_cached, fastmath={"reassoc", "nnan", "nsz"})
 def largest(x):  # type: ignore[no-untyped-def]
     """Return the largest of finite numbers. It is the same in whatever order they are compared, which permits vectors. Four at a
     time, so that no comparison waits for the one before."""
@@ -64,7 +86,7 @@ def largest(x):  # type: ignore[no-untyped-def]
     return max(max(a, b), max(c, d))
 
 
-@partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+@partial(_cached, fastmath={"reassoc", "nsz"})
 def zeros(x):  # type: ignore[no-untyped-def]
     """0, if every number is finite; not a number otherwise."""
     s = np.float32(0.0)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, exp2
-from composer_nb.kernels.norm import norm_row, norm_turn
+from composer_nb.kernels.norm import norm_row, norm_rows, norm_turn
 from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Matrix, products
 
 
@@ -87,7 +87,7 @@ def decode(
         records = experts_LUK[layer], gates_LUK[layer], margins_LU[layer]
         _layer(x_UD, layer_weights, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *records)
     hidden_UD = np.empty_like(x_UD)
-    _norm_rows(x_UD, weights.final_norm_D, np.float32(eps), hidden_UD)
+    norm_rows(x_UD, weights.final_norm_D, eps, hidden_UD, np.empty(len(x_UD), np.float32))
     return hidden_UD, experts_LUK[is_moe].swapaxes(0, 1), gates_LUK[is_moe].swapaxes(0, 1), margins_LU[is_moe].T
 
 
@@ -251,9 +251,3 @@ def _swiglu(inner, out):  # type: ignore[no-untyped-def]
         e = exp2(-abs(inner[i]) * np.float32(math.log2(math.e)))
         above = np.float32(1.0) if inner[i] >= 0 else e
         out[i] = inner[i] * above / (np.float32(1.0) + e) * inner[half + i]
-
-
-@compiled
-def _norm_rows(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    for n in range(len(x)):
-        norm_row(x[n], weight, eps, out[n])

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.compiled import compiled, dot, exp2, largest, zeros
+from composer_nb.kernels.compiled import LOG2E, compiled, dot, exp2, largest, zeros
 from composer_nb.kernels.compiled import total as sum_of
 from composer_nb.kernels.linear import compiles, linear, widened
 from composer_nb.kernels.triton_runtime import choose, fused
 
-LOG2E = math.log2(math.e)
 # Rows at a time.
 PIECE = 256
 

@@ -141,7 +141,7 @@ def blocks(hidden_UD: Tensor, weight_VD: Tensor, shape: Tiles) -> tuple[Any, Any
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `logprob.logprob_entropy` returns, in float32: log p of `token_S` by the rows `from_S`, [S], and the entropy
     of every row, [U], which takes no part in gradients."""
-    return _FusedLogprobEntropy.apply(hidden_UD.contiguous(), weight_VD.contiguous(), from_S, token_S)
+    return _FusedLogprobEntropy.apply(*(x.contiguous() for x in (hidden_UD, weight_VD, from_S, token_S)))
 
 
 class _FusedLogprobEntropy(torch.autograd.Function):

@@ -48,7 +48,7 @@ class _RmsNorm(torch.autograd.Function):
         # A copy: memory that NumPy has seen cannot be given back, as FSDP gives back that of weights between layers.
         x_RD, weight_D = x.contiguous().view(-1, len(weight_D)), weight_D.clone(memory_format=torch.contiguous_format)
         y_RD, scale_R = torch.empty_like(x_RD), x_RD.new_empty(len(x_RD))
-        _norm(x_RD.numpy(), weight_D.detach().numpy(), eps, y_RD.numpy(), scale_R.numpy())
+        norm_rows(x_RD.numpy(), weight_D.detach().numpy(), eps, y_RD.numpy(), scale_R.numpy())
         ctx.save_for_backward(x_RD, weight_D, scale_R)
         return y_RD.view(x.shape)
 
@@ -106,7 +106,8 @@ def norm_turn(x, w, rope, eps, y):  # type: ignore[no-untyped-def]
 
 
 @compiled("f4[:,::1], f4[::1], f8, f4[:,::1], f4[::1]")
-def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
+def norm_rows(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
+    """Normalise rows, and fill in what each was multiplied with."""
     for r in range(len(x)):
         scale[r] = norm_row(x[r], w, eps, y[r])
 

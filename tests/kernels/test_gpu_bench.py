@@ -13,16 +13,12 @@ from composer_nb.kernels.triton_runtime import triton_version
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, script: str = "bench_gpu.py") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
 @pytest.mark.slow  # two to three minutes in the interpreter
 @pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
 def test_the_whole_flow_on_a_cpu_is_labelled_a_rehearsal(tmp_path: Path):
-    result = run("--device", "cpu", "--seconds", "600", "--out", str(tmp_path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "scripts/bench/bench_gpu.py", "--device", "cpu", "--seconds", "600"]
+    result = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     report, text = json.loads((tmp_path / "bench_gpu.json").read_text()), (tmp_path / "bench_gpu.md").read_text()
     assert report["rehearsal"] and "REHEARSAL" in text and report["machine"]["gpu"] == "none"

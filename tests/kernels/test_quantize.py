@@ -1,5 +1,6 @@
 """The kernels of quantisation, in Triton's interpreter, against their references: not one byte may differ."""
 
+import mmap
 from collections.abc import Callable
 
 import pytest
@@ -16,13 +17,17 @@ from composer_nb.kernels.formats.microscaling import (
     nvfp4_quantize,
     nvfp4_quantize_reference,
 )
-from composer_nb.kernels.triton_runtime import triton_version
+
+pytest.importorskip("triton", reason="no Triton here; it has wheels for Linux")
+
+import triton
+import triton.language as tl
+
+from composer_nb.kernels.formats.quantize_triton import mx_codes, store_mx
+from composer_nb.kernels.triton_runtime import interpreting
 
 # Infinity times zero is part of what is tested.
-pytestmark = [
-    pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
@@ -93,6 +98,25 @@ def test_numbers_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype
     kernels += [] if device == "cuda" else [(nvfp4_quantize, nvfp4_quantize_reference, {"division": "fast"})]
     ours, reference, options = data.draw(st.sampled_from(kernels))
     same(ours(x, backend="triton", **options), reference(x, **options))
+
+
+@triton.jit
+def tile_kernel(x, q, scale, row, R, K: tl.constexpr, H: tl.constexpr):
+    """Quantise rows of which none before `row` is in memory."""
+    code, byte = mx_codes(tl.load(x + tl.arange(0, H)[:, None] * K + tl.arange(0, K)[None, :]), 1, 32)
+    store_mx(q, scale, code, byte, 0, row, 0, R, K, 1, 32, False)
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs memory that is there when it is written to, as a CPU has it")
+def test_rows_behind_two_billion_numbers_are_written_to_their_place():
+    x, row = numbers((4, 64), 3, torch.float32, 0.0), 1 << 25  # 2^31 numbers before it
+    room = mmap.mmap(-1, (1 << 32) + 256, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    q, codes = (torch.frombuffer(room, dtype=torch.uint8, count=256, offset=1 << bit) for bit in (31, 32))
+    scale = torch.zeros(2 * (row + 4), dtype=torch.uint8)
+    tile_kernel[(1,)](x, q, scale, row, row + 4, K=64, H=4)
+    expected = mx_quantize_reference(x)
+    assert torch.equal(codes, expected.qdata.view(torch.uint8).flatten())
+    assert torch.equal(scale[-8:], expected.scale.flatten())
 
 
 @pytest.mark.parametrize("share", ["token", "tensor"])

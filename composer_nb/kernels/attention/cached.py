@@ -30,7 +30,10 @@ def cached_attention(
         return attend(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
     if where.type != "cpu" or q_NQC.dtype != torch.float32 or not fused("attention"):
         return cached_attention_reference(q_NQC, k_SGTC, v_SGTC, slot_N, position_N, scale)
-    q_NQC = q_NQC.contiguous()
+    if (position_N >= k_SGTC.shape[2]).any():
+        raise ValueError(f"position_N holds {int(position_N.max())}; the cache has {k_SGTC.shape[2]} positions, from 0")
+    # The compiled loops load vectors from row to row, whatever the strides are.
+    q_NQC, k_SGTC, v_SGTC = (x.contiguous() for x in (q_NQC, k_SGTC, v_SGTC))
     out = q_NQC.new_empty(*q_NQC.shape[:2], v_SGTC.shape[-1])
     arrays = (x.numpy() for x in (q_NQC, k_SGTC, v_SGTC, slot_N, position_N, out))
     _attend(*arrays, np.float32(math.log2(math.e) * (scale or 1 / math.sqrt(q_NQC.shape[-1]))))

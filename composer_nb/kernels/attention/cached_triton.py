@@ -92,7 +92,8 @@ def attend(
     assert not (torch.is_grad_enabled() and (q_NQC.requires_grad or k_SGTC.requires_grad)), "a cache has no gradient"
     (tokens, heads, width), groups, values = q_NQC.shape, k_SGTC.shape[1], v_SGTV.shape[-1]
     parts = triton.cdiv(k_SGTC.shape[2], PART)
-    q_NQC, out = q_NQC.contiguous(), q_NQC.new_empty(tokens, heads, values)
+    q_NQC, slot_N, position_N = (x.contiguous() for x in (q_NQC, slot_N, position_N))
+    out = q_NQC.new_empty(tokens, heads, values)
     piece = min(tokens, max(1, PIECE // parts))
     state, mix = (q_NQC.new_empty(piece, parts, heads, size, dtype=torch.float32) for size in (2, values))
     sizes = {"HEADS": heads, "V": values, "PARTS": parts, "PART": PART}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_nb.kernels.compiled import compiled, exp2, largest, total, zeros
+from composer_nb.kernels.compiled import LOG2E, compiled, exp2, largest, total, zeros
 from composer_nb.kernels.linear import widened
 from composer_nb.kernels.triton_runtime import fused
 
@@ -29,7 +29,6 @@ from composer_nb.kernels.triton_runtime import fused
 BLOCK = 96
 # Shortest row for which blocks are faster; the products of shorter ones are too small.
 LONG = 384
-LOG2E = math.log2(math.e)
 # Elements that compiled loops take at a time: four vectors of eight.
 VECTORS = 32
 # A score that no other is below, and finite.

@@ -42,9 +42,9 @@ def store_mx(  # type: ignore[no-untyped-def]
     r = row + tl.arange(0, H)
     k = col + tl.arange(0, W)
     inside = (r < R)[:, None] & (k < K)[None, :]
-    tl.store(q_ptr + (at_b * R + r)[:, None] * K + k[None, :], code, mask=inside)
+    tl.store(q_ptr + (at_b * R + r.to(tl.int64))[:, None] * K + k[None, :], code, mask=inside)
     height = tl.cdiv(R, ROWS)
-    sr = row // ROWS + tl.arange(0, H // ROWS)
+    sr = (row // ROWS + tl.arange(0, H // ROWS)).to(tl.int64)
     if PACKED:  # four scales of a row in one word, where K holds whole words
         words = tl.reshape(byte, [H // ROWS, W // BLOCK // 4, 4]) << (8 * tl.arange(0, 4))[None, None, :]
         sk = col // (4 * BLOCK) + tl.arange(0, W // BLOCK // 4)

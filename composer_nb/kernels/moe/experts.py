@@ -11,7 +11,6 @@ float32 on a CPU, both passes are compiled. Otherwise they consist of torch oper
 Dimensions: N tokens, D model width, E experts, K experts per token, M = N · K rows, P rows with padding, H expert width, F = 2H.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.compiled import compiled, dot3, exp2
+from composer_nb.kernels.compiled import LOG2E, compiled, dot3, exp2
 from composer_nb.kernels.linear import HALF_IS_SLOW, compiles, grouped_mm
 from composer_nb.kernels.triton_runtime import fused
 
@@ -136,9 +135,6 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(scaled_MH, act_MH, out=db_MH)
         da_MH.copy_(torch.ops.aten.silu_backward(scaled_MH.mul_(b_MH), a_MH))
         return d_MF, d_M
-
-
-LOG2E = math.log2(math.e)
 
 
 @compiled("f4[::1], f4[::1]")

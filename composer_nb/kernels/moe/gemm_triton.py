@@ -325,18 +325,8 @@ def scaled_product(x: Operand, w: Operand, plan: DispatchPlan, *, gather: bool, 
         assert isinstance(w, MXTensor) and w.rows == 128, "blocks of 128 have one scale for 128 rows of weights"
         block128_product_kernel[(programs(c_MN.device),)](x.qdata, x.scale, w.qdata, w.scale, *outputs, **common)
     else:
-        scaled_product_kernel[(programs(c_MN.device),)](
-            x.qdata,
-            x.scale,
-            rows_global(x),
-            w.qdata,
-            w.scale,
-            rows_global(w),
-            *outputs,
-            FOUR=four,
-            BK=shape.k,
-            **common,
-        )
+        operands = x.qdata, x.scale, rows_global(x), w.qdata, w.scale, rows_global(w)
+        scaled_product_kernel[(programs(c_MN.device),)](*operands, *outputs, FOUR=four, BK=shape.k, **common)
     return c_MN
 
 

@@ -41,7 +41,7 @@ class PlainSteps:
         backend: Back end for quantization.
     """
 
-    backend: str | None = None
+    backend = "torch"
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         """Return int64 [N, K]; see `routing.choose_experts`."""
@@ -91,7 +91,7 @@ class PlainSteps:
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         a_MI, b_MI = h_MF.to(wide).chunk(2, dim=-1)
         act_MI = a_MI * a_MI.sigmoid() * b_MI * gate_M.to(wide)[:, None]
-        return quantise_rows(act_MI.to(h_MF.dtype), format)
+        return quantise_rows(act_MI.to(h_MF.dtype), format, self.backend)
 
     def swiglu_backward(
         self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
@@ -107,7 +107,7 @@ class PlainSteps:
         act_MI = a * s * b
         dgate_M = (d * act_MI).sum(-1)
         dh_MF = dh_MF.to(h_MF.dtype)
-        return dh_MF, quantise_rows(dh_MF, format), (act_MI * gate).to(h_MF.dtype), dgate_M
+        return dh_MF, quantise_rows(dh_MF, format, self.backend), (act_MI * gate).to(h_MF.dtype), dgate_M
 
     def combine(self, y_MD: Tensor, plan: DispatchPlan) -> Tensor:
         """Return [N, D], the sum of each token's K rows in the order of its choices, in float32."""

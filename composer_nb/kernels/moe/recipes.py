@@ -82,8 +82,6 @@ def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = Non
 
 def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None = None) -> Operand:
     """Quantize weights [E, out, in] like rows, but blocks of 128 are squares, so that both orientations have the same numbers."""
-    if format is None:
-        return w_EBA
     if format == "fp8_block128":
         return mx_quantize(w_EBA, block=128, rows=128, backend=backend)
     return quantise_rows(w_EBA, "nvfp4" if format == "nvfp4_tensor" else format, backend)

@@ -182,7 +182,8 @@ class TritonSteps(PlainSteps):
         return experts_NK.long()
 
     def plan(self, experts_NK: Tensor, experts: int) -> DispatchPlan:
-        flat_M = experts_NK.reshape(-1)
+        # Kernels step from number to number, and `reshape` keeps gaps where K = 1, as in one layer's part of recorded routes.
+        flat_M = experts_NK.contiguous().view(-1)
         choices, wide = len(flat_M), triton.next_power_of_2(experts)
         blocks = triton.cdiv(choices, CHOICES)
         counts_BE = flat_M.new_empty(blocks, experts, dtype=torch.int32)

@@ -257,9 +257,10 @@ class CheckpointSource:
 
 def check_counts(where: object, c: ModelConfig, tensors: int) -> None:
     """Raise ValueError if there are fewer tensors than layers and experts in the configuration, before these are listed."""
-    if (least := c.num_hidden_layers + c.moe_layers * c.num_experts) > tensors:
+    layers, sparse_layers = c.num_hidden_layers + c.num_nextn_predict_layers, c.moe_layers + c.num_nextn_predict_layers
+    if (least := layers + sparse_layers * c.num_experts) > tensors:
         raise ValueError(
-            f"{where}: the checkpoint does not fit its configuration, which says {c.num_hidden_layers:,} layers with "
+            f"{where}: the checkpoint does not fit its configuration, which says {layers:,} layers with "
             f"{c.num_experts:,} experts, at least {least:,} tensors; there are {tensors:,}"
         )
 

@@ -154,11 +154,8 @@ class ModelConfig:
         within = 0 <= self.first_k_dense_replace <= self.num_hidden_layers
         _require(within, "model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
         groups = self.n_group >= 1 and self.num_experts % self.n_group == 0 and 1 <= self.topk_group <= self.n_group
-        _require(
-            groups,
-            f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}, and "
-            f"model.topk_group={self.topk_group} lie in 1..model.n_group",
-        )
+        divides = f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}"
+        _require(groups, f"{divides}, and model.topk_group={self.topk_group} lie in 1..model.n_group")
         enough = self.num_experts_per_tok <= self.topk_group * (self.num_experts // self.n_group)
         _require(enough, "model.num_experts_per_tok is more than the experts of model.topk_group groups")
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from composer_nb.harness.agent.formats import FORMATS
-from composer_nb.trainer.models.checkpoint import empty_model, load_pretrained, save_pretrained
+from composer_nb.trainer.models.checkpoint import empty_model, hugging_face_views, load_pretrained, save_pretrained
 from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.config import Family, ModelConfig
 from composer_nb.trainer.models.tokenizer import tokenizer_of
@@ -93,10 +93,10 @@ def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model,
     size = max(model.config.vocab_size, tokenizer.get_vocab_size())
     grown = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)
     grown.companions = model.companions
-    old_weights = dict(model.named_parameters())
-    for name, weight in grown.named_parameters():
-        weight[: len(old_weights[name])] = old_weights[name]
-        for token in new if name in ("embed", "head") else ():
+    old_views = hugging_face_views(model)
+    for name, view in hugging_face_views(grown).items():  # biases of routers too, which are no parameters
+        view[: len(old_views[name])] = old_views[name]
+        for token in new if name in ("model.embed_tokens.weight", "lm_head.weight") else ():
             pieces = plain.encode(token, add_special_tokens=False).ids or slice(None)
-            weight[tokenizer.token_to_id(token)] = old_weights[name][pieces].mean(0)
+            view[tokenizer.token_to_id(token)] = old_views[name][pieces].mean(0)
     return grown, tokenizer

@@ -34,8 +34,8 @@ NAMES = {
 }
 # Special tokens in Hugging Face's files and in `tokenizer.ggml.*_token_id`.
 _ENDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
-# Type of a token that no text is encoded to.
-_CONTROL = 3
+# Types of tokens that are found in a text before it is cut: special ones, and those that its author added.
+_CONTROL, _USER_DEFINED = 3, 4
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -182,6 +182,6 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = _SPLITS[pre_tokenizer]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
-    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    added = [pair for pair in zip(tokens, kinds, strict=False) if pair[1] in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in added])
     return tokenizer

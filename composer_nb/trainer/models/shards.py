@@ -6,6 +6,7 @@ A file is 8 bytes (length of the header), the header (JSON: dtype, shape and pla
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,10 +107,10 @@ def read_shard(file: Path) -> Shard:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return dict(pairs)
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} is there twice")
+    return table
 
 
 def mapped(entry: TensorLocation) -> Tensor:

@@ -105,7 +105,7 @@ def _check_growth(tokenizer: Any) -> None:
     if (count := _added(tokenizer.get("post_processor") or {})) > LONGEST_TOKEN:
         raise ValueError(f"its post_processor adds {count:,.0f} tokens to a text, and at most {LONGEST_TOKEN:,} may be")
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        if (factor := _growth(tokenizer.get(name) or {})) > MOST_GROWTH:
+        if (part := tokenizer.get(name)) and (factor := _growth(part)) > MOST_GROWTH:
             raise ValueError(f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is allowed")
 
 
@@ -121,20 +121,24 @@ def _added(part: dict[str, Any]) -> float:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return by what factor a part of a tokenizer may lengthen a text, at most."""
-    parts = [inner for key in ("normalizers", "pretokenizers", "decoders") for inner in part.get(key) or ()]
-    if parts:
-        return math.prod(map(_growth, parts))
-    if part.get("type") == "Precompiled":  # a trie with its size before it, and the texts that it leads to
+    """Return by what factor a part of a tokenizer may lengthen a text, at most. Raises ValueError for one without a type, which
+    the library knows by its other keys."""
+    if "type" not in part:
+        raise ValueError("a part of it has no type")
+    factor: float = _GROWTH.get(part["type"], 1)
+    if part["type"] == "Prepend":
+        factor = 1 + len(part["prepend"])
+    elif part["type"] == "Precompiled":  # a trie with its size before it, and the texts that it leads to
         table = base64.b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].decode(errors="replace")
-        return max(1, *map(len, texts.split("\0")))
-    if part.get("type") == "Replace":
+        factor = max(1, *map(len, texts.split("\0")))
+    elif part["type"] == "Replace":
         [(kind, pattern)] = part["pattern"].items()
         # A regular expression may match the empty text between all characters.
         least = len(pattern) if kind == "String" else 0
-        return max(1.0, len(part["content"]) / least if least else len(part["content"]) + 1)
-    return _GROWTH.get(part.get("type", ""), 1)
+        factor = max(1.0, len(part["content"]) / least if least else len(part["content"]) + 1)
+    parts = (inner for key in ("normalizers", "pretokenizers", "decoders") for inner in part.get(key) or ())
+    return factor * math.prod(map(_growth, parts))
 
 
 def format_of(path: Path) -> str:

@@ -106,7 +106,8 @@ def variant(model: Model, numerics: Numerics) -> Model:
             layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
     for name, weight in changed.named_parameters() if numerics.matrices else ():
         if weight.ndim > 1 and (weight is not changed.embed or weight is changed.output_weight):
-            inputs = 0 if name.endswith(("dense_in", "dense_out")) else 1
+            # Dense layers and shared experts are [in, out], routed experts [E, in, out], all others [out, in].
+            inputs = 0 if weight.ndim == 2 and name.endswith(("_in", "_out")) else 1
             scale = torch.from_numpy(column_scale(weight.abs().amax(inputs, keepdim=True).cpu().numpy()))
             weight.copy_((weight / scale.to(weight.device)).round() * scale.to(weight.device))
     changed.router_dtype = numerics.router_dtype or changed.router_dtype

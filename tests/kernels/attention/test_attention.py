@@ -60,13 +60,18 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
     for s, p in zip(slot.tolist(), position.tolist(), strict=True):
         visible[s, : p + 1] = True
     spoilt = [x.masked_fill(~visible[:, None, :, None], math.nan) for x in (k, v)]
-    assert torch.equal(cached_attention(q, *spoilt, slot, position), cached_attention(q, k, v, slot, position))
+    together = cached_attention(q, k, v, slot, position)
+    assert torch.equal(cached_attention(q, *spoilt, slot, position), together)
+    token_major = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    assert torch.equal(cached_attention(q, *token_major, slot, position), together)
+    with pytest.raises(ValueError, match=f"the cache has {k.shape[2]} positions"):
+        cached_attention(q, k, v, slot, position + k.shape[2])
     for n in range(len(q)):  # then each token alone, with all that is hidden from it spoilt
         visible_to_token = torch.zeros_like(visible)
         visible_to_token[slot[n], : position[n] + 1] = True
         spoilt = [x.masked_fill(~visible_to_token[:, None, :, None], math.nan) for x in (k, v)]
         alone = cached_attention(q[n : n + 1], *spoilt, slot[n : n + 1], position[n : n + 1])
-        assert torch.equal(alone[0], cached_attention(q, k, v, slot, position)[n])
+        assert torch.equal(alone[0], together[n])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,6 +86,7 @@ def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
     k, v = (torch.randn(3, 2, 4 * block, 16, generator=generator).to(device, dtype) for _ in "kv")
     slot = torch.tensor([0, 1, 2, 0, 1, 2], device=device)
     position = torch.tensor([block - 1, block, 3 * block + 5, 0, 17, 4 * block - 1], device=device)
+    slot, position = torch.stack([slot, position], 1).unbind(1)  # views with gaps
     together = attend(q, k, v, slot, position)
     exact = torch.from_numpy(by_hand(*(x.cpu() for x in (q, k, v, slot, position))))
     limit = {torch.float32: 2e-6, torch.bfloat16: 2**-9}[dtype]
@@ -101,10 +107,8 @@ def test_the_gpu_kernel_has_heads_of_any_number_and_width_and_reads_only_its_own
     generator, part = torch.Generator().manual_seed(0), cached_triton.PART
     q = torch.randn(4, heads, width, generator=generator).to(device, dtype)
     k, v = (torch.randn(1, groups, part + 9, size, generator=generator).to(device, dtype) for size in (width, values))
-    slot, position = (
-        torch.zeros(4, dtype=torch.int64, device=device),
-        torch.tensor([0, part - 1, part, 3], device=device),
-    )
+    position = torch.tensor([0, part - 1, part, 3], device=device)
+    slot = torch.zeros_like(position)
     exact = cached_attention_reference(q.double(), k.double(), v.double(), slot, position)
     k[:, :, part + 1 :], v[:, :, part + 1 :] = math.nan, math.inf
     output = attend(q, k, v, slot, position).double()

@@ -65,11 +65,8 @@ def test_codes_are_the_nearest_to_what_the_scale_leaves(rule: str, dtype: torch.
     scaled = x.double().numpy() / np.exp2(q.scale.numpy().astype(float) - 127).repeat(32, 1)
     expected = nearest(np.abs(scaled), e4m3_values()) | np.where(np.signbit(scaled), 0x80, 0)
     assert (codes_of(q.qdata) == expected).all()
-    exact = (
-        e4m3_values()[expected & 0x7F]
-        * np.where(expected & 0x80, -1, 1)
-        * (x.double().numpy() / np.where(scaled, scaled, 1))
-    )
+    scale = x.double().numpy() / np.where(scaled, scaled, 1)
+    exact = e4m3_values()[expected & 0x7F] * np.where(expected & 0x80, -1, 1) * scale
     assert (q.dequantize().double().numpy()[scaled != 0] == exact[scaled != 0]).all()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from composer_nb.kernels import explain, grouped_mm, moe
 from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
 from composer_nb.kernels.moe.routing import choose_experts
+from composer_nb.kernels.triton_runtime import VARIABLE
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -103,6 +104,13 @@ def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str, e
         ("x", "router_logits", "w_gate_up", "w_down"), slopes(out, operands, pull), gradients, strict=True
     ):
         assert error(slope, exact) < limit, name
+
+
+def test_torch_computes_every_step_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """Of any other back end the variable would be refused here."""
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    moe(*inputs(0), 2, recipe="nvfp4", backend="torch").sum().backward()
 
 
 def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():

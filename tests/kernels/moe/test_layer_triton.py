@@ -58,6 +58,15 @@ def test_the_router_chooses_as_its_oracle_ties_and_not_a_number_included(steps: 
     assert torch.equal(steps.choose(logits.to(device), k).cpu(), choose_experts(logits, k))
 
 
+def test_the_plan_of_one_layer_s_routes_among_those_of_several(steps: PlainSteps, device: str):
+    """As a replay holds them, [N, L, K]."""
+    for k in (1, 2):
+        routes = torch.stack([chosen(300, 7, k, seed, device) for seed in (0, 1)], 1)[:, 1]
+        actual, expected = steps.plan(routes, 7), PLAIN.plan(routes, 7)
+        for part in ("ends_E", "token_M", "slot_M", "row_NK"):
+            assert torch.equal(getattr(actual, part), getattr(expected, part)), part
+
+
 # -- products ------------------------------------------------------------------------------------------------
 
 
@@ -131,11 +140,8 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
         as_numbers(qx, torch.float64), as_numbers(qw, torch.float64), plan, gather=True, dtype=torch.float64
     )
     # Hopper keeps sums of float8 products in fewer bits than float32, even over 128 of them.
-    close(
-        steps.product(qx, qw, plan, gather=True, dtype=torch.float32),
-        expected.float(),
-        1e-6 if device == "cpu" else 5e-4,
-    )
+    limit = 1e-6 if device == "cpu" else 5e-4
+    close(steps.product(qx, qw, plan, gather=True, dtype=torch.float32), expected.float(), limit)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
@@ -208,13 +214,11 @@ def test_log_probabilities_and_entropies_without_logits(
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)
-    hidden, weight = (
-        (normal(37, width, device=device) * scale**0.5).requires_grad_(),
-        normal(150, width, seed=1, device=device) * scale**0.5,
-    )
-    weight.requires_grad_()
+    hidden = (normal(37, width, device=device) * scale**0.5).requires_grad_()
+    weight = (normal(150, width, seed=1, device=device) * scale**0.5).requires_grad_()
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
     tokens = torch.cat([torch.arange(36) * 4, torch.tensor([7, 7, 20])]).to(device)
+    rows, tokens = torch.stack([rows, tokens], 1).unbind(1)  # views with gaps
     pull = normal(39, seed=2, device=device)
     logprob, entropy = logprob_triton.logprob_entropy(hidden, weight, rows, tokens)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]

@@ -21,8 +21,9 @@ from composer_nb.trainer.models.convert import upcycle, with_format
 from composer_nb.trainer.models.gguf_file import read_gguf
 from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.tiny_models import LATENT
 
-TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
+TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab", "<call>"]
 KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
 SIZES = {
     **{"vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
@@ -39,20 +40,19 @@ WRITTEN = {
     **{"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "head_count": 4, "head_count_kv": 2},
     **{"key_length": 16, "context_length": 64, "rope_freq_base": 10_000.0, "layer_norm_rms_eps": 1e-5},
     **{"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": TOKENS},
-    **{"token_types": [3, *[1] * (len(TOKENS) - 1)], "token_merges": ["a b", "Ġ ab"]},
+    **{"token_types": [3, *[1] * (len(TOKENS) - 2), 4], "token_merges": ["a b", "Ġ ab"]},
 }
 """What a file says besides its tensors."""
 
 
-def neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from halves to neighbouring pairs, as llama.cpp's converter does for Llama."""
-    reordered = torch.empty_like(weight)
-    width = len(weight) // heads
+def neighbours(rows: int, heads: int) -> Tensor:
+    """Return the order of rows that has pairs of a head beside one another, not in its halves: llama.cpp's, for Llama."""
+    order, width = torch.empty(rows, dtype=torch.int64), rows // heads
     for head in range(heads):
         for pair in range(width // 2):
             for half in range(2):
-                reordered[head * width + 2 * pair + half] = weight[head * width + half * (width // 2) + pair]
-    return reordered
+                order[head * width + 2 * pair + half] = head * width + half * (width // 2) + pair
+    return order
 
 
 @pytest.fixture
@@ -74,16 +74,17 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in name else torch.randn_like(weight) * 0.3)
-                stored = weight.detach()
                 part, _, ending = name.rpartition(".")
                 block = part.removeprefix("model.layers.").split(".", 1)
                 tensor_name = f"blk.{block[0]}.{THEIRS[block[1]]}" if "layers" in part else THEIRS[part]
+                order = torch.arange(len(weight))
                 if family == "llama" and tensor_name.endswith(("attn_q", "attn_k")):
-                    stored = neighbours(stored, 4 if tensor_name.endswith("q") else 2)
+                    order = neighbours(len(weight), 4 if tensor_name.endswith("q") else 2)
+                stored = weight.detach()[order]
                 if stored.ndim == 2 and kind is not Kind.F32:
                     packed = gguf.quants.quantize(stored.numpy(), kind)
                     dequantised = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
-                    weight.copy_(undone(dequantised, tensor_name, family))
+                    weight.copy_(dequantised[order.argsort()])
                     writer.add_tensor(f"{tensor_name}.{ending}", packed, raw_dtype=kind)
                 elif tensor_name not in drop:
                     writer.add_tensor(f"{tensor_name}.{ending}", np.ascontiguousarray(stored.numpy()))
@@ -96,16 +97,6 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     return make
 
 
-def undone(weight: Tensor, tensor_name: str, family: str) -> Tensor:
-    """Return the rows in the order of `transformers`."""
-    if family != "llama" or not tensor_name.endswith(("attn_q", "attn_k")):
-        return weight
-    order = neighbours(torch.arange(len(weight))[:, None], 4 if tensor_name.endswith("q") else 2)[:, 0]
-    restored = torch.empty_like(weight)
-    restored[order] = weight
-    return restored
-
-
 @pytest.mark.parametrize(("family", "kind"), [("llama", Kind.Q4_1), ("qwen2", Kind.F32), ("qwen3", Kind.Q8_0)])
 def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any], family: str, kind: Kind) -> None:
     file, theirs = write(family, kind)
@@ -115,8 +106,8 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
     ids = torch.arange(2 * 15).view(2, 15)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=2e-5, rtol=1e-4)
-    assert [tokenizer.id_to_token(i) for i in tokenizer.encode("ab ab<|end|>z").ids] == ["ab", "Ġab", "<|end|>", "z"]
-    assert tokenizer.decode(tokenizer.encode("zab ab").ids) == "zab ab"
+    assert tokenizer.encode("ab ab<|end|><call>z").tokens == ["ab", "Ġab", "<|end|>", "<call>", "z"]
+    assert tokenizer.decode(tokenizer.encode("zab ab<|end|><call>").ids) == "zab ab<call>", "only one is special"
 
 
 @pytest.mark.parametrize(
@@ -184,17 +175,16 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, bom
 TWO_ROWS = torch.arange(2 * 20).view(2, 20)
 
 
-def dense(family: Any = "llama", **sizes: Any) -> Model:
+def random_model(**sizes: Any) -> Model:
     torch.manual_seed(5)
-    config = ModelConfig(family=family, vocab_size=48, intermediate_size=96, **sizes)
-    return Model(config).double()
+    return Model(ModelConfig(**{"family": "llama", "vocab_size": 48, "intermediate_size": 96} | sizes)).double()
 
 
 @pytest.mark.parametrize(("family", "sparse"), [("llama", "mixtral"), ("qwen3", "qwen3_moe")])
 def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = dense(family)
+    model = random_model(family=family)
     upcycled = upcycle(model, experts=5, chosen=3)
     assert upcycled.config.family == sparse
     with torch.no_grad():
@@ -207,9 +197,11 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     assert load_pretrained(tmp_path / "m").config == upcycled.config
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -> None:
-    model = dense(tie_word_embeddings=tied)
+@pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": False}, LATENT], ids=["tied", "untied", "deepseek"])
+def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(sizes: dict[str, Any]) -> None:
+    model = random_model(**sizes)
+    for layer in model.layers:
+        layer.router_bias = None if layer.router_bias is None else torch.randn(model.config.num_experts)
     tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
     extended, longer = with_format(model, tokenizer, "qwen")
     new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]

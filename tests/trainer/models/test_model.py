@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from composer_nb.trainer.models.induction import plant_induction
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.trainer.models.variants import PAIRS, Numerics, as_engine, variant
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
+from tests.tiny_models import LATENT
 
 
 def test_angles_stay_float32_in_a_bf16_model(make_model):
@@ -116,19 +118,19 @@ def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
             assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_output(make_model, tied: bool):
-    model = make_model(3, tie_word_embeddings=tied)
+@pytest.mark.parametrize("sizes", [{"tie_word_embeddings": False}, {}, LATENT], ids=["untied", "tied", "deepseek"])
+def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_output(make_model, sizes: dict[str, Any]):
+    model = make_model(3, **sizes)
     before, quantised = dict(model.named_parameters()), as_engine(model, "int8")
     for name, weight in quantised.named_parameters():
-        if weight.ndim == 1 or (name == "embed" and not tied):
+        if weight.ndim == 1 or (name == "embed" and not model.config.tie_word_embeddings):
             assert torch.equal(weight, before[name])
             continue
-        outputs = weight if weight.ndim == 2 else weight.transpose(1, 2)  # [..., out, in]
+        turned = any(part in name for part in ("w_", "dense", "shared"))  # [..., in, out]
+        outputs, gap = (x.mT if turned else x for x in (weight, (weight - before[name]).abs()))
         step = (outputs.double().abs().amax(-1, keepdim=True) / 127).log2().ceil().exp2()
         codes = outputs.double() / step
         assert torch.equal(codes, codes.round()) and 64 <= codes.abs().amax() <= 127
-        gap = (weight - before[name]).abs() if weight.ndim == 2 else (weight - before[name]).abs().transpose(1, 2)
         assert bool((gap <= step / 2 + 1e-9).all()) and gap.max() > 0
 
 

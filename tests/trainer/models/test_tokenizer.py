@@ -42,6 +42,8 @@ TABLE = base64.b64encode(struct.pack("<I", 8) + bytes(8) + b"a" * 500 + b"\0").d
         ("normalizer", sequence("normalizers", *[DOUBLES] * 30)),
         ("normalizer", sequence("normalizers", *[sequence("normalizers", *[DOUBLES] * 4)] * 5)),
         ("normalizer", replace({"Regex": ""}, "b" * 100)),
+        ("normalizer", replace({"String": "a"}, "b" * 100) | {"normalizers": [{"type": "NFC"}]}),
+        ("normalizer", {"type": "Prepend", "prepend": "b" * 100}),
         ("normalizer", sequence("normalizers", *[{"type": "NFKD"}] * 3)),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": TABLE}),
         ("pre_tokenizer", sequence("pretokenizers", *[BYTES] * 30)),
@@ -79,7 +81,8 @@ def test_a_tokenizer_is_read_from_beside_its_weights_and_what_is_wrong_is_named(
     file.write_text(text.replace("<|to|>", "<|TO|>"))
     with pytest.raises(ValueError, match=r"lacks the tokens \['<\|to\|>'\]"):
         load_tokenizer(tmp_path)
-    for damaged in (text[:300].encode(), b"[]", b'{"model": {"type": "of another library"}}', b"\xff"):
+    untyped = json.dumps(json.loads(text) | {"normalizer": {"prepend": "b" * 100}}).encode()
+    for damaged in (text[:300].encode(), b"[]", b'{"model": {"type": "of another library"}}', b"\xff", untyped):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
             load_tokenizer(tmp_path)
