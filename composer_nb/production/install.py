@@ -71,14 +71,9 @@ def goals(repository: Repository) -> list[str]:
     imports = [f"python3 -c 'import {name}'" for name in importable[:2]]
     room = GOALS - len(imports) - 1
     step = max(1, -(-len(repository.tests) // room))
-    pytest = (
-        "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads the project's own from its files
-    )
-    return [
-        *imports,
-        f"{pytest} --collect-only",
-        *(f"{pytest} {shlex.quote(path)}" for path in repository.tests[::step]),
-    ]
+    pytest = "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads a project's own from its files
+    modules = [f"{pytest} {shlex.quote(path)}" for path in repository.tests[::step]]
+    return [*imports, f"{pytest} --collect-only", *modules]
 
 
 def own_packages(repository: Repository) -> dict[str, str]:

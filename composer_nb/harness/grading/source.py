@@ -10,9 +10,8 @@ from composer_nb.harness import syntax
 # Constructors of plain data.
 PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
 STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
-KNOWN = (
-    {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
-)  # Names whose values cannot depend on the code under test.
+# Names whose values cannot depend on the code under test.
+KNOWN = {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
 RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Value = str | bytes | bool | int | float | complex | None

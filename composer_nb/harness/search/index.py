@@ -56,9 +56,8 @@ class ChunkTable:
         self.paths = sorted(files)
         indexed = [files[path] for path in self.paths]
         counts = np.concatenate([np.zeros(0, np.int32), *(file.chunks.counts for file in indexed)])
-        self.file = np.repeat(
-            np.arange(len(indexed)), [len(file.chunks.counts) for file in indexed]
-        )  # [C], into `paths`
+        sizes = [len(file.chunks.counts) for file in indexed]
+        self.file = np.repeat(np.arange(len(indexed)), sizes)  # [C], into `paths`
         self.spans = np.concatenate([np.zeros((0, 2), np.int32), *(file.chunks.spans for file in indexed)])
         self.vectors = np.concatenate([np.zeros((0, width), np.float32), *(file.vectors for file in indexed)])
         self.terms = np.concatenate([np.zeros(0, np.uint64), *(file.chunks.terms for file in indexed)])
