@@ -91,7 +91,7 @@ def test_the_baselines_are_values_of_one_setting(
         query = renderer.ask(PROMPTED)
         assert all(" ".join(map(str, query)) in " ".join(map(str, s.token_ids)) for s in segments[:-1])
         return
-    prompt = renderer.prompt(task.instruction)
+    prompt = renderer.read([User(text=task.instruction)])
     for before, segment in zip(segments, segments[1:], strict=False):
         ids, first = segment.token_ids.tolist(), segment.messages[0][0]
         assert ids[: len(prompt)] == prompt and not (segment.kind == Kind.SUMMARY).any()

@@ -110,7 +110,7 @@ def test_a_hostile_result_stays_short_and_is_plain_text(
     observation = use(space_of(task), boxes(result), "run_tests")
     assert len(observation.text) <= 110 and "\n" not in observation.text
     assert observation.text.startswith("fail 2/2: ") and observation.tests_passed == 0
-    token_ids = renderer.results([CallResult(id="", text=observation.text)])
+    token_ids = renderer.read([CallResult(id="", text=observation.text)])
     assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end]
     assert token_ids[-1] == renderer.call
 
