@@ -159,9 +159,8 @@ class Conversations:
                 self._end(talk, drop=True)
             raise
         answers, own_sampling = [], _own_distribution(sampling, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (request, turn), (choice, is_whole) in zip(
-            talks, reads, work, choices, strict=True
-        ):
+        rows = zip(talks, reads, work, choices, strict=True)
+        for (talk, _), (read, news), (request, turn), (choice, is_whole) in rows:
             talk.row.add(read, news, turn.completion, talk.renderer, own_sampling)
             if self.record and request.rollout in records:
                 talk.row.traced(records[request.rollout])

@@ -78,9 +78,8 @@ class ChunkTable:
         same = terms[index] == self.terms[some]
         some, index = some[same], index[same]
         frequency = np.bincount(index, minlength=len(terms))  # a chunk holds a term once
-        idf = np.array([query[int(term)] for term in terms]) * np.log1p(
-            (len(self.file) - frequency + 0.5) / (frequency + 0.5)
-        )
+        rarity = np.log1p((len(self.file) - frequency + 0.5) / (frequency + 0.5))
+        idf = np.array([query[int(term)] for term in terms]) * rarity
         weight, chunk = self.weights[some], self.chunk[some]
         impact = weight * (K1 + 1) / (weight + K1 * (1 - B + B * self.length[chunk] / self.length.mean()))
         return np.bincount(chunk, idf[index] * impact, len(self.file)).astype(np.float32)

@@ -62,9 +62,8 @@ def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[
 
 def _delta(rollout: Rollout, index: int) -> float:
     findings("")
-    return saturated(
-        sum(findings(new)[index] - findings(old)[index] for _, old, new in _changed(rollout.before, rollout.files))
-    )
+    changed = _changed(rollout.before, rollout.files)
+    return saturated(sum(findings(new)[index] - findings(old)[index] for _, old, new in changed))
 
 
 @term
