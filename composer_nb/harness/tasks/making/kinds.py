@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import TestJob
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modules_of, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, with_plan
 from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
@@ -33,7 +33,7 @@ from composer_nb.harness.tasks.making.assignments import (
     task_of,
 )
 from composer_nb.harness.tasks.making.histories import histories
-from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.questions import called_names, long_run, questions
 from composer_nb.harness.tasks.making.refactors import extractable, extracted, movable, moved, renameable, renamed
 from composer_nb.harness.tasks.runtime import workspace
@@ -85,10 +85,7 @@ def _tests_to_write(subject: trial.Subject, unit: changes.Unit) -> Task:
     gone = {key.rpartition("#")[0] for key in removed}
     in_module = {key: name for key, name in baseline.plan.tests.items() if key.startswith(f"{module}::")}
     required = {key: name for key, name in in_module.items() if key.rpartition("#")[0] not in gone}
-    visible = {
-        path: without_tests(files[path], [key for key in removed if key.startswith(f"{path}::")])
-        for path in modules_of(removed)
-    }
+    visible = passing_modules(files, removed)
     in_other_words = unit.becoming(rewritten(changes.text_of(unit, files), reworded))
     equivalent = changes.Change(kind="tests", edits=(in_other_words,), places=(unit.place,)).apply(files)
     wordings = (

@@ -35,7 +35,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
-from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import (
@@ -395,8 +395,7 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
     except (SandboxDied, RunnerEnded):
         return {}
     gone = [key for key, result in before.results.items() if result.passed and not after.result(key).passed]
-    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in touched}
-    return {path: without_tests(touched[path], keys) for path, keys in texts.items() if keys}
+    return passing_modules(touched, gone)
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
