@@ -1,7 +1,7 @@
 """A backend with sandboxes, a small repair task with its plan, a tokenizer with a chat format, and a policy of given turns."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,14 +72,6 @@ def tokenizer() -> Tokenizer:
 
 
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
-PATIENCE_S = 60.0
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from termios import ICANON, tcgetattr
@@ -24,6 +23,7 @@ from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.serve import ScriptServer
 from composer_nb.production.show import answerer, teller
+from tests.waiting import wait_until
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -162,8 +162,8 @@ def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: b
         output = b""
         while not output.endswith(b"[y/n] ") and (part := process.stdout.read1()):  # type: ignore[attr-defined]
             output += part
-        while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
-            time.sleep(0.01)
+        # The question is there before the terminal hands out single keys.
+        wait_until(lambda: not tcgetattr(ours)[3] & ICANON)
         os.write(ours, keys)
         output += process.stdout.read()
     os.close(ours)

@@ -21,9 +21,10 @@ from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_replicas as several
-from tests.production.conftest import ASKED, Site, serving, wait_until
+from tests.production.conftest import ASKED, Site, serving
 from tests.production.test_replicas import SIZE
 from tests.production.test_serve_engine import FILES, turned
+from tests.waiting import wait_until
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
 SHARE, VERDICTS = 0.5, LEAST

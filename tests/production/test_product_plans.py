@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from termios import ICANON, tcgetattr
@@ -21,6 +20,7 @@ from composer_nb.production.agents import write_plan
 from composer_nb.production.planner import SHOWN, excerpt
 from composer_nb.production.serve import ScriptServer
 from tests.harness.json_server import JsonServer
+from tests.waiting import wait_until
 
 EDIT = call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")
 
@@ -165,8 +165,7 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
             output = output.partition(text)[2]
 
         def press(key: bytes) -> None:
-            while tcgetattr(ours)[3] & ICANON:
-                time.sleep(0.01)
+            wait_until(lambda: not tcgetattr(ours)[3] & ICANON)
             os.write(ours, key)
 
         until(b"e edits it] ")

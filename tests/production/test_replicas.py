@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,9 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_serve_engine as single
-from tests.production.conftest import ASKED, Site, serving, wait_until
+from tests.production.conftest import ASKED, Site, serving
 from tests.production.test_serve_engine import FILES, LONG, tool
+from tests.waiting import wait_until
 
 tokenizer = product.tokenizer
 model = single.model
@@ -163,10 +163,9 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     health = pair.client.get("/../health", cast_to=dict[str, Any])
     version = pair.service.version
     assert health["policy_version"] == version and [state["restarts_total"] for state in health["replicas"]] == [1, 0]
-    until = time.monotonic() + 300  # it loads torch again, maybe beside much else
-    while not all(state["ready"] for state in pair.states):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(
+        lambda: all(state["ready"] for state in pair.states), 300
+    )  # it loads torch again, maybe beside much else
     with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
         lines = reply.read().decode().splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines

@@ -33,8 +33,9 @@ from composer_nb.trainer.services.inference import Inference, Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore
 from tests.production import conftest
-from tests.production.conftest import ASKED, Site, wait_until
+from tests.production.conftest import ASKED, Site
 from tests.tiny_models import SIZES
+from tests.waiting import wait_until
 
 tokenizer = conftest.tokenizer
 LONG = 4000

@@ -22,8 +22,8 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.reap import below, started
 from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
-from composer_nb.harness.sandbox.system.linux import patience
 from tests.harness.starving import hogs
+from tests.waiting import wait_until
 
 IDENTITY = "def f(x):\n    return x\n"
 LOOP = "def f():\n    while True:\n        pass\n"
@@ -174,10 +174,7 @@ def test_host_believes_only_well_formed_reports() -> None:
 
 def assert_gone(pids: list[int]) -> None:
     assert len(pids) == 4
-    deadline = time.monotonic() + patience(3)
-    while any(map(started, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(started, pids)), 3)
 
 
 def test_a_killed_sandbox_is_made_again_and_close_leaves_no_process() -> None:
@@ -222,10 +219,7 @@ def test_a_slow_start_is_called_slow_and_not_impossible(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "patience", lambda seconds: 1e-6)
     with pytest.raises(SandboxSlow, match="the machine is busy"):
         SandboxExecutor()
-    deadline = time.monotonic() + 20
-    while survivors := set(below(os.getpid())) - before:
-        assert time.monotonic() < deadline, survivors
-        time.sleep(0.05)
+    wait_until(lambda: before.issuperset(below(os.getpid())), 20)
 
 
 def test_a_dead_machine_is_asked_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:

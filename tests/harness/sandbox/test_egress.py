@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from composer_nb.harness.grading.check import check_tasks
 from composer_nb.harness.sandbox import egress, open_backend
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.egress import EgressProxy, destinations, listen_in
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import Task, read_tasks
 from composer_nb.harness.tools.tool_call import call as tool_call
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.foreign import lay
+from tests.waiting import wait_until
 
 CLIENT = """
 import socket, sys
@@ -141,19 +140,16 @@ def test_connections_whose_answers_nobody_reads_count(monkeypatch: pytest.Monkey
     server, listener = Server("x" * 60_000), socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     proxy = EgressProxy([egress.Destination("mirror.test", server.port, "", "127.0.0.1")], [listener])
-    deadline, peers = time.monotonic() + patience(10), list[socket.socket]()
+    peers = list[socket.socket]()
     for count in (1, 2, 3):
         peers.append(socket.socket())
         peers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         peers[-1].connect(listener.getsockname())
         peers[-1].shutdown(socket.SHUT_WR)
-        while len(proxy.log) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda count=count: len(proxy.log) >= count)
     assert [line.endswith(": more than 2 connections at a time") for line in proxy.log] == [False, False, True]
     peers[0].close()
-    while proxy._open == 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert proxy._open == 1
+    wait_until(lambda: proxy._open == 1)
     proxy.close()
     server.listener.close()
 

@@ -1,7 +1,6 @@
 """The scheduler as a pure machine, and the fleet before real and failing backends."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from composer_nb.harness.sandbox import fleet as fleets
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from tests.harness.sandbox.conftest import SMALL
+from tests.waiting import wait_until
 
 CALM, FULL = fleets.HostUse(0.1, 0.1, 0.1), fleets.HostUse(0.99, 0.1, 0.1)
 PEAK = (0.125, 0.0)
@@ -123,21 +123,14 @@ def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_sho
 ) -> None:
     use = [CALM]
     with Fleet(backends[:1], fleets.FleetLimits(ahead=3), lambda host: use[0]) as fleet:
-
-        def alive(count: int) -> bool:
-            until = time.monotonic() + 60
-            while backends[0].alive != count and time.monotonic() < until:
-                time.sleep(0.01)
-            return backends[0].alive == count
-
         with fleet.create(SMALL) as box:
             box.write("f", b"mine")
-            assert alive(2), "one came in a second, so one is ready for the next"
+            wait_until(lambda: backends[0].alive == 2)  # one came in a second, so one is ready for the next
             idle = {*backends[0]._live} - {box.id}
             use[0] = FULL
             with fleet.create(SMALL) as ready:
                 assert {ready.id} == idle and ready.entries() == [], "no start, and nothing of another's"
-            assert alive(1), "none is made ahead on a full machine"
+            wait_until(lambda: backends[0].alive == 1)  # none is made ahead on a full machine
 
 
 def test_a_full_machine_and_a_broken_one_are_errors_that_say_so(

@@ -1,18 +1,17 @@
 """Each tool in a sandbox of each backend."""
 
 import re
-import time
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
 from composer_nb.harness.sandbox.contract import Backend, Sandbox
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.patch import BEGIN, END
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
 from tests.harness.sandbox.conftest import BACKENDS, make
 from tests.harness.tools.conftest import Call
+from tests.waiting import wait_until
 
 NEVER = {"error": "InvalidArguments"}
 NOT_THERE = {"error": "UnexpectedEnvironment"}
@@ -227,9 +226,7 @@ class TestTerminal:
     def test_the_background(self, box: Sandbox, call: Call) -> None:
         text = call("run_terminal_cmd", command="echo begun; sleep 0.2; exit 4", is_background=True).text
         log = re.search(r"is in (\S+)$", text)[1]  # type: ignore[index]
-        deadline = time.monotonic() + patience(20)
-        while b"[exit code 4]" not in box.read(log) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: b"[exit code 4]" in box.read(log))
         assert call("read_file", target_file=log).text == "1|begun\n2|[exit code 4]"
 
 
