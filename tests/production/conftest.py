@@ -25,6 +25,7 @@ from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import OpenEngine
 from composer_nb.production.record import RolloutRecord
 from composer_nb.production.serve import ChatServer
+from tests.folders import write
 
 TEST = 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
@@ -49,11 +50,8 @@ def task(backend: Backend) -> Task:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Return a user's folder with a faulty function and its test."""
-    root = tmp_path / "repository"
-    root.mkdir()
-    (root / "f.py").write_text("def double(x):\n    return x + x + 1\n")
-    (root / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
-    return root
+    test = "from f import double\n\ndef test_double():\n    assert double(2) == 4\n"
+    return write(tmp_path / "repository", {"f.py": "def double(x):\n    return x + x + 1\n", "test_f.py": test})
 
 
 def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:

@@ -16,17 +16,15 @@ from composer_nb.production.accept import Changes, Conflict
 from composer_nb.production.accept import accept as accept_changes
 from composer_nb.production.checkout import Checkout, changed, read_checkout
 from composer_nb.production.diff import patch
+from tests.folders import write
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "repository"
-    for path, text in {
+    folder = write(tmp_path / "repository", {
         "a.py": "x = 1\n", "sub/b.py": "y = 1\n", ".gitignore": ".env\nbuilt/\n", ".env": "KEY=1", "built/o": "o",
         ".git/config": "[core]", "sub/__pycache__/b.pyc": "b", "run.sh": "#!/bin/sh\n",
-    }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    })  # fmt: skip
     (folder / "run.sh").chmod(0o755)
     (folder / "out").symlink_to("/etc/passwd")
     (folder / "folder").symlink_to("/etc")
@@ -271,12 +269,7 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def repository_of(tmp_path: Path, **files: str) -> Path:
     """Make a repository in which `a__b="text"` is a file a/b."""
-    root = tmp_path / "outer" / "repository"
-    for name, text in files.items():
-        file = root / name.replace("__", "/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
+    return write(tmp_path / "outer" / "repository", {name.replace("__", "/"): text for name, text in files.items()})
 
 
 def plain(text: str) -> Blob:

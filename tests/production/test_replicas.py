@@ -163,9 +163,8 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     health = pair.client.get("/../health", cast_to=dict[str, Any])
     version = pair.service.version
     assert health["policy_version"] == version and [state["restarts_total"] for state in health["replicas"]] == [1, 0]
-    wait_until(
-        lambda: all(state["ready"] for state in pair.states), 300
-    )  # it loads torch again, maybe beside much else
+    # It loads torch again, maybe beside much else.
+    wait_until(lambda: all(state["ready"] for state in pair.states), 300)
     with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
         lines = reply.read().decode().splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines

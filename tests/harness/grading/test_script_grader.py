@@ -18,6 +18,7 @@ from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start_sandbox
 from composer_nb.harness.tasks.task import Task, read_tasks
+from tests.folders import write
 from tests.harness.foreign import FOREIGN, lay
 
 
@@ -155,16 +156,10 @@ RUNS_PYTEST = (
 
 
 def host_task(tmp_path: Path, dockerfile: str) -> Task:
-    path = lay("plain", tmp_path)
-    (path / "task.toml").write_text(HOST)
-    (path / "environment/workspace").mkdir()
-    (path / "environment/workspace/sums.py").write_text("def add(a, b):\n    return a - b\n")
-    (path / "environment/Dockerfile").write_text(dockerfile)
-    (path / "tests/test.sh").write_text(RUNS_PYTEST)
-    (path / "tests/test_it.py").write_text(
-        "import sys\nsys.path.insert(0, '.')\nfrom sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
-    )
-    return Task.from_harbor(path)
+    test = "import sys\nsys.path.insert(0, '.')\nfrom sums import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    files = {"task.toml": HOST, "environment/Dockerfile": dockerfile, "tests/test.sh": RUNS_PYTEST}
+    files |= {"tests/test_it.py": test, "environment/workspace/sums.py": "def add(a, b):\n    return a - b\n"}
+    return Task.from_harbor(write(lay("plain", tmp_path), files))
 
 
 def test_without_an_image_pytest_is_there(tmp_path: Path, backend: Backend) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from tests.folders import write
 from tests.harness.foreign import FOREIGN, lay
 from tests.harness.tasks.test_task import MINIMAL
 
@@ -90,10 +91,7 @@ def test_any_directory_comes_out_as_it_was(
             "instruction.md": instruction.encode(),
         }
         entries |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
-        for name, data in entries.items():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_bytes(data)
-        task = Task.from_harbor(path)
+        task = Task.from_harbor(write(path, entries))
         assert task.settings.verifier.timeout_sec == timeout
         out = task.to_harbor(Path(folder, "two"))
         assert contents(out) == contents(path)

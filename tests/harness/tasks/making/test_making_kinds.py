@@ -23,7 +23,8 @@ from composer_nb.harness.tasks.making.questions import questions
 from composer_nb.harness.tasks.making.refactors import renameable
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
-from tests.harness.tasks.making.conftest import FILES, write
+from tests.folders import write
+from tests.harness.tasks.making.conftest import FILES
 
 LIMIT = 2
 SIDES = ("ours", "theirs")

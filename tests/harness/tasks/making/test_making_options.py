@@ -12,7 +12,7 @@ from composer_nb.harness.tasks.making.make import make
 from composer_nb.harness.tasks.making.options import Options, RunOptions, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.task import Task
-from tests.harness.tasks.making.conftest import write
+from tests.folders import write
 
 PYPROJECT = """\
 [tool.pytest.ini_options]
