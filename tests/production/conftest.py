@@ -84,6 +84,14 @@ class Site:
     def url(self) -> str:
         return self.server.url
 
+    @property
+    def health(self) -> Any:
+        return httpx.get(self.url.replace("/v1", "/health"), timeout=60).json()
+
+    @property
+    def metrics(self) -> str:
+        return httpx.get(self.url.replace("/v1", "/metrics"), timeout=60).text
+
     def chat(self, **options: Any) -> Any:
         return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **options})
 

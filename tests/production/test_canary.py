@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,10 +100,6 @@ class Trying(Site):
     def judge(self, name: str, reward: float) -> None:
         assert self.grade(name, reward=reward)["status"] == 200
 
-    @property
-    def health(self) -> Any:
-        return httpx.get(self.url.replace("/v1", "/health"), timeout=60).json()
-
 
 @contextmanager
 def site(path: Path, store: str, run: Path) -> Iterator[Trying]:
@@ -165,7 +160,7 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
                 server.judge(f"{old}-4", 0.0)  # from before the trial
                 assert server.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
         assert server.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
-        assert "composer_nb_canary_trusted 6" in httpx.get(server.url.replace("/v1", "/metrics")).text
+        assert "composer_nb_canary_trusted 6" in server.metrics
         wait_until(lambda: server.canary.version == 6)
 
     publisher.publish(7, turned(weights, 0.1), FILES)

@@ -160,13 +160,11 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
         pair.actors.made["replica-0"].kill()
         assert [future.result(120) for future in futures] == expected
     wait_until(lambda: pair.states[0]["restarts_total"] == 1)
-    health = pair.client.get("/../health", cast_to=dict[str, Any])
-    version = pair.service.version
+    health, version = pair.health, pair.service.version
     assert health["policy_version"] == version and [state["restarts_total"] for state in health["replicas"]] == [1, 0]
     # It loads torch again, maybe beside much else.
     wait_until(lambda: all(state["ready"] for state in pair.states), 300)
-    with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
+    lines = pair.metrics.splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines
     assert "# TYPE composer_nb_replica_restarts_total counter" in lines
     assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-import urllib.request
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -278,28 +277,23 @@ def test_a_stream_begins_at_once_and_health_and_metrics_say_what_goes_on(model: 
     with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
             futures = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
-            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))
+            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in small.metrics)
             [future.result() for future in futures]
         with pytest.raises(openai.BadRequestError):
             small.chat(n=0)
-        text = metrics(small)
+        text = small.metrics
         chat = 'composer_nb_requests_total{path="/v1/chat/completions",status='
         for line in (f'{chat}"200"}} 3', f'{chat}"400"}} 1', "composer_nb_tokens_written_total 1200"):
             assert f"\n{line}\n" in text
         assert "\ncomposer_nb_policy_version 7\n" in text and "\ncomposer_nb_requests_running 0\n" in text
         assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in text
-        assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
+        assert small.health == {"status": "ok", "policy_version": 7}
         with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
             for _ in range(5):
                 assert next(iter(stream)).choices[0].finish_reason is None
             assert small.engine.busy
         wait_until(lambda: not small.engine.busy)  # its client went away
         assert small.engine.sampled < LONG - 100
-
-
-def metrics(served: Served) -> str:
-    with urllib.request.urlopen(served.server.url.removesuffix("/v1") + "/metrics") as reply:
-        return str(reply.read().decode())
 
 
 # Turns that must call a tool
