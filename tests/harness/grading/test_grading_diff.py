@@ -56,9 +56,8 @@ def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
 def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "MAX_FILE_BYTES", 10)
     monkeypatch.setattr(diff, "MAX_CHANGED_BYTES", 15)
-    filtered = changes(
-        TASK, PRISTINE | {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
-    )
+    files = {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
+    filtered = changes(TASK, PRISTINE | files)
     assert filtered.dropped == {"src/b.py": "too_large", "src/d.py": "too_large"} and filtered.flags == ("too_large",)
     assert set(filtered.files) - set(PRISTINE) == {"src/c.py", "src/e.py"}
 

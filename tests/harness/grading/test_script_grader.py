@@ -231,9 +231,7 @@ echo ${x:-0} > /logs/verifier/reward.txt
 
 
 def with_artifacts(toml: str, **changes: Any) -> Task:
-    foreign_files = ForeignFiles(
-        name="t", toml=f'{toml}\n[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
-    )
+    foreign_files = ForeignFiles(name="t", toml=f"{toml}\n{HOST}", executable=("tests/test.sh",))
     return task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files, **changes)
 
 
@@ -265,7 +263,7 @@ def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: B
 )
 def test_an_agents_files_that_do_not_fit_are_its_own_fault(files: dict[str, bytes], backend: Backend) -> None:
     """An agent must not be able to have its failing grade thrown away."""
-    toml = '[environment]\nstorage_mb = 1\n[metadata.composer_nb]\nruntime = "host-python"\n'
+    toml = f"[environment]\nstorage_mb = 1\n{HOST}"
     foreign_files = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
     task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=foreign_files)
     result = grade_script(task, files, backend)

@@ -226,10 +226,8 @@ def backend() -> Iterator[BwrapBackend]:
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_basic_sandbox_runs_from_copies_in_memory(backend: BwrapBackend, warm: bool) -> None:
     with backend.create(SandboxSpec(basic=True, warm=warm)) as box:
-        result, writing = (
-            box.exec(["python3", "-s", "-S", "-c", text], env={"PYTHONHASHSEED": "0"}, warm=warm)
-            for text in (WHERE, CHANGE)
-        )
+        python, seed = ["python3", "-s", "-S", "-c"], {"PYTHONHASHSEED": "0"}
+        result, writing = (box.exec([*python, text], env=seed, warm=warm) for text in (WHERE, CHANGE))
         assert (writing.exit_code, writing.stdout, writing.stderr) == (0, b"", b""), "their owner cannot change them"
         devices, prefix, shared = result.stdout.decode().split(None, 2)
         assert result.exit_code == 0 and "," not in devices, "all of the interpreter is on one file system"

@@ -58,9 +58,8 @@ def test_requests_and_answers_larger_than_any_buffer(executor: SandboxExecutor) 
     large = request(IDENTITY, *(f"('{str(n) * 8000}',)" for n in range(10, 50)), **{"big.txt": "x" * 3_000_000})
     small = [request(IDENTITY, f"({n},)", "(0,)") for n in range(90)]
     requests = [large, small[0], large, *small, large]
-    assert executor.run(requests) == [
-        tuple(returned(text[1:-2]) for text in call_request.arguments) for call_request in requests
-    ]
+    answers = [tuple(returned(text[1:-2]) for text in call_request.arguments) for call_request in requests]
+    assert executor.run(requests) == answers
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,8 @@ def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, u
             return result.exit_code, (result.stdout or result.stderr.strip().rpartition(b"\n")[2]).decode().strip()
 
         assert call("mirror.test", listed_server.port, "hello") == (0, "listed got hello")
-        smuggled = (
-            f"CONNECT 127.0.0.1:{unlisted_server.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{unlisted_server.port}\\r\\n\\r\\n"
-        )
+        address = f"127.0.0.1:{unlisted_server.port}"
+        smuggled = f"CONNECT {address} HTTP/1.1\\r\\nHost: {address}\\r\\n\\r\\n"
         assert call("mirror.test", listed_server.port, smuggled)[1].startswith("listed got CONNECT")
         # Names of other hosts, other ports of the listed one, this machine's addresses, and a list of one's own.
         hosts = ("other.test", "mirror.test", "127.0.0.1", "127.80.0.2", "10.0.0.1", "169.254.169.254", "93.184.215.14")
@@ -167,26 +166,22 @@ def test_a_task_that_needs_a_network_runs_with_a_list_alone(tmp_path: Path, list
     (folder / "task.toml").write_text("environment.allow_internet = true\n")
     client = f"python3 -c '{CLIENT}' mirror.test {listed_server.port} x"
     (folder / "solution/solve.sh").write_text(f"#!/bin/bash\n{client} > fetched\n")
-    (folder / "tests/test.sh").write_text(
-        "#!/bin/bash\ngrep -q 'listed got x' fetched && echo 1 > /logs/verifier/reward.txt\n"
-    )
+    script = "#!/bin/bash\ngrep -q 'listed got x' fetched && echo 1 > /logs/verifier/reward.txt\n"
+    (folder / "tests/test.sh").write_text(script)
     destination = f"mirror.test=127.0.0.1:{listed_server.port}"
     [row] = check_tasks(read_tasks(folder))
     assert "allow_internet = true: sandboxes have no network; list the hosts" in row["problem"]
     [row] = check_tasks(read_tasks(folder), egress=destination)
     assert row["ok"] and row["gold"] and not row["none"]
     task = Task.from_harbor(folder)
-    spoken = [
-        turn([tool_call("run_terminal_cmd", command=f"{client} > fetched", is_background=False)]),
-        Said(text="Done."),
-    ]
+    fetch = tool_call("run_terminal_cmd", command=f"{client} > fetched", is_background=False)
+    spoken = [turn([fetch]), Said(text="Done.")]
     with open_backend("bwrap", egress=destination) as sandboxes:
         played = attempt(task, Environment(tools=ToolSet.cursor(), backend=sandboxes), ScriptTurnPolicy(play(spoken)))
     save_attempts(tmp_path / "rollouts.parquet", [played])
     [stored] = load_attempts(tmp_path / "rollouts.parquet", {task.id: task})
-    assert (
-        played.grade.passed and f"mirror.test:{listed_server.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
-    )
+    assert played.grade.passed
+    assert f"mirror.test:{listed_server.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone enters the network of a container")

@@ -59,9 +59,8 @@ def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
     for host, memory in enumerate((0.3, 0.6, 0.85)):
         scheduler.report(host, fleets.HostUse(memory, 0.0, 0.0), 9)
     placements = [scheduler.place(0.0, (0.1, 0.0)) for _ in range(5)]
-    assert [p and p.host for p in placements] == [1, 1, 0, 0, None], (
-        "two start at a time, and the third host has no room"
-    )
+    hosts = [placement and placement.host for placement in placements]
+    assert hosts == [1, 1, 0, 0, None], "two start at a time, and the third host has no room"
     scheduler.report(2, fleets.HostUse(0.2, 0.0, 0.99), 9)
     assert [p and p.host for p in (scheduler.place(0.0, (0.1, 0.0)) for _ in range(2))] == [2, None], "busy CPUs: one"
     scheduler.report(2, fleets.HostUse(0.2, 0.995, 0.0), 9)
@@ -103,9 +102,8 @@ def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[B
         with fleet.create(SMALL) as box, box.fork() as copy:
             outputs.append(copy.exec(["echo", "x"]).stdout)
 
-    with Fleet(
-        backends, fleets.FleetLimits(alive=4, ahead=0), lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)
-    ) as fleet:
+    limits = fleets.FleetLimits(alive=4, ahead=0)
+    with Fleet(backends, limits, lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)) as fleet:
         boxes = [fleet.create(SMALL) for _ in range(6)]
         assert [backend.alive for backend in backends] == [4, 2]
         for box in boxes:
