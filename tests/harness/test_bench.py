@@ -128,9 +128,8 @@ def test_errors_are_counted_by_tool_and_kind() -> None:
     }
     assert tool_errors([table, table])["grep"]["calls"] == 6
     assert errors_line(table) == "grep 1 InvalidArguments, 1 Timeout of 3; unreadable 1 InvalidArguments of 1"
-    flood = errors_of(
-        [make_attempt("a", True, tuple(turn(f"tool{n}", "InvalidArguments") for n in range(1000))).rollout]
-    )
+    many = tuple(turn(f"tool{n}", "InvalidArguments") for n in range(1000))
+    flood = errors_of([make_attempt("a", True, many).rollout])
     assert len(flood) <= 40  # names that a model makes up
 
 

@@ -79,9 +79,8 @@ def test_a_negative_weight_of_effort_is_refused_before_a_rollout_leaves_the_curv
 
 
 def test_a_reward_is_the_sum_of_its_terms() -> None:
-    settings = RewardSettings(
-        weights={"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}, effort=Effort(weight=0.1, turns=1.0)
-    )
+    weights = {"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}
+    settings = RewardSettings(weights=weights, effort=Effort(weight=0.1, turns=1.0))
     scored = reward(rollout(turns=4, invalid=1, stop="turns"), PASSED, settings)
     effort = -0.1 * effort_curve(4.0 + 0.01, 1.0, 0.5)
     assert scored.terms == {"solved": 2.0, "invalid_calls": -0.125, "unfinished": -0.25, "effort": effort}

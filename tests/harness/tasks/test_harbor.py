@@ -38,9 +38,8 @@ def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str
     out = task.model_copy(update=changes).to_harbor(tmp_path / "out")
     reread = Task.from_harbor(out)
     same = ("files", "tests", "source_scope", "image")
-    assert {field: getattr(reread, field) for field in (*changes, *same)} == changes | {
-        field: getattr(task, field) for field in same
-    }
+    expected = changes | {field: getattr(task, field) for field in same}
+    assert {field: getattr(reread, field) for field in (*changes, *same)} == expected
     before, after = contents(path), contents(out)
     different = {file for file in {*before, *after} if before.get(file) != after.get(file)}
     assert different == {"task.toml", "instruction.md"}
@@ -86,10 +85,8 @@ def test_any_directory_comes_out_as_it_was(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
         toml = f"{tomlkit.item(unknown).as_string()}\n"  # tables come last
-        entries = {
-            "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
-            "instruction.md": instruction.encode(),
-        }
+        toml += f"[verifier]\ntimeout_sec = {timeout!r}\n"
+        entries = {"task.toml": toml.encode(), "instruction.md": instruction.encode()}
         entries |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
         task = Task.from_harbor(write(path, entries))
         assert task.settings.verifier.timeout_sec == timeout

@@ -178,9 +178,8 @@ def test_the_recipe_has_a_release_or_a_reason_for_each_bug() -> None:
     assert all(bug.release and re.fullmatch("[0-9a-f]{64}", bug.sha256) for bug in usable)
     assert not any(bug.release or bug.sha256 for bug in rows if bug.refused)
     assert len(usable) >= 60 and sum(any(not bug.refused for bug in row.bugs.values()) for row in recipe.values()) >= 6
-    assert json.loads(bugs.RECIPE.read_text()) == {
-        name: row.model_dump(mode="json", exclude_defaults=True) for name, row in recipe.items()
-    }
+    dumped = {name: row.model_dump(mode="json", exclude_defaults=True) for name, row in recipe.items()}
+    assert json.loads(bugs.RECIPE.read_text()) == dumped
 
 
 @pytest.mark.parametrize(

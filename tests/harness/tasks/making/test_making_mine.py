@@ -148,9 +148,8 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
     [task] = load_tasks(tmp_path / "out")
     assert task.id == "sums-1" and limit_of(task) == 30.0 and grade(task, gold_files(task), backend).passed
     assert task.files["test_sums.py"].rstrip() == TESTS.rstrip()
-    assert sorted(plan_of(task).tests.values()) == [
-        f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
-    ]
+    names = [f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")]
+    assert sorted(plan_of(task).tests.values()) == names
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
