@@ -63,9 +63,8 @@ def test_a_version_that_breaks_things_is_withdrawn_long_before_the_last_verdict(
 
 
 def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is_not_promoted() -> None:
-    trial = Trial(
-        1, 10, {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}, users(*[1.0] * 500)
-    )
+    few = {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}
+    trial = Trial(1, 10, few, users(*[1.0] * 500))
     assert trial.outcome == ""
     assert Trial(1, 200, users(0.0, *[1.0] * (LEAST - 1)), users(*[1.0] * 1000)).outcome == ""
     usual = users(*[1.0] * 60, *[0.0] * 40)

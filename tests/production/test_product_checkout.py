@@ -37,9 +37,8 @@ def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
     assert snapshot.left_out[".env"] == "ignored" and snapshot.left_out["out"] == "a link or device"
     assert snapshot.left_out[".git"] == "history"
     with snapshot.start(backend) as box:
-        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(
-            snapshot.files
-        )
+        files = {path: data for path, data in box.download().items() if not path.startswith(".git/")}
+        assert files == dict(snapshot.files)
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
 
 
@@ -102,9 +101,8 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("conflict", CONFLICTS)
 def test_a_conflict_changes_nothing(root: Path, conflict: str) -> None:
     snapshot = read_checkout(root)
-    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | (
-        {conflict: b"k"} if "." in conflict else {}
-    )
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
+    texts |= {conflict: b"k"} if "." in conflict else {}
     CONFLICTS[conflict](root)
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
         accept(snapshot, {path: Blob(data=data) for path, data in texts.items()})
@@ -135,9 +133,8 @@ def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, back
     copy = tmp_path / "copy"
     shutil.copytree(root, copy, symlinks=True)
     whole_diff, short_diff = (patch(seen_blobs(snapshot), changes, full) for full in (True, False))
-    heads = [
-        [line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (whole_diff, short_diff)
-    ]
+    diffs = (whole_diff, short_diff)
+    heads = [[line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in diffs]
     assert heads[0] == heads[1] and len(set(heads[0])) == len(changes)
     git_env = {"PATH": os.environ["PATH"]}
     subprocess.run(["git", "apply", "-"], cwd=copy, input=whole_diff, check=True, env=git_env)

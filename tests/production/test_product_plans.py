@@ -121,10 +121,8 @@ def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_requ
     assert paths[0] == "pkg/zip_codes.py" and files[paths[0]] in text
     assert "def postcode_table" in text and files["pkg/long.py"] not in text
     excerpt_files = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
-    assert excerpt("x", excerpt_files) == (
-        "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files)),
-        tuple(sorted(excerpt_files)),
-    )
+    joined = "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files))
+    assert excerpt("x", excerpt_files) == (joined, tuple(sorted(excerpt_files)))
 
 
 EDITOR = """\

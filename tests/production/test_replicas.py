@@ -170,9 +170,8 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines
     with ThreadPoolExecutor(4) as clients:
         answered = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=20, logprobs=True), range(4))]
-    assert [token_logprobs(completion.choices[0]) for completion in answered] == [
-        tokens[:20] for tokens in expected[:4]
-    ]
+    drawn = [token_logprobs(completion.choices[0]) for completion in answered]
+    assert drawn == [tokens[:20] for tokens in expected[:4]]
 
 
 def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:

@@ -116,9 +116,8 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     with ThreadPoolExecutor(20) as clients:
         completions = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
     served.engine.step = step  # type: ignore[method-assign]
-    assert (
-        all(completion.usage.completion_tokens for completion in completions) and max(widths) == served.engine.capacity
-    )
+    assert all(completion.usage.completion_tokens for completion in completions)
+    assert max(widths) == served.engine.capacity
     assert completions[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
 
 
@@ -260,10 +259,9 @@ def test_tokens_in_and_out(served: Served, model: Model, tokenizer: Tokenizer) -
 
 def test_what_cannot_be_continued_is_refused(served: Served) -> None:
     five, prompts = [5], [{"prompt_token_ids": []}, {"prompt_token_ids": [262]}, {"prompt_token_ids": [5] * LONG}]
-    refused = [(body, "prompt_token_ids") for body in prompts] + [
-        ({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"),
-        ({"prompt_token_ids": five, "priority": 1}, "priority"),
-    ]
+    refused: list[Any] = [(body, "prompt_token_ids") for body in prompts]
+    refused.append(({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"))
+    refused.append(({"prompt_token_ids": five, "priority": 1}, "priority"))
     for body, param in refused:
         with pytest.raises(openai.BadRequestError) as error:
             served.post("/generate", body)
@@ -366,9 +364,8 @@ def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Toke
 
     completion = complete(seed=3, logprobs=2, n=2)
     first = completion.choices[0]
-    assert (
-        completion.object == "text_completion" and completion.usage.prompt_tokens == 9 and len(completion.choices) == 2
-    )
+    assert completion.object == "text_completion" and len(completion.choices) == 2
+    assert completion.usage.prompt_tokens == 9
     assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
     assert len(first.logprobs.top_logprobs[0]) == 2
     assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text

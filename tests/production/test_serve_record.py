@@ -85,14 +85,12 @@ class ByAnthropic(ByOpenAI):
             {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]}
             for f in (tool["function"] for tool in tools)
         ]
-        with self.anthropic.messages.stream(
-            model="model", max_tokens=64, messages=self.talk, tools=definitions
-        ) as stream:
+        options: Any = {"messages": self.talk, "tools": definitions}
+        with self.anthropic.messages.stream(model="model", max_tokens=64, **options) as stream:
             message = stream.get_final_message()
         self.talk.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
-        assert message.usage.input_tokens and (
-            message.content[-1].type != "tool_use" or message.stop_reason == "tool_use"
-        )
+        assert message.usage.input_tokens
+        assert message.content[-1].type != "tool_use" or message.stop_reason == "tool_use"
         return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in message.content if b.type == "tool_use"]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
@@ -217,9 +215,8 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
             choice = server.chat(messages=conversations[user], tools=tools, temperature=0, max_tokens=30).choices[0]
             conversations[user].append(choice.message.model_dump(exclude_none=True))
             calls = choice.message.tool_calls or []
-            conversations[user] += [
-                {"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls
-            ]
+            secret = {"role": "tool", "content": f"secret of {user}"}
+            conversations[user] += [{**secret, "tool_call_id": call.id} for call in calls]
             names[user].append(choice.model_extra["rollout"])
 
         for user in ("ann", "bob", "eve"):
@@ -230,9 +227,8 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
             for user in ("ann", "bob", "eve"):
                 turn(user)
         assert server.grade(names["bob"][-1], reward=-1.0)["segments"] == 1
-        assert len({name for user in conversations for name in names[user][-2:]}) == 3, (
-            "each goes on in a rollout of its own"
-        )
+        last_names = {name for user in conversations for name in names[user][-2:]}
+        assert len(last_names) == 3, "each goes on in a rollout of its own"
     attempts = served(tmp_path / "run")
     observations = {
         name: {turn.observation for turn in attempt.rollout.turns if turn.observation}
