@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -133,9 +133,8 @@ class Conversations:
         spoken = [_plain(message) for message in body.messages if message.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, body.tools) if body.tools else self.form(self.tokenizer)
         grammar = _grammar(body, renderer)
-        digests = [_digest(b"", [system, body.tools or [], body.seed, body.rollout, body.user])]
-        for message in spoken:
-            digests.append(_digest(digests[-1], message))
+        first = _digest(b"", [system, body.tools or [], body.seed, body.rollout, body.user])
+        digests = [*accumulate(spoken, _digest, initial=first)]
         instruction = next((message["content"] for message in spoken if message["role"] == "user"), "")
         row = ConversationRow(name=body.rollout or "", instruction=instruction, user=body.user or "")
         new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)

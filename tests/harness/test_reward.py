@@ -17,7 +17,6 @@ from composer_nb.harness.terms.registry import TERMS, term
 
 X = st.floats(0, 1e4)
 K = st.floats(1e-3, 1e3)
-Q = st.floats(0, 4)
 PASSED = Grade(status="graded", tests={"t": True})
 FAILED = Grade(status="graded", tests={"t": False})
 

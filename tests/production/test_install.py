@@ -119,7 +119,7 @@ No package metadata was found for somebody
 """
 
 
-def test_outputs_and_packages_of_others_write_nothing_outside(library: Path, tmp_path: Path) -> None:
+def test_outputs_and_packages_of_others_write_nothing_outside(tmp_path: Path) -> None:
     secret = write(tmp_path, {"secret.py": "SECRET = 1\n"}) / "secret.py"
     records = {
         "outside.py": "",

@@ -52,12 +52,7 @@ def policy(first_messages: list[str]) -> Iterator[str]:
 
 
 def test_an_agent_works_by_a_plan_that_is_kept_with_its_price(
-    repository: Path,
-    planner: str,
-    policy: str,
-    first_messages: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    repository: Path, policy: str, first_messages: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (repository / "logo.png").write_bytes(b"\0\1")
     words = ["agent", str(repository), "fix double", "--policy", policy]

@@ -230,13 +230,9 @@ echo ${x:-0} > /logs/verifier/reward.txt
 """
 
 
-def with_artifacts(toml: str, **changes: Any) -> Task:
-    foreign_files = ForeignFiles(name="t", toml=f"{toml}\n{HOST}", executable=("tests/test.sh",))
-    return task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files, **changes)
-
-
 def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
-    task = with_artifacts(ARTIFACTS)
+    foreign_files = ForeignFiles(name="t", toml=ARTIFACTS + HOST, executable=("tests/test.sh",))
+    task = task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files)
     assert not list(obstacles(task))
     final_files = _left(task, backend, solve=True)
     assert {path for path in final_files if path.startswith("/")} == {

@@ -188,7 +188,7 @@ def test_a_killed_sandbox_is_made_again_and_close_leaves_no_process() -> None:
         executor.run([request(IDENTITY, "(1,)")])
 
 
-def test_a_killed_host_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_host_leaves_no_process() -> None:
     program = """
 import sys
 from composer_nb.harness.sandbox.calls import SandboxExecutor

@@ -16,6 +16,7 @@ from composer_nb.harness.terms import style
 from composer_nb.harness.terms.registry import TERMS, term_named
 
 GRADE = Grade(status="graded", tests={"t": True})
+EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 CLEAN = "def f(x):\n    return x + 1\n"
 UTIL = """def load_rows(path, sep):
     rows = []
@@ -34,12 +35,8 @@ def top_item(items):
 AGAIN = UTIL[: UTIL.index("\n\n\ndef mean_of")].replace("load_rows", "read_table").replace("rows", "found") + "\n"
 
 
-def rollout_of(before: dict[str, str], after: dict[str, str]) -> Rollout:
-    return Rollout(task_id="t", segments=(), turns=(), files=before | after, stop="finished", before=before)
-
-
 def value(name: str, before: dict[str, str], after: dict[str, str]) -> float:
-    return term_named(name)(rollout_of(before, after), GRADE)
+    return term_named(name)(replace(EMPTY, files=before | after, before=before), GRADE)
 
 
 LINTED = [
@@ -130,7 +127,6 @@ def test_the_table_in_the_docs_names_every_term() -> None:
 # Conduct: what each term counts, by cases.
 
 FAILED = Grade(status="graded", tests={"t": False})
-EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 
 
 def talk(*turns: tuple[Any, ...]) -> Rollout:

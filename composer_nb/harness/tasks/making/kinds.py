@@ -221,14 +221,14 @@ def littered(unit: changes.Unit, files: Mapping[str, str], rng: Random) -> str:
     assert node is not None
     words, lines = {*re.findall(r"\w+", before)}, text.split("\n")
     shift = 1 + changes.header_of(text).count("\n")  # from the tree's lines to those of the text
-    options: list[tuple[int, str]] = []  # Lines to replace, and their new text.
     first = node.body[-1 if len(node.body) == 1 else int(ast.get_docstring(node) is not None)]
     indent = lines[first.lineno - shift][: first.col_offset]
     start = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - shift
     unused = {name: f"import {name}" for name in UNUSED[0]}
     unused |= {name: f"{name} = {rng.randrange(10)}" for name in UNUSED[1]}
-    for name in unused.keys() - words if not indent.strip() else ():
-        options.append((start, f"{indent}{unused[name]}\n{lines[start]}"))
+    fresh = unused.keys() - words if not indent.strip() else ()
+    # Lines to replace, and their new text.
+    options = [(start, f"{indent}{unused[name]}\n{lines[start]}") for name in fresh]
     for use in ast.walk(node):
         if isinstance(use, ast.Name) and isinstance(use.ctx, ast.Load) and f"{use.id}s" not in words:
             data = lines[use.lineno - shift].encode()

@@ -152,7 +152,7 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
     assert sorted(plan_of(task).tests.values()) == names
 
 
-def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holds_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refusal(path: Path) -> str:
         assert main(["tasks", "mine", str(path), "--out", str(tmp_path / "out")]) == 2
         return capsys.readouterr().err
