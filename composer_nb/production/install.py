@@ -270,11 +270,8 @@ class ScriptedInstaller:
         for dist in queue:  # grows
             sources = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or [] if is_plain(str(file))}
             regular = {name for name, path in sources.items() if path.is_file() and not path.is_symlink()}
-            fresh = {
-                name: sources[name]
-                for name in regular
-                if not name.endswith(".pyc") and not beneath(target, name).exists()
-            }
+            names = [name for name in regular if not name.endswith(".pyc")]
+            fresh = {name: sources[name] for name in names if not beneath(target, name).exists()}
             present = sum(path.lstat().st_size for path in target.rglob("*"))
             is_small = present + sum(path.stat().st_size for path in fresh.values()) <= MAX_PACKAGES_BYTES
             if not fresh or not is_small or _plain(dist.name) in MODULES:

@@ -94,10 +94,8 @@ def _tests_to_write(subject: trial.Subject, unit: changes.Unit) -> Task:
         f"please add tests of `{unit.name}` ({unit.path}) to {module}. they should notice when somebody breaks it",
     )
     facts = {"mutants": [mutant for mutant, _ in noticed], "equivalents": [equivalent], "fail_to_pass": []}
-    facts |= {
-        IDS: sorted(required.values()),
-        LEFT_OUT: [name for name in baseline.left_out if name.startswith(f"{module}::")],
-    }
+    left_out = [name for name in baseline.left_out if name.startswith(f"{module}::")]
+    facts |= {IDS: sorted(required.values()), LEFT_OUT: left_out}
     texts = {name: json.dumps(value) for name, value in facts.items()}
     fields = {"tests": hidden_of(subject, [module]), "solution": {module: files[module]}, "source_scope": (module,)}
     task = task_of(subject, "tests", unit, wordings, texts, files={**files, **visible}, **fields)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,12 +290,8 @@ def changelog(before: Repository, after: Repository) -> str:
         if CHANGELOG.search(path) and text != before.files.get(path):
             new_lines = text.splitlines()
             blocks = opcodes(before.files.get(path, "").splitlines(), new_lines)
-            added_lines += [
-                NUMBER.sub("", x[:MAX_MESSAGE])
-                for kind, _, _, a, b in blocks
-                if kind != "equal"
-                for x in new_lines[a:b]
-            ]
+            added = chain.from_iterable(new_lines[a:b] for kind, _, _, a, b in blocks if kind != "equal")
+            added_lines += [NUMBER.sub("", line[:MAX_MESSAGE]) for line in added]
     text = "\n".join(added_lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 
