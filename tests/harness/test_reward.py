@@ -23,12 +23,8 @@ FAILED = Grade(status="graded", tests={"t": False})
 
 def rollout(kinds: list[Kind] | None = None, turns: int = 2, invalid: int = 0, stop: str = "finished") -> Rollout:
     kind = np.array([int(token_kind) for token_kind in kinds or [Kind.PROMPT, Kind.TOOL_CALL]], np.uint8)
-    segment = Segment(
-        token_ids=np.zeros(len(kind), np.int32),
-        kind=kind,
-        logprob=np.zeros(len(kind), np.float32),
-        policy_version=np.zeros(len(kind), np.int32),
-    )
+    blank = np.zeros(len(kind), np.int32)
+    segment = Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)
     records = [Turn(call="{}", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
     return Rollout(task_id="t", segments=(segment,), turns=tuple(records), files={}, stop=stop)
 
@@ -61,14 +57,8 @@ def test_the_curve_is_continuous_in_q(x: float, k: float, sign: int, near: float
 def test_effort_weighs_each_kind_of_token() -> None:
     kinds = [Kind.PROMPT] * 7 + [Kind.THINKING] + [Kind.TOOL_CALL] * 2 + [Kind.OBSERVATION] * 3
     kinds += [Kind.FINAL_MESSAGE] * 4 + [Kind.SUMMARY] * 5
-    effort = Effort(
-        thinking_tokens=1.0,
-        tool_call_tokens=10.0,
-        tool_output_tokens=100.0,
-        final_message_tokens=1000.0,
-        calls=1e5,
-        turns=1e6,
-    )
+    tokens = {"thinking_tokens": 1.0, "tool_call_tokens": 10.0, "tool_output_tokens": 100.0}
+    effort = Effort(**tokens, final_message_tokens=1000.0, calls=1e5, turns=1e6)
     assert effort.of(rollout(kinds, turns=3)) == 1 + 20 + 300 + 4000 + 3e5 + 3e6
 
 

@@ -240,11 +240,8 @@ def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(calls_by_name: dict
         plain = (kind, after) == ("returned", None)
         return (tuple(positional), named, decode(value)) if plain else (kind, value, after)
 
-    calls = {
-        name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr)
-        for name in calls_by_name
-        if "items" not in name
-    }
+    full_names = [name for name in calls_by_name if "items" not in name]
+    calls = {name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr) for name in full_names}
     # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
     assert calls["plain"] == [
         ((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),

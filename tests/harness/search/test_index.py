@@ -63,14 +63,11 @@ def test_bm25_is_the_formula() -> None:
     counts = {term: sum(term in bag for bag in bags) for term in query}
     odds = {term: (3 - count + 0.5) / (count + 0.5) for term, count in counts.items()}
     idf = {term: weight * math.log(1 + odds[term]) for term, weight in query.items()}
-    expected = [
-        sum(
-            rare * bag[term] * (K1 + 1) / (bag[term] + K1 * (1 - B + B * sum(bag.values()) / mean))
-            for term, rare in idf.items()
-            if term in bag
-        )
-        for bag in bags
-    ]
+
+    def impact(bag: dict[int, float], term: int) -> float:
+        return bag[term] * (K1 + 1) / (bag[term] + K1 * (1 - B + B * sum(bag.values()) / mean))
+
+    expected = [sum(rare * impact(bag, term) for term, rare in idf.items() if term in bag) for bag in bags]
     np.testing.assert_allclose(built.scores("open reader reader absent")[0], expected, rtol=1e-5)
 
 

@@ -19,11 +19,8 @@ OURS = Task(**MINIMAL)
 
 
 def contents(path: Path) -> dict[str, tuple[bytes, bool]]:
-    return {
-        str(entry.relative_to(path)): (entry.read_bytes(), bool(entry.stat().st_mode & 0o100))
-        for entry in path.rglob("*")
-        if entry.is_file()
-    }
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return {str(file.relative_to(path)): (file.read_bytes(), bool(file.stat().st_mode & 0o100)) for file in files}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
