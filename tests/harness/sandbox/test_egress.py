@@ -54,12 +54,6 @@ class Server:
                 peer.sendall(self.name.encode() + b" got " + self.arrived[-1])
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    with open_backend("bwrap") as sandboxes:
-        yield sandboxes
-
-
 @pytest.fixture
 def listed_server() -> Iterator[Server]:
     server = Server("listed")
@@ -74,9 +68,9 @@ def unlisted_server() -> Iterator[Server]:
     server.listener.close()
 
 
-def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, unlisted_server: Server) -> None:
+def test_only_the_listed_host_answers(bwrap: Backend, listed_server: Server, unlisted_server: Server) -> None:
     spec = SandboxSpec(egress=destinations(f"mirror.test=127.0.0.1:{listed_server.port}"))
-    with backend.create(spec) as box:
+    with bwrap.create(spec) as box:
 
         def call(host: str, port: int, message: str) -> tuple[int, str]:
             result = box.exec(["python3", "-c", CLIENT, host, str(port), message], timeout_s=30)
@@ -101,21 +95,19 @@ def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, u
 
 
 @pytest.mark.parametrize("answer", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"])
-def test_a_name_with_a_private_address_is_refused(
-    backend: Backend, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_a_private_address_is_refused(bwrap: Backend, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A public address among the answers does not help: the name of a listed host may be hostile, or answer in turns."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("93.184.215.14", answer)]
     lookups: list[str] = []
     monkeypatch.setattr(egress.socket, "getaddrinfo", lambda host, *_, **__: lookups.append(host) or answers)
-    with backend.create(SandboxSpec(egress=destinations("rebound.test:80"))) as box:
+    with bwrap.create(SandboxSpec(egress=destinations("rebound.test:80"))) as box:
         result = box.exec(["python3", "-c", CLIENT, "rebound.test", "80", "x"], timeout_s=30)
         assert b"got" not in result.stdout and lookups == ["rebound.test"]
         assert f"the private address {answer}: list rebound.test={answer}:80" in box.egress_log[0]
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(
-    backend: Backend, listed_server: Server, monkeypatch: pytest.MonkeyPatch
+    bwrap: Backend, listed_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["93.184.215.14", "127.0.0.1"])
     connected: list[str] = []
@@ -127,7 +119,7 @@ def test_a_connection_goes_to_the_address_that_was_checked(
 
     monkeypatch.setattr(egress.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (next(turns), 80))])
     monkeypatch.setattr(egress.asyncio, "open_connection", connect)
-    with backend.create(SandboxSpec(egress=destinations("turns.test:80"))) as box:
+    with bwrap.create(SandboxSpec(egress=destinations("turns.test:80"))) as box:
         assert b"listed got x" in box.exec(["python3", "-c", CLIENT, "turns.test", "80", "x"]).stdout
         box.exec(["python3", "-c", CLIENT, "turns.test", "80", "x"])
         assert connected == ["93.184.215.14"] and "127.0.0.1" in box.egress_log[1]
@@ -185,10 +177,10 @@ def test_a_task_that_needs_a_network_runs_with_a_list_alone(tmp_path: Path, list
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone enters the network of a container")
-def test_a_container_gets_its_sockets_from_outside(backend: Backend, listed_server: Server) -> None:
+def test_a_container_gets_its_sockets_from_outside(bwrap: Backend, listed_server: Server) -> None:
     """The way of the backend `docker`, tried on a sandbox of bubblewrap, which has a network of its own too."""
     allowlist = destinations(f"mirror.test=127.0.0.1:{listed_server.port}")
-    with backend.create() as box:
+    with bwrap.create() as box:
         proxy = EgressProxy(allowlist, listen_in(box._machine.channel.peer, allowlist))
         reply = box.exec(["python3", "-c", CLIENT, allowlist[0].local, str(listed_server.port), "x"])
         proxy.close()
