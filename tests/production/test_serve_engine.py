@@ -1,7 +1,6 @@
 """The server over a real engine with a tiny random model, asked by OpenAI's own client: what is drawn, versions, and load."""
 
 import json
-import threading
 import time
 from base64 import b64decode
 from collections.abc import Iterator
@@ -340,21 +339,16 @@ def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        completions = list[Any]()
-        threads = [threading.Thread(target=lambda: completions.append(small.chat(max_tokens=60))) for _ in range(3)]
-        for worker in threads:
-            worker.start()
+    with serving(model, tokenizer, slots=1, kind=Endless) as small, ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(small.chat, max_tokens=60) for _ in range(3)]
         wait_until(lambda: len(small.server._work) == 3)
-        ends = threading.Thread(target=small.server.drain)
-        ends.start()
+        end = pool.submit(small.server.drain)
         wait_until(lambda: small.server._draining)
         for ask in (small.chat, lambda: small.client.get("/../health", cast_to=object)):
             with pytest.raises(openai.InternalServerError):
                 ask()
-        for worker in (ends, *threads):
-            worker.join()
-    assert [completion.usage.completion_tokens for completion in completions] == [60] * 3
+        end.result()
+        assert [future.result().usage.completion_tokens for future in futures] == [60] * 3
 
 
 def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -378,14 +379,11 @@ def test_what_is_known_waits_for_no_sandbox_and_what_is_asked_twice_at_once_runs
     answers = memory.run([cached])
     for event in (begun, going):
         event.clear()
-    threads = [threading.Thread(target=memory.run, args=([fresh],)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        assert begun.wait(20)
-        assert memory.run([cached]) == answers
-    finally:
-        going.set()
-        for thread in threads:
-            thread.join()
-    assert sandboxes.requests == 2
+    with ThreadPoolExecutor(2) as pool:
+        twice = [pool.submit(memory.run, [fresh]) for _ in range(2)]
+        try:
+            assert begun.wait(20)
+            assert memory.run([cached]) == answers
+        finally:
+            going.set()
+    assert twice[0].result() == twice[1].result() and sandboxes.requests == 2

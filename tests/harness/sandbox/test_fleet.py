@@ -1,7 +1,7 @@
 """The scheduler as a pure machine, and the fleet before real and failing backends."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -96,11 +96,9 @@ def backends() -> Iterator[list[BwrapBackend]]:
 
 
 def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[BwrapBackend]) -> None:
-    outputs = []
-
-    def work() -> None:
+    def work(number: int) -> bytes:
         with fleet.create(SMALL) as box, box.fork() as copy:
-            outputs.append(copy.exec(["echo", "x"]).stdout)
+            return copy.exec(["echo", str(number)]).stdout
 
     limits = fleets.FleetLimits(alive=4, ahead=0)
     with Fleet(backends, limits, lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)) as fleet:
@@ -108,12 +106,9 @@ def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[B
         assert [backend.alive for backend in backends] == [4, 2]
         for box in boxes:
             box.destroy()
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outputs == [b"x\n"] * 4 and [backend.alive for backend in backends] == [0, 0]
+        with ThreadPoolExecutor(4) as pool:
+            assert [*pool.map(work, range(4))] == [b"0\n", b"1\n", b"2\n", b"3\n"]
+        assert [backend.alive for backend in backends] == [0, 0]
 
 
 def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_short(
