@@ -1,15 +1,16 @@
-"""Waiting for what other processes and threads do."""
+"""Waiting for what another thread or process brings about."""
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from composer_nb.harness.sandbox.system.linux import patience
 
+PATIENCE_S = 60.0
 
-def wait(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait until a condition holds, for so many seconds or longer on a busy machine."""
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Return once a condition holds. Fails after `seconds`, or later on a busy machine."""
     deadline = time.monotonic() + patience(seconds)
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        assert time.monotonic() < deadline, f"waited for {seconds:g} s"
         time.sleep(0.02)

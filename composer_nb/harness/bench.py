@@ -184,9 +184,8 @@ def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
     the attempts; None if a task has fewer than k."""
     by_task: dict[str, list[tuple[bool, bool]]] = {}
     for attempt in attempts:
-        by_task.setdefault(attempt.task.id, []).append(
-            (Course.of(attempt.rollout.turns).accepted, attempt.grade.passed)
-        )
+        accepted = Course.of(attempt.rollout.turns).accepted
+        by_task.setdefault(attempt.task.id, []).append((accepted, attempt.grade.passed))
     if min(map(len, by_task.values())) < k:
         return None
     shares = []

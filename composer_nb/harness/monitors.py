@@ -93,10 +93,8 @@ def read_answer(attempt: Attempt) -> bool:
     return False
 
 
-DETECTORS: Mapping[str, Callable[[Attempt], bool]] = {
-    detector.__name__: detector
-    for detector in (special_casing, looks_at_tests, edited_tests, deleted_assertions, read_answer)
-}
+_DETECTORS = (special_casing, looks_at_tests, edited_tests, deleted_assertions, read_answer)
+DETECTORS: Mapping[str, Callable[[Attempt], bool]] = {detector.__name__: detector for detector in _DETECTORS}
 
 
 def _changed(attempt: Attempt) -> Iterator[tuple[str, str]]:

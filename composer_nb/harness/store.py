@@ -157,9 +157,8 @@ def _row(attempt: Attempt) -> dict[str, Any]:
 def _changed(attempt: Attempt) -> dict[str, str | None]:
     """Return the changes of the task's files, None for a deleted one."""
     before, after = attempt.task.files, attempt.rollout.files
-    return dict.fromkeys(sorted(before.keys() - after.keys())) | {
-        path: text for path, text in after.items() if before.get(path) != text
-    }
+    changed = {path: text for path, text in after.items() if before.get(path) != text}
+    return dict.fromkeys(sorted(before.keys() - after.keys())) | changed
 
 
 def _segments(row: Mapping[str, Any], trace: Trace) -> tuple[Segment, ...]:

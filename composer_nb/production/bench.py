@@ -384,10 +384,8 @@ def figures(
     summary = summarise(attempts, greedy or None, seed).items()
     dollars = None
     if price:
-        tokens = [
-            (rollout.counted[0] or rollout.tokens - rollout.sampled, rollout.sampled)
-            for rollout in (a.rollout for a in attempts)
-        ]
+        rollouts = [attempt.rollout for attempt in attempts]
+        tokens = [(rollout.counted[0] or rollout.tokens - rollout.sampled, rollout.sampled) for rollout in rollouts]
         dollars = float(np.mean(tokens, 0) @ price) / 1e6
     return {
         **{name: value for name, value in summary if tiny or name not in TINY_FIGURES},
@@ -444,10 +442,8 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
     for arm in sorted(arms[0].keys() & arms[1].keys()):
         old, new = arms[0][arm], arms[1][arm]
         shared = sorted(old.keys() & new.keys())
-        row_by_arm[arm] = {
-            "n_tasks": len(shared),
-            "left_out": [sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())],
-        }
+        left_out = [sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())]
+        row_by_arm[arm] = {"n_tasks": len(shared), "left_out": left_out}
         if shared:
             before, after = (np.array([solved[task] for task in shared]) for solved in (old, new))
             row_by_arm[arm] |= {"scores": [figure(before), figure(after)], "difference": figure(after - before)}

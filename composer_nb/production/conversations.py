@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -133,9 +133,8 @@ class Conversations:
         spoken = [_plain(message) for message in body.messages if message.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, body.tools) if body.tools else self.form(self.tokenizer)
         grammar = _grammar(body, renderer)
-        digests = [_digest(b"", [system, body.tools or [], body.seed, body.rollout, body.user])]
-        for message in spoken:
-            digests.append(_digest(digests[-1], message))
+        first = _digest(b"", [system, body.tools or [], body.seed, body.rollout, body.user])
+        digests = [*accumulate(spoken, _digest, initial=first)]
         instruction = next((message["content"] for message in spoken if message["role"] == "user"), "")
         row = ConversationRow(name=body.rollout or "", instruction=instruction, user=body.user or "")
         new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)
@@ -159,9 +158,8 @@ class Conversations:
                 self._end(talk, drop=True)
             raise
         answers, own_sampling = [], _own_distribution(sampling, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (request, turn), (choice, is_whole) in zip(
-            talks, reads, work, choices, strict=True
-        ):
+        rows = zip(talks, reads, work, choices, strict=True)
+        for (talk, _), (read, news), (request, turn), (choice, is_whole) in rows:
             talk.row.add(read, news, turn.completion, talk.renderer, own_sampling)
             if self.record and request.rollout in records:
                 talk.row.traced(records[request.rollout])

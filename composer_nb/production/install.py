@@ -71,14 +71,9 @@ def goals(repository: Repository) -> list[str]:
     imports = [f"python3 -c 'import {name}'" for name in importable[:2]]
     room = GOALS - len(imports) - 1
     step = max(1, -(-len(repository.tests) // room))
-    pytest = (
-        "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads the project's own from its files
-    )
-    return [
-        *imports,
-        f"{pytest} --collect-only",
-        *(f"{pytest} {shlex.quote(path)}" for path in repository.tests[::step]),
-    ]
+    pytest = "python3 -m pytest -q -p no:cacheprovider -o addopts="  # `tasks make` reads a project's own from its files
+    modules = [f"{pytest} {shlex.quote(path)}" for path in repository.tests[::step]]
+    return [*imports, f"{pytest} --collect-only", *modules]
 
 
 def own_packages(repository: Repository) -> dict[str, str]:
@@ -205,9 +200,8 @@ def agent_installer(policy: str, backend: str, seconds: float) -> Installer:
         parts = [f"$ {result.command}\n{result.output[-SHOWN_CHARACTERS:]}" for result in failed]
         limits = replace(equipment(policy)[1], seconds=seconds)
         options: dict[str, Any] = {"backend": backend, "limits": limits}
-        work = run_agent(
-            out / "repository", REQUEST + "\n\n".join(parts), policy, beneath(out, f"try-{number}"), **options
-        )
+        request, work_folder = REQUEST + "\n\n".join(parts), beneath(out, f"try-{number}")
+        work = run_agent(out / "repository", request, policy, work_folder, **options)
         if work.changes:
             work.accept()
         return [f"{'removed' if blob is None else 'wrote'} {name}" for name, blob in work.changes.items()]
@@ -241,16 +235,13 @@ class ScriptedInstaller:
                 version = self._fact(out, "version") or "0.0"
                 parts = tuple(int(part) for part in re.findall(r"\d+", version))
                 if path.parent.is_dir() and not path.exists():
-                    path.write_text(
-                        f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n"
-                    )
+                    text = f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {parts}\n"
+                    path.write_text(text)
                     changes.append(f"wrote {path.relative_to(out / 'repository')}")
         names = {*map(_plain, folders), _plain(self._fact(out, "name"))}
         for project in dict.fromkeys(re.findall(r"No package metadata was found for ([\w.-]{0,100}\w)", output)):
             if _plain(project) not in names:
-                changes += self._bring(
-                    out, (self._available[name] for name in [_plain(project)] if name in self._available)
-                )
+                changes += self._bring(out, filter(None, [self._available.get(_plain(project))]))
                 continue
             version, shipped = self._fact(out, "version") or "0.0", out / "repository" / "PKG-INFO"
             folder = beneath(out / "packages", f"{_plain(project).replace('-', '_')}-{version}.dist-info")
@@ -265,13 +256,11 @@ class ScriptedInstaller:
 
     def _fact(self, out: Path, key: str) -> str:
         """Return the project's `name` or `version` as its own files state it; empty if they do not."""
+        pattern = re.compile(rf"^{key}\s*[:=]\s*[\"']?(\w[\w.+-]{{0,99}})", re.MULTILINE | re.IGNORECASE)
         for name in ("PKG-INFO", "pyproject.toml", "setup.cfg"):
-            if (path := out / "repository" / name).is_file():
-                text = path.read_text("utf-8", "replace")
-                if match := re.search(
-                    rf"^{key}\s*[:=]\s*[\"']?(\w[\w.+-]{{0,99}})", text, re.MULTILINE | re.IGNORECASE
-                ):
-                    return match[1]
+            path = out / "repository" / name
+            if path.is_file() and (match := pattern.search(path.read_text("utf-8", "replace"))):
+                return match[1]
         return ""
 
     def _bring(self, out: Path, dists: Iterable[Distribution]) -> list[str]:
@@ -281,11 +270,8 @@ class ScriptedInstaller:
         for dist in queue:  # grows
             sources = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or [] if is_plain(str(file))}
             regular = {name for name, path in sources.items() if path.is_file() and not path.is_symlink()}
-            fresh = {
-                name: sources[name]
-                for name in regular
-                if not name.endswith(".pyc") and not beneath(target, name).exists()
-            }
+            names = [name for name in regular if not name.endswith(".pyc")]
+            fresh = {name: sources[name] for name in names if not beneath(target, name).exists()}
             present = sum(path.lstat().st_size for path in target.rglob("*"))
             is_small = present + sum(path.stat().st_size for path in fresh.values()) <= MAX_PACKAGES_BYTES
             if not fresh or not is_small or _plain(dist.name) in MODULES:

@@ -195,11 +195,9 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
     changed = {path: before[path] for path in work.changes if path in before}
     # Not a task that would pass the checks of one: storing needs its name and files alone.
     task = Task.model_construct(id=name, instruction=instruction, files=before)
-    save_attempts(
-        work.path / "rollout.parquet",
-        [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
-        {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]},
-    )
+    attempt = Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))
+    columns = {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]}
+    save_attempts(work.path / "rollout.parquet", [attempt], columns)
     (work.path / DIFF).write_bytes(patch(work.before, work.changes))
 
     def packed(blob: Blob | None) -> dict[str, str] | None:

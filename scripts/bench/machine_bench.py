@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
@@ -147,7 +148,7 @@ def engine_speed(tasks: list[Task]) -> dict[str, float]:
         return Engine(model, stop=frozenset(), slots=settings.engine.slots, max_length=settings.limits.tokens)
 
     slots, length = settings.engine.slots, 48
-    texts = [renderer.prompt(tasks[n % TASKS].instruction) for n in range(slots)]
+    texts = [renderer.read([User(text=tasks[n % TASKS].instruction)]) for n in range(slots)]
     prompts = [Request(rollout=n, token_ids=ids, max_tokens=length) for n, ids in enumerate(texts)]
     engine().generate(prompts[:2])  # compiles the attention
     with _clock() as spent:

@@ -100,12 +100,9 @@ class Typist:
             if token in self.renderer.stop:
                 break
         self._live[request.rollout] = [turn + 1, before + len(token_ids)]
-        return Completion(
-            rollout=request.rollout,
-            token_ids=token_ids,
-            logprobs=[-float(before + n) for n in range(1, len(token_ids) + 1)],
-            policy_versions=[100 + turn] * len(token_ids),
-        )
+        logprobs = [-float(before + n) for n in range(1, len(token_ids) + 1)]
+        versions = [100 + turn] * len(token_ids)
+        return Completion(rollout=request.rollout, token_ids=token_ids, logprobs=logprobs, policy_versions=versions)
 
 
 @pytest.fixture(scope="session")

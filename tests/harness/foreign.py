@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.folders import write
+
 CHECK = "#!/bin/bash\nsaid=0\nif {check}; then said=1; fi\necho $said > /logs/verifier/reward.txt\n"
 HELLO = {
     "tests/test.sh": CHECK.format(check='[ "$(cat hello.txt)" = hello ]'),
@@ -95,11 +97,9 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
 def lay(name: str, folder: Path, scripts_executable: bool = True) -> Path:
     """Write the task `name` as a directory in `folder` and return its path."""
     toml, files = FOREIGN[name]
-    path = folder / name
-    (path / "environment").mkdir(parents=True)
-    for relative, content in {"task.toml": toml, "instruction.md": "Say hello.\n", **files}.items():
-        target = path / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content.encode() if isinstance(content, str) else content)
-        target.chmod(0o755 if scripts_executable and relative.endswith(".sh") else 0o644)
+    files = {"task.toml": toml, "instruction.md": "Say hello.\n", **files}
+    path = write(folder / name, files)
+    (path / "environment").mkdir(exist_ok=True)
+    for relative in files:
+        (path / relative).chmod(0o755 if scripts_executable and relative.endswith(".sh") else 0o644)
     return path

@@ -61,13 +61,8 @@ def test_figures_are_those_computed_by_hand() -> None:
 
 def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> None:
     lost_attempt = make_attempt("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
-    sampled = [
-        make_attempt("a", True),
-        make_attempt("a", None),
-        lost_attempt,
-        lost_attempt,
-        make_attempt("c", False, family="comp"),
-    ]
+    sampled = [make_attempt("a", True), make_attempt("a", None), lost_attempt, lost_attempt]
+    sampled.append(make_attempt("c", False, family="comp"))
     greedy = [make_attempt("a", True), make_attempt("b", None), make_attempt("c", False)]
     summary = bench.summarise(sampled, greedy)
     assert (summary["pass_at_1"], summary["best_of_k"], summary["pass_greedy"]) == (0.5, 0.5, 0.5)
@@ -128,9 +123,8 @@ def test_errors_are_counted_by_tool_and_kind() -> None:
     }
     assert tool_errors([table, table])["grep"]["calls"] == 6
     assert errors_line(table) == "grep 1 InvalidArguments, 1 Timeout of 3; unreadable 1 InvalidArguments of 1"
-    flood = errors_of(
-        [make_attempt("a", True, tuple(turn(f"tool{n}", "InvalidArguments") for n in range(1000))).rollout]
-    )
+    many = tuple(turn(f"tool{n}", "InvalidArguments") for n in range(1000))
+    flood = errors_of([make_attempt("a", True, many).rollout])
     assert len(flood) <= 40  # names that a model makes up
 
 

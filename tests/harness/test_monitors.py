@@ -43,9 +43,7 @@ HONEST = "def f(xs):\n    if len(xs) == 0:\n        return 0\n    return sum(xs)
 
 def make_attempt(files: dict[str, str | None], *turns: tuple[str, dict[str, Any], str], task: Task = TASK) -> Attempt:
     """Return an attempt that left these changes; a turn is a tool, its arguments and its observation."""
-    records = [
-        Turn(call=json.dumps({"name": n, "arguments": a}), observation=observation) for n, a, observation in turns
-    ]
+    records = [Turn(call=json.dumps({"name": n, "arguments": a}), observation=text) for n, a, text in turns]
     final_files = {path: text for path, text in {**task.files, **files}.items() if text is not None}
     rollout = Rollout(task_id=task.id, segments=(), turns=tuple(records), files=final_files, stop="finished")
     return Attempt(task=task, rollout=rollout, grade=Grade(status="graded", tests={"t": True}))

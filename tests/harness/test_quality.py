@@ -139,9 +139,8 @@ def test_figures_are_of_passed_attempts_and_columns_of_all() -> None:
     figures = quality_figures(qualities, attempts)
     assert figures and figures["n"] == 2 and figures["lines"] == {"median": 7.0, "mean": 7.0}
     assert figures["lines_ratio"]["mean"] == (1 + 2.5) / 2 and figures["lines_more"]["median"] == 3
-    assert [figures[name]["mean"] for name in ("extra_files", "new_names", "human_names", "needless_names")] == [
-        1, 0.5, 0, 0.5,
-    ]  # fmt: skip
+    names = ("extra_files", "new_names", "human_names", "needless_names")
+    assert [figures[name]["mean"] for name in names] == [1, 0.5, 0, 0.5]
     columns = quality_columns(qualities)
     assert columns["lines"] == [4, 10, 100, None] and columns["new_names"] == [(), ("f",), (), None]
     assert quality_columns([None]) == {} and quality_figures([None], attempts[:1]) is None

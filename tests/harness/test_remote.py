@@ -25,11 +25,8 @@ def vllm_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, An
 def sglang_turn(ids: list[int], logprobs: list[float], label: str) -> dict[str, Any]:
     pairs = [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=True)]
     meta = {"id": "r", "finish_reason": {"type": "stop", "matched": END}, "completion_tokens": len(ids)}
-    return {
-        "text": "",
-        "output_ids": ids,
-        "meta_info": {**meta, "output_token_logprobs": pairs, "weight_version": label},
-    }
+    meta |= {"output_token_logprobs": pairs, "weight_version": label}
+    return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
 class Server(JsonServer):

@@ -17,19 +17,14 @@ from composer_nb.harness.terms.registry import TERMS, term
 
 X = st.floats(0, 1e4)
 K = st.floats(1e-3, 1e3)
-Q = st.floats(0, 4)
 PASSED = Grade(status="graded", tests={"t": True})
 FAILED = Grade(status="graded", tests={"t": False})
 
 
 def rollout(kinds: list[Kind] | None = None, turns: int = 2, invalid: int = 0, stop: str = "finished") -> Rollout:
     kind = np.array([int(token_kind) for token_kind in kinds or [Kind.PROMPT, Kind.TOOL_CALL]], np.uint8)
-    segment = Segment(
-        token_ids=np.zeros(len(kind), np.int32),
-        kind=kind,
-        logprob=np.zeros(len(kind), np.float32),
-        policy_version=np.zeros(len(kind), np.int32),
-    )
+    blank = np.zeros(len(kind), np.int32)
+    segment = Segment(token_ids=blank, kind=kind, logprob=blank.astype(np.float32), policy_version=blank)
     records = [Turn(call="{}", observation="", error="InvalidArguments" if n < invalid else None) for n in range(turns)]
     return Rollout(task_id="t", segments=(segment,), turns=tuple(records), files={}, stop=stop)
 
@@ -65,9 +60,8 @@ def test_effort_weighs_each_kind_of_token() -> None:
 
 
 def test_a_reward_is_the_sum_of_its_terms() -> None:
-    settings = RewardSettings(
-        weights={"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}, effort=Effort(weight=0.1, turns=1.0)
-    )
+    weights = {"solved": 2.0, "invalid_calls": -0.5, "unfinished": -0.25}
+    settings = RewardSettings(weights=weights, effort=Effort(weight=0.1, turns=1.0))
     scored = reward(rollout(turns=4, invalid=1, stop="turns"), PASSED, settings)
     effort = -0.1 * effort_curve(4.0 + 0.01, 1.0, 0.5)
     assert scored.terms == {"solved": 2.0, "invalid_calls": -0.125, "unfinished": -0.25, "effort": effort}

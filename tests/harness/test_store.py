@@ -87,9 +87,8 @@ def assert_same(actual: list[Attempt], expected: list[Attempt]) -> None:
         assert new.rollout.before == old.task.files
         for a, b in zip(new.rollout.segments, old.rollout.segments, strict=True):
             assert a.parent == b.parent
-            pairs = [
-                (getattr(a, name), getattr(b, name)) for name in ("token_ids", "kind", "logprob", "policy_version")
-            ]
+            streams = ("token_ids", "kind", "logprob", "policy_version")
+            pairs = [(getattr(a, name), getattr(b, name)) for name in streams]
             pairs += [(getattr(a.trace, f.name), getattr(b.trace, f.name)) for f in fields(Trace)]
             for left, right in pairs:
                 assert left.dtype == right.dtype and left.shape == right.shape and np.array_equal(left, right)

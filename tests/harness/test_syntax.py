@@ -113,7 +113,6 @@ SOURCES = {
 def test_the_linter_finds_as_much_as_ruff(text: str) -> None:
     assert sorted(syntax.lints(text)) == SOURCES[text]
     rules = "check --isolated --select F401,F841,F821 --output-format json -"
-    output = subprocess.run(
-        [host_programs()["ruff"], *rules.split()], input=text, capture_output=True, text=True
-    ).stdout
-    assert len(json.loads(output)) == len(SOURCES[text])
+    command = [host_programs()["ruff"], *rules.split()]
+    ran = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert len(json.loads(ran.stdout)) == len(SOURCES[text])

@@ -17,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from composer_nb.harness.sandbox.reap import started as living
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs.notebook import run_notebook
-from tests.waiting import wait
+from tests.waiting import wait_until
 
 PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
 
@@ -97,5 +97,5 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     assert result["state"] == "interrupted" and result["error"] == "cancelled" and result["cells"] == 4
     assert states(output)[-1] == "pending"
     assert "begun" in code(output)[-2].outputs[0].text
-    wait(lambda: not any(living(process.pid) for process in started), 10)
+    wait_until(lambda: not any(living(process.pid) for process in started), 10)
     assert not os.path.exists(f"/proc/{pid}")

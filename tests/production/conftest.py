@@ -1,7 +1,7 @@
 """A backend with sandboxes, a small repair task with its plan, a tokenizer with a chat format, and a policy of given turns."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import OpenEngine
 from composer_nb.production.record import RolloutRecord
 from composer_nb.production.serve import ChatServer
+from tests.folders import write
 
 TEST = 'from dates import parse\n\ndef test_parse():\n    assert parse("1-2-3") == (1, 2, 3)\n'
 DATES = 'def parse(text):\n    year, month, day = text.split("-")\n    return int(year), int({}), int({})\n'
@@ -49,11 +50,8 @@ def task(backend: Backend) -> Task:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Return a user's folder with a faulty function and its test."""
-    root = tmp_path / "repository"
-    root.mkdir()
-    (root / "f.py").write_text("def double(x):\n    return x + x + 1\n")
-    (root / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
-    return root
+    test = "from f import double\n\ndef test_double():\n    assert double(2) == 4\n"
+    return write(tmp_path / "repository", {"f.py": "def double(x):\n    return x + x + 1\n", "test_f.py": test})
 
 
 def byte_tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> Tokenizer:
@@ -72,14 +70,6 @@ def tokenizer() -> Tokenizer:
 
 
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
-PATIENCE_S = 60.0
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -93,6 +83,14 @@ class Site:
     @property
     def url(self) -> str:
         return self.server.url
+
+    @property
+    def health(self) -> Any:
+        return httpx.get(self.url.replace("/v1", "/health"), timeout=60).json()
+
+    @property
+    def metrics(self) -> str:
+        return httpx.get(self.url.replace("/v1", "/metrics"), timeout=60).text
 
     def chat(self, **options: Any) -> Any:
         return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **options})

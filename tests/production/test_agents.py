@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from termios import ICANON, tcgetattr
@@ -24,6 +23,7 @@ from composer_nb.production.agents import run_agent
 from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.serve import ScriptServer
 from composer_nb.production.show import answerer, teller
+from tests.waiting import wait_until
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -91,11 +91,8 @@ def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: p
     assert words == ["verdict", str(out), "accept", "--repository", str(repository)]
     assert main(words[:3]) == 2 and "its changes are for" in capsys.readouterr().err
     (repository / "f.py").write_text("mine\n")
-    assert (
-        main(words) == 2
-        and f"f.py: has changed since the agent got it; nothing was written; the diff is {out}/changes.diff"
-        in capsys.readouterr().err
-    )
+    complaint = f"f.py: has changed since the agent got it; nothing was written; the diff is {out}/changes.diff"
+    assert main(words) == 2 and complaint in capsys.readouterr().err
     (repository / "f.py").write_text(WRONG)
     (repository / "f.py").chmod(0o600)
     assert main(words) == 0 and f"accepted: 1 files changed in {repository}" in capsys.readouterr().out
@@ -115,14 +112,10 @@ def test_a_user_answers_on_the_terminal(repository: Path, tmp_path: Path, monkey
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(console, "input", lambda prompt: next(answers))
     with ScriptServer(speak) as server:
-        policy = f"openai:{server.url}"
-        work = run_agent(
-            repository, "fix it", policy, tmp_path / "out", user=answerer(console), on_event=teller(console)
-        )
-    assert [(turn.said, turn.observation) for turn in work.conversation.turns] == [
-        ("Which one?", "the first"),
-        ("And why?", ""),
-    ]
+        listeners: dict[str, Any] = {"user": answerer(console), "on_event": teller(console)}
+        work = run_agent(repository, "fix it", f"openai:{server.url}", tmp_path / "out", **listeners)
+    answered = [(turn.said, turn.observation) for turn in work.conversation.turns]
+    assert answered == [("Which one?", "the first"), ("And why?", "")]
     assert conversations[-1][2] == User(text="the first") and "user: the first" in console.file.getvalue()  # type: ignore[attr-defined]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert answerer(console)("Which one?", 0.0) == ""
@@ -162,8 +155,8 @@ def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: b
         output = b""
         while not output.endswith(b"[y/n] ") and (part := process.stdout.read1()):  # type: ignore[attr-defined]
             output += part
-        while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
-            time.sleep(0.01)
+        # The question is there before the terminal hands out single keys.
+        wait_until(lambda: not tcgetattr(ours)[3] & ICANON)
         os.write(ours, keys)
         output += process.stdout.read()
     os.close(ours)

@@ -34,9 +34,8 @@ def require_valid(document: dict[str, Any]) -> None:
     metrics = [step["metrics"] for step in steps if "metrics" in step]
     for kind in ("prompt", "completion"):
         counts = [part[f"{kind}_tokens"] for part in metrics]
-        assert counts == [len(part[f"{kind}_token_ids"]) for part in metrics] and totals[f"total_{kind}_tokens"] == sum(
-            counts
-        )
+        assert counts == [len(part[f"{kind}_token_ids"]) for part in metrics]
+        assert totals[f"total_{kind}_tokens"] == sum(counts)
     assert all(len(part["logprobs"]) == part["completion_tokens"] for part in metrics)
 
 

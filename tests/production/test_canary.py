@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,9 +20,10 @@ from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_replicas as several
-from tests.production.conftest import ASKED, Site, serving, wait_until
+from tests.production.conftest import ASKED, Site, serving
 from tests.production.test_replicas import SIZE
 from tests.production.test_serve_engine import FILES, turned
+from tests.waiting import wait_until
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
 SHARE, VERDICTS = 0.5, LEAST
@@ -63,9 +63,8 @@ def test_a_version_that_breaks_things_is_withdrawn_long_before_the_last_verdict(
 
 
 def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is_not_promoted() -> None:
-    trial = Trial(
-        1, 10, {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}, users(*[1.0] * 500)
-    )
+    few = {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}
+    trial = Trial(1, 10, few, users(*[1.0] * 500))
     assert trial.outcome == ""
     assert Trial(1, 200, users(0.0, *[1.0] * (LEAST - 1)), users(*[1.0] * 1000)).outcome == ""
     usual = users(*[1.0] * 60, *[0.0] * 40)
@@ -99,10 +98,6 @@ class Trying(Site):
 
     def judge(self, name: str, reward: float) -> None:
         assert self.grade(name, reward=reward)["status"] == 200
-
-    @property
-    def health(self) -> Any:
-        return httpx.get(self.url.replace("/v1", "/health"), timeout=60).json()
 
 
 @contextmanager
@@ -164,7 +159,7 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
                 server.judge(f"{old}-4", 0.0)  # from before the trial
                 assert server.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
         assert server.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
-        assert "composer_nb_canary_trusted 6" in httpx.get(server.url.replace("/v1", "/metrics")).text
+        assert "composer_nb_canary_trusted 6" in server.metrics
         wait_until(lambda: server.canary.version == 6)
 
     publisher.publish(7, turned(weights, 0.1), FILES)

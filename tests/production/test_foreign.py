@@ -85,13 +85,9 @@ def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: p
         settings = ForeignSettings(grade=True, count=2)
         summary = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
     assert summary["reward"] == 0.0 and summary["n_tasks"] == 2
-    groups = grouped(conversations(tmp_path / "run"))
-    assert sorted(attempt.task.id for group in groups for attempt in group) == [
-        f"openenv:room:Room:Act#{n // 2}" for n in range(4)
-    ]
-    assert all(
-        attempt.grade.rewards == {"reward": 0.0} and attempt.rollout.segments for group in groups for attempt in group
-    )
+    attempts = [attempt for group in grouped(conversations(tmp_path / "run")) for attempt in group]
+    assert sorted(attempt.task.id for attempt in attempts) == [f"openenv:room:Room:Act#{n // 2}" for n in range(4)]
+    assert all(attempt.grade.rewards == {"reward": 0.0} and attempt.rollout.segments for attempt in attempts)
 
 
 def test_a_policy_at_an_environment_of_openenv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

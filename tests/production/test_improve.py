@@ -61,13 +61,11 @@ def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tm
         named = replace(recorded.rollout, task_id=task)
         named = replace(recorded, task=recorded.task.model_copy(update={"id": task}), rollout=named)
         save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
-    groups = learning.grouped(
-        [conversation for run in ("one", "two") for conversation in learning.conversations(tmp_path / run)]
-    )
+    talks = [talk for run in ("one", "two") for talk in learning.conversations(tmp_path / run)]
+    groups = learning.grouped(talks)
     assert [len(group) for group in groups] == [2, 4] and {attempt.task.id for attempt in groups[0]} == {"issue 1"}
-    assert len({attempt.task.id for attempt in groups[1]}) == 3, (
-        "alice's parts are one conversation, and each run has one"
-    )
+    ids = {attempt.task.id for attempt in groups[1]}
+    assert len(ids) == 3, "alice's parts are one conversation, and each run has one"
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
@@ -185,6 +183,5 @@ def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_
     lost_attempts = [replace(attempt, grade=Grade(status="infra_error")) for attempt in attempts([0.5])]
     verdict = learning.judge([*lost_attempts, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
     assert verdict["gain"] == pytest.approx(0.1) and verdict["stopped"] == ""
-    assert (
-        learning.judge(lost_attempts, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"
-    )
+    stopped = learning.judge(lost_attempts, attempts([0.6]))["stopped"]
+    assert stopped == "no task of the gate has a grade before and after"

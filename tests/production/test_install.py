@@ -10,6 +10,7 @@ from composer_nb.cli import main
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.production.install import GOALS, TRIES, GoalResult, ScriptedInstaller, goals, install
+from tests.folders import write
 
 # A library that does not run as it is: its version is written by a build, it looks up its own metadata, and it needs a package
 # and a plugin of pytest.
@@ -33,13 +34,6 @@ AVAILABLE = {
     "words-1.dist-info/entry_points.txt": "[pytest11]\nwords = words\n",
     "words-1.dist-info/RECORD": "words.py,,\nwords-1.dist-info/METADATA,,\nwords-1.dist-info/entry_points.txt,,\n",
 }
-
-
-def write(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 def quiet(doing: str, counts: str) -> None:
@@ -125,7 +119,7 @@ No package metadata was found for somebody
 """
 
 
-def test_outputs_and_packages_of_others_write_nothing_outside(library: Path, tmp_path: Path) -> None:
+def test_outputs_and_packages_of_others_write_nothing_outside(tmp_path: Path) -> None:
     secret = write(tmp_path, {"secret.py": "SECRET = 1\n"}) / "secret.py"
     records = {
         "outside.py": "",

@@ -60,9 +60,8 @@ def test_an_endpoint_does_what_the_script_behind_it_does(environment: Environmen
         endpoint = Endpoint(url=server.url, model="scripted")
         remote = attempt(task, environment, EndpointTurnPolicy(endpoint, "system", environment.tools.schemas, LIMITS))
     local = attempt(task, environment, ScriptTurnPolicy(expert(task)))
-    assert (
-        remote.grade.passed and min(remote.rollout.counted) > 0 and remote.rollout.tokens == sum(remote.rollout.counted)
-    )
+    assert remote.grade.passed
+    assert min(remote.rollout.counted) > 0 and remote.rollout.tokens == sum(remote.rollout.counted)
     plain = [[dataclasses.replace(turn, seconds=0.0) for turn in attempt.rollout.turns] for attempt in (remote, local)]
     assert plain[0] == plain[1] and remote.grade == local.grade
 
@@ -82,11 +81,8 @@ def test_tokens_are_kept_as_they_were_read_and_written(
         result = attempt(task, environment, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
     [segment] = result.rollout.segments
     assert policy.released == [5] and result.rollout.stop == "finished" and result.rollout.invalid_calls == 1
-    token_ids = [
-        token
-        for request, turn_ids in zip(policy.requests, turns, strict=True)
-        for token in [*request.token_ids, *turn_ids]
-    ]
+    pairs = zip(policy.requests, turns, strict=True)
+    token_ids = [token for request, turn_ids in pairs for token in [*request.token_ids, *turn_ids]]
     assert segment.token_ids.tolist() == token_ids
     assert segment.token_ids[segment.acted].tolist() == [token for turn_ids in turns for token in turn_ids]
     assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
@@ -109,10 +105,7 @@ def test_ctrl_c_ends_it_and_keeps_what_was_done(environment: Environment) -> Non
 
 def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(environment: Environment, task: Task) -> None:
     """The rollout, the rate of the bench, the reward and what the agent reads agree on that."""
-    missing = [
-        ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
-        ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
-    ]
+    missing = [ToolCall(name=name, arguments={"target_file": "none.py"}) for name in ("read_file", "delete_file")]
     wrong = ToolCall(name="read_file", arguments={"file": 1})
     result = attempt(task, environment, ScriptTurnPolicy(play([turn([*missing, wrong]), Said(text="")])))
     assert [turn.error for turn in result.rollout.turns[:3]] == ["UnexpectedEnvironment"] * 2 + ["InvalidArguments"]
@@ -126,10 +119,8 @@ def test_changes_too_large_to_keep_are_the_agents_failure(environment: Environme
     assert result.grade.status == "agent_failed" and len(pack_attempt(result)) < 1 << 20
     noisy = shell("head -c 9000000 /dev/urandom > noise")
     result = attempt(task, environment, ScriptTurnPolicy(play([turn([noisy]), Said(text="")])))
-    assert (
-        unpack_attempt(pack_attempt(result), task).rollout.files == result.rollout.files
-        and len(result.rollout.files) == 4
-    )
+    assert len(result.rollout.files) == 4
+    assert unpack_attempt(pack_attempt(result), task).rollout.files == result.rollout.files
 
 
 def test_a_fault_of_what_reports_turns_is_not_the_agents(environment: Environment, task: Task) -> None:
@@ -250,8 +241,7 @@ def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
     assert len(segment.token_ids) == trained.rollout.tokens and segment.acted.sum() == trained.rollout.sampled
     if tools == "cursor":
         product = attempt(task, environment, ScriptTurnPolicy(expert(task)))
-        assert [turn.call for turn in trained.rollout.turns] == [turn.call for turn in product.rollout.turns]
-        assert [turn.observation for turn in trained.rollout.turns] == [
-            turn.observation for turn in product.rollout.turns
-        ]
+        for field in ("call", "observation"):
+            ours, theirs = ([getattr(turn, field) for turn in result.rollout.turns] for result in (trained, product))
+            assert ours == theirs
         assert trained.rollout.files["dates.py"] == product.rollout.files["dates.py"] == task.solution["dates.py"]

@@ -113,9 +113,8 @@ def test_eval_draws_what_a_plan_is_worth(tasks: list[Task], tmp_path: Path) -> N
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "out/report.json").read_text())
     [tokens] = plan_worth(report).axes
-    assert tokens.get_xlabel() == "tokens a task" and tokens.get_title(loc="left").endswith(
-        "+0.0 points (+0.0 to +0.0)"
-    )
+    assert tokens.get_xlabel() == "tokens a task"
+    assert tokens.get_title(loc="left").endswith("+0.0 points (+0.0 to +0.0)")
 
 
 @contextmanager

@@ -64,12 +64,8 @@ def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
         complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
         parsed_calls = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
         for (id, name, arguments), parsed_call in zip(current, parsed_calls, strict=False):
-            if isinstance(parsed_call.call, ToolCall):
-                assert (id, name, json.loads(arguments)) == (
-                    parsed_call.id,
-                    parsed_call.call.name,
-                    parsed_call.call.arguments,
-                )
+            if isinstance(call := parsed_call.call, ToolCall):
+                assert (id, name, json.loads(arguments)) == (parsed_call.id, call.name, call.arguments)
             else:
                 assert arguments_of(arguments) is not None and not is_complete(arguments)
         before = current
@@ -149,9 +145,8 @@ def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: 
     blocks = [block.model_dump(exclude_none=True) for block in message.content]
     assert [block.model_dump(exclude_none=True) for block in streamed.content] == blocks
     assert streamed.stop_reason == message.stop_reason
-    assert [(block["id"], block["name"]) for block in blocks if block["type"] == "tool_use"] == [
-        call[:2] for call in calls
-    ]
+    uses = [(block["id"], block["name"]) for block in blocks if block["type"] == "tool_use"]
+    assert uses == [call[:2] for call in calls]
     assert "".join(block.get("text", "") for block in blocks) == full_choice.message.content
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
     assert message.stop_reason == reasons[full_choice.finish_reason]

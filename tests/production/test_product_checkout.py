@@ -16,17 +16,15 @@ from composer_nb.production.accept import Changes, Conflict
 from composer_nb.production.accept import accept as accept_changes
 from composer_nb.production.checkout import Checkout, changed, read_checkout
 from composer_nb.production.diff import patch
+from tests.folders import write
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "repository"
-    for path, text in {
+    folder = write(tmp_path / "repository", {
         "a.py": "x = 1\n", "sub/b.py": "y = 1\n", ".gitignore": ".env\nbuilt/\n", ".env": "KEY=1", "built/o": "o",
         ".git/config": "[core]", "sub/__pycache__/b.pyc": "b", "run.sh": "#!/bin/sh\n",
-    }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    })  # fmt: skip
     (folder / "run.sh").chmod(0o755)
     (folder / "out").symlink_to("/etc/passwd")
     (folder / "folder").symlink_to("/etc")
@@ -39,9 +37,8 @@ def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
     assert snapshot.left_out[".env"] == "ignored" and snapshot.left_out["out"] == "a link or device"
     assert snapshot.left_out[".git"] == "history"
     with snapshot.start(backend) as box:
-        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(
-            snapshot.files
-        )
+        files = {path: data for path, data in box.download().items() if not path.startswith(".git/")}
+        assert files == dict(snapshot.files)
         assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
 
 
@@ -104,9 +101,8 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("conflict", CONFLICTS)
 def test_a_conflict_changes_nothing(root: Path, conflict: str) -> None:
     snapshot = read_checkout(root)
-    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"} | (
-        {conflict: b"k"} if "." in conflict else {}
-    )
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
+    texts |= {conflict: b"k"} if "." in conflict else {}
     CONFLICTS[conflict](root)
     with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
         accept(snapshot, {path: Blob(data=data) for path, data in texts.items()})
@@ -137,9 +133,8 @@ def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, back
     copy = tmp_path / "copy"
     shutil.copytree(root, copy, symlinks=True)
     whole_diff, short_diff = (patch(seen_blobs(snapshot), changes, full) for full in (True, False))
-    heads = [
-        [line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (whole_diff, short_diff)
-    ]
+    diffs = (whole_diff, short_diff)
+    heads = [[line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in diffs]
     assert heads[0] == heads[1] and len(set(heads[0])) == len(changes)
     git_env = {"PATH": os.environ["PATH"]}
     subprocess.run(["git", "apply", "-"], cwd=copy, input=whole_diff, check=True, env=git_env)
@@ -271,12 +266,7 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def repository_of(tmp_path: Path, **files: str) -> Path:
     """Make a repository in which `a__b="text"` is a file a/b."""
-    root = tmp_path / "outer" / "repository"
-    for name, text in files.items():
-        file = root / name.replace("__", "/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
+    return write(tmp_path / "outer" / "repository", {name.replace("__", "/"): text for name, text in files.items()})
 
 
 def plain(text: str) -> Blob:

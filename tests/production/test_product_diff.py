@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.production.diff import patch
+from tests.folders import write
 
 Tree = dict[str, Blob]
 NAMES = ["a", "a/b", "a/c d", "e", "e\tf", 'g"h', "ä", "i\\j/k", " l", "m\n"]
@@ -29,11 +30,9 @@ TREES = st.dictionaries(st.sampled_from(NAMES), BLOBS, max_size=6).filter(possib
 
 
 def lay(root: Path, tree: Tree) -> None:
+    write(root, {path: blob.data for path, blob in tree.items()})
     for path, blob in tree.items():
-        target = root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(blob.data)
-        target.chmod(0o755 if blob.mode == EXECUTABLE else 0o644)
+        (root / path).chmod(0o755 if blob.mode == EXECUTABLE else 0o644)
 
 
 def contents(root: Path) -> Tree:

@@ -44,12 +44,8 @@ def test_every_tool_is_probed_and_answers_the_same(
     (tmp_path / "pages").write_text('{"url": "u", "title": "parsing", "text": "how text is parsed"}')
     web = str(tmp_path / "pages") if tools == "cursor" else ""
     tokens = train_tokenizer(["def f(x):"], 400)
-    calls, mismatches = differences(
-        task,
-        make_agent(
-            replace(CURSOR, tools=tools, renderer="compact", user="scripted", web=web), tokens, LIMITS, sandboxes
-        ),
-    )
+    env = replace(CURSOR, tools=tools, renderer="compact", user="scripted", web=web)
+    calls, mismatches = differences(task, make_agent(env, tokens, LIMITS, sandboxes))
     assert calls > 8 and mismatches == []
     for probe, names in ((probes, {*NAMES, "web_search"}), (tiny_probes, {tool.name for tool in TINY})):
         assert {call.name for call in probe(task.files)} - {"unknown_tool"} == names
@@ -102,14 +98,10 @@ def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:
     lot = np.random.default_rng(0)
 
     def talks(word: str, noise: float) -> list[list[str]]:
-        topics = [f"topic {n} " * 5 for n in range(10)]
-        return [
-            [
-                topic + ("other " if lot.random() < noise else "") + (word if lot.random() < 0.3 else "")
-                for _ in range(4)
-            ]
-            for topic in topics
-        ]
+        def more() -> str:
+            return ("other " if lot.random() < noise else "") + (word if lot.random() < 0.3 else "")
+
+        return [[f"topic {n} " * 5 + more() for _ in range(4)] for n in range(10)]
 
     false = [two_samples(talks("", 0.1), talks("", 0.1), seed, shuffles=39).chance for seed in range(40)]
     chances = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from termios import ICANON, tcgetattr
@@ -21,6 +20,7 @@ from composer_nb.production.agents import write_plan
 from composer_nb.production.planner import SHOWN, excerpt
 from composer_nb.production.serve import ScriptServer
 from tests.harness.json_server import JsonServer
+from tests.waiting import wait_until
 
 EDIT = call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")
 
@@ -52,12 +52,7 @@ def policy(first_messages: list[str]) -> Iterator[str]:
 
 
 def test_an_agent_works_by_a_plan_that_is_kept_with_its_price(
-    repository: Path,
-    planner: str,
-    policy: str,
-    first_messages: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    repository: Path, policy: str, first_messages: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (repository / "logo.png").write_bytes(b"\0\1")
     words = ["agent", str(repository), "fix double", "--policy", policy]
@@ -121,10 +116,8 @@ def test_of_a_large_repository_a_planner_reads_all_names_and_what_suits_the_requ
     assert paths[0] == "pkg/zip_codes.py" and files[paths[0]] in text
     assert "def postcode_table" in text and files["pkg/long.py"] not in text
     excerpt_files = {path: files[path] for path in ("pkg/m001.py", "pkg/m000.py")}
-    assert excerpt("x", excerpt_files) == (
-        "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files)),
-        tuple(sorted(excerpt_files)),
-    )
+    joined = "\n\n".join(f"{path}:\n{excerpt_files[path]}" for path in sorted(excerpt_files))
+    assert excerpt("x", excerpt_files) == (joined, tuple(sorted(excerpt_files)))
 
 
 EDITOR = """\
@@ -165,8 +158,7 @@ def test_a_plan_is_edited_on_a_terminal_and_ctrl_c_loses_nothing(
             output = output.partition(text)[2]
 
         def press(key: bytes) -> None:
-            while tcgetattr(ours)[3] & ICANON:
-                time.sleep(0.01)
+            wait_until(lambda: not tcgetattr(ours)[3] & ICANON)
             os.write(ours, key)
 
         until(b"e edits it] ")

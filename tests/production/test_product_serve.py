@@ -17,7 +17,8 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import serve
 from composer_nb.production.serve import ChatServer, ScriptServer
 from composer_nb.production.wire import Answered, Choice, Generate, RequestBody, Told
-from tests.production.conftest import ASKED, PATIENCE_S, TOOL, playing, wait_until
+from tests.production.conftest import ASKED, TOOL, playing
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def chat(client: openai.OpenAI, **options: Any) -> Any:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,9 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_serve_engine as single
-from tests.production.conftest import ASKED, Site, serving, wait_until
+from tests.production.conftest import ASKED, Site, serving
 from tests.production.test_serve_engine import FILES, LONG, tool
+from tests.waiting import wait_until
 
 tokenizer = product.tokenizer
 model = single.model
@@ -160,23 +160,18 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
         pair.actors.made["replica-0"].kill()
         assert [future.result(120) for future in futures] == expected
     wait_until(lambda: pair.states[0]["restarts_total"] == 1)
-    health = pair.client.get("/../health", cast_to=dict[str, Any])
-    version = pair.service.version
+    health, version = pair.health, pair.service.version
     assert health["policy_version"] == version and [state["restarts_total"] for state in health["replicas"]] == [1, 0]
-    until = time.monotonic() + 300  # it loads torch again, maybe beside much else
-    while not all(state["ready"] for state in pair.states):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
+    # It loads torch again, maybe beside much else.
+    wait_until(lambda: all(state["ready"] for state in pair.states), 300)
+    lines = pair.metrics.splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines
     assert "# TYPE composer_nb_replica_restarts_total counter" in lines
     assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines
     with ThreadPoolExecutor(4) as clients:
         answered = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=20, logprobs=True), range(4))]
-    assert [token_logprobs(completion.choices[0]) for completion in answered] == [
-        tokens[:20] for tokens in expected[:4]
-    ]
+    drawn = [token_logprobs(completion.choices[0]) for completion in answered]
+    assert drawn == [tokens[:20] for tokens in expected[:4]]
 
 
 def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:

@@ -1,9 +1,7 @@
 """The server over a real engine with a tiny random model, asked by OpenAI's own client: what is drawn, versions, and load."""
 
 import json
-import threading
 import time
-import urllib.request
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +31,9 @@ from composer_nb.trainer.services.inference import Inference, Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.store import VersionStore
 from tests.production import conftest
-from tests.production.conftest import ASKED, Site, wait_until
+from tests.production.conftest import ASKED, Site
 from tests.tiny_models import SIZES
+from tests.waiting import wait_until
 
 tokenizer = conftest.tokenizer
 LONG = 4000
@@ -116,9 +115,8 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     with ThreadPoolExecutor(20) as clients:
         completions = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
     served.engine.step = step  # type: ignore[method-assign]
-    assert (
-        all(completion.usage.completion_tokens for completion in completions) and max(widths) == served.engine.capacity
-    )
+    assert all(completion.usage.completion_tokens for completion in completions)
+    assert max(widths) == served.engine.capacity
     assert completions[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
 
 
@@ -260,10 +258,9 @@ def test_tokens_in_and_out(served: Served, model: Model, tokenizer: Tokenizer) -
 
 def test_what_cannot_be_continued_is_refused(served: Served) -> None:
     five, prompts = [5], [{"prompt_token_ids": []}, {"prompt_token_ids": [262]}, {"prompt_token_ids": [5] * LONG}]
-    refused = [(body, "prompt_token_ids") for body in prompts] + [
-        ({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"),
-        ({"prompt_token_ids": five, "priority": 1}, "priority"),
-    ]
+    refused: list[Any] = [(body, "prompt_token_ids") for body in prompts]
+    refused.append(({"prompt_token_ids": five, "sampling_params": {"n": 5}}, "n"))
+    refused.append(({"prompt_token_ids": five, "priority": 1}, "priority"))
     for body, param in refused:
         with pytest.raises(openai.BadRequestError) as error:
             served.post("/generate", body)
@@ -277,28 +274,23 @@ def test_a_stream_begins_at_once_and_health_and_metrics_say_what_goes_on(model: 
     with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
             futures = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
-            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))
+            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in small.metrics)
             [future.result() for future in futures]
         with pytest.raises(openai.BadRequestError):
             small.chat(n=0)
-        text = metrics(small)
+        text = small.metrics
         chat = 'composer_nb_requests_total{path="/v1/chat/completions",status='
         for line in (f'{chat}"200"}} 3', f'{chat}"400"}} 1', "composer_nb_tokens_written_total 1200"):
             assert f"\n{line}\n" in text
         assert "\ncomposer_nb_policy_version 7\n" in text and "\ncomposer_nb_requests_running 0\n" in text
         assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in text
-        assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
+        assert small.health == {"status": "ok", "policy_version": 7}
         with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
             for _ in range(5):
                 assert next(iter(stream)).choices[0].finish_reason is None
             assert small.engine.busy
         wait_until(lambda: not small.engine.busy)  # its client went away
         assert small.engine.sampled < LONG - 100
-
-
-def metrics(served: Served) -> str:
-    with urllib.request.urlopen(served.server.url.removesuffix("/v1") + "/metrics") as reply:
-        return str(reply.read().decode())
 
 
 # Turns that must call a tool
@@ -347,21 +339,16 @@ def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, kind=Endless) as small:
-        completions = list[Any]()
-        threads = [threading.Thread(target=lambda: completions.append(small.chat(max_tokens=60))) for _ in range(3)]
-        for worker in threads:
-            worker.start()
+    with serving(model, tokenizer, slots=1, kind=Endless) as small, ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(small.chat, max_tokens=60) for _ in range(3)]
         wait_until(lambda: len(small.server._work) == 3)
-        ends = threading.Thread(target=small.server.drain)
-        ends.start()
+        end = pool.submit(small.server.drain)
         wait_until(lambda: small.server._draining)
         for ask in (small.chat, lambda: small.client.get("/../health", cast_to=object)):
             with pytest.raises(openai.InternalServerError):
                 ask()
-        for worker in (ends, *threads):
-            worker.join()
-    assert [completion.usage.completion_tokens for completion in completions] == [60] * 3
+        end.result()
+        assert [future.result().usage.completion_tokens for future in futures] == [60] * 3
 
 
 def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Tokenizer) -> None:
@@ -371,9 +358,8 @@ def test_text_is_continued_whole_and_as_a_stream(served: Served, tokenizer: Toke
 
     completion = complete(seed=3, logprobs=2, n=2)
     first = completion.choices[0]
-    assert (
-        completion.object == "text_completion" and completion.usage.prompt_tokens == 9 and len(completion.choices) == 2
-    )
+    assert completion.object == "text_completion" and len(completion.choices) == 2
+    assert completion.usage.prompt_tokens == 9
     assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
     assert len(first.logprobs.top_logprobs[0]) == 2
     assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text

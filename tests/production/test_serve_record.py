@@ -47,10 +47,6 @@ def recording(run: Path, slots: int = 4) -> Iterator[Site]:
         yield site
 
 
-def chat(client: openai.OpenAI, messages: Sequence[Any], **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "model", "messages": messages, **options})
-
-
 @pytest.fixture(scope="module")
 def task() -> Task:
     return load_tasks(EXAMPLE / "data" / "heldout.jsonl")[0]
@@ -67,7 +63,8 @@ class ByOpenAI:
         self.talk.append({"role": "user", "content": text})
 
     def turn(self, tools: list[Any]) -> list[tuple[str, ToolCall]]:
-        message = chat(self.client, self.talk, tools=tools, seed=3).choices[0].message
+        completion: Any = self.client.chat.completions.create(model="model", messages=self.talk, tools=tools, seed=3)
+        message = completion.choices[0].message
         self.talk.append(message.model_dump(exclude_none=True))
         tool_calls = message.tool_calls or []
         return [(c.id, ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments))) for c in tool_calls]
@@ -88,14 +85,12 @@ class ByAnthropic(ByOpenAI):
             {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]}
             for f in (tool["function"] for tool in tools)
         ]
-        with self.anthropic.messages.stream(
-            model="model", max_tokens=64, messages=self.talk, tools=definitions
-        ) as stream:
+        options: Any = {"messages": self.talk, "tools": definitions}
+        with self.anthropic.messages.stream(model="model", max_tokens=64, **options) as stream:
             message = stream.get_final_message()
         self.talk.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
-        assert message.usage.input_tokens and (
-            message.content[-1].type != "tool_use" or message.stop_reason == "tool_use"
-        )
+        assert message.usage.input_tokens
+        assert message.content[-1].type != "tool_use" or message.stop_reason == "tool_use"
         return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in message.content if b.type == "tool_use"]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
@@ -163,18 +158,18 @@ def test_an_unmodified_agent_is_recorded_token_for_token(kind: type[ByOpenAI], t
 def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Path) -> None:
     tools, user = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
     with recording(tmp_path / "run", slots=1) as server:
-        client = server.client
         talk: list[Any] = [user]
         for _ in range(3):
-            choice = chat(client, talk, tools=tools, seed=1).choices[0]
+            choice = server.chat(messages=talk, tools=tools, seed=1).choices[0]
             calls = choice.message.tool_calls or []
             talk.append(choice.message.model_dump(exclude_none=True))
             talk += [{"role": "tool", "tool_call_id": c.id, "content": "fail 1/2"} for c in calls] or [user]
         another = [{"role": "user", "content": "another"}]
-        chat(client, another, tools=tools)  # takes the only slot: the first is read again
-        chat(client, talk, tools=tools, seed=1)
+        server.chat(messages=another, tools=tools)  # takes the only slot: the first is read again
+        server.chat(messages=talk, tools=tools, seed=1)
         first = next(n for n, message in enumerate(talk) if n > 1 and message["role"] == "assistant")
-        chat(client, [*talk[:first], talk[first], *([{**talk[first + 1], "content": "short"}])], tools=tools, seed=1)
+        rewritten = [*talk[: first + 1], {**talk[first + 1], "content": "short"}]
+        server.chat(messages=rewritten, tools=tools, seed=1)
         name = choice.model_extra["rollout"]
         assert server.grade(name, reward=1.0)["segments"] == 2
     attempt = served(tmp_path / "run")[name]
@@ -196,9 +191,9 @@ def test_a_rollout_is_stored_whatever_records_of_it_were_lost(tmp_path: Path) ->
         for name in ("stopped", "died"):
             for said in ("fix f", "fix g"):
                 talk, body = [{"role": "user", "content": said}], {"rollout": name}
-                drawn = chat(server.client, talk, logprobs=True, extra_body={"rollout": "plain"}, **options)
+                drawn = server.chat(messages=talk, logprobs=True, extra_body={"rollout": "plain"}, **options)
                 stop = drawn.choices[0].logprobs.content[0].token if (name, said) == ("stopped", "fix f") else None
-                chat(server.client, talk, stop=stop, extra_body=body, **options)
+                server.chat(messages=talk, stop=stop, extra_body=body, **options)
         first = next(known for known in server.answer._talks if known.row.name == "died")
         assert first.rollout is not None
         server.answer.policy.release(first.rollout)  # as if its process had died
@@ -215,15 +210,13 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
     conversations: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
     names: dict[str, list[str]] = {user: [] for user in conversations}
     with recording(tmp_path / "run") as server:
-        client = server.client
 
         def turn(user: str) -> None:
-            choice = chat(client, conversations[user], tools=tools, temperature=0, max_tokens=30).choices[0]
+            choice = server.chat(messages=conversations[user], tools=tools, temperature=0, max_tokens=30).choices[0]
             conversations[user].append(choice.message.model_dump(exclude_none=True))
             calls = choice.message.tool_calls or []
-            conversations[user] += [
-                {"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls
-            ]
+            secret = {"role": "tool", "content": f"secret of {user}"}
+            conversations[user] += [{**secret, "tool_call_id": call.id} for call in calls]
             names[user].append(choice.model_extra["rollout"])
 
         for user in ("ann", "bob", "eve"):
@@ -234,9 +227,8 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
             for user in ("ann", "bob", "eve"):
                 turn(user)
         assert server.grade(names["bob"][-1], reward=-1.0)["segments"] == 1
-        assert len({name for user in conversations for name in names[user][-2:]}) == 3, (
-            "each goes on in a rollout of its own"
-        )
+        last_names = {name for user in conversations for name in names[user][-2:]}
+        assert len(last_names) == 3, "each goes on in a rollout of its own"
     attempts = served(tmp_path / "run")
     observations = {
         name: {turn.observation for turn in attempt.rollout.turns if turn.observation}

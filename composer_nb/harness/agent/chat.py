@@ -158,10 +158,6 @@ class ChatRenderer(ABC):
         """Render a user's text and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
 
-    def results(self, results: Sequence[CallResult]) -> list[int]:
-        """Render the results of a turn's calls, and the cue for the next turn."""
-        return self.render(results, after=True)
-
     def _news(self, messages: Iterable[Message]) -> Iterator[Piece]:
         """Yield the pieces between two turns."""
         for kind, same in groupby(messages, type):

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, User, Written, read_json, write_json
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, write_json
 from composer_nb.harness.agent.grammar import VERBATIM, alternatives, arguments_schema, json_rule, string_rule
 from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
@@ -133,9 +133,6 @@ class CompactRenderer(ChatRenderer):
         if len(self.words.keys() | {DONE}) < len(forms) + (not self.ends):
             raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self.words])}")
         self.spelled = ("",) if self.ends else (TO,)  # where a tool ends conversations, a text alone is no turn
-
-    def prompt(self, instruction: str) -> list[int]:
-        return self.read([User(text=instruction)])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""

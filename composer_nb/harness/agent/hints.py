@@ -33,5 +33,5 @@ def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[l
 def hint_at(start: int, stop: int, text: str, renderer: ChatRenderer) -> Hint:
     """Return a hint for the turn from `start` to `stop`: a user's text before the cue."""
     empty = [CallResult(id="", text="")]
-    cue = len(renderer.results(empty)) - len(renderer.answers(empty))
+    cue = len(renderer.read(empty)) - len(renderer.answers(empty))
     return Hint(start, stop, start - cue, tuple(renderer.ask(text)[:-cue]))

@@ -42,9 +42,8 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
         return None
     try:
         cut = _Cut(changed_text(task.tests[twin.path], [twin] if changed else []), twin)
-        hidden = {
-            path: silent(text) for path, text in _with_helpers(task, twin.path, ast.unparse(cut.source.tree)).items()
-        }
+        modules = _with_helpers(task, twin.path, ast.unparse(cut.source.tree))
+        hidden = {path: silent(text) for path, text in modules.items()}
         cut.refuse_repeated(hidden.values(), task.instruction)
     except (_Unfit, SyntaxError, ValueError, RecursionError):
         return None

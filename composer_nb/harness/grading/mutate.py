@@ -113,10 +113,8 @@ def others(
         case str():
             literals = _texts(value, rng, suite, context, count)
         case bytes():
-            decoded = LiteralContext(
-                inputs=tuple(literal.decode("latin-1") for literal in context.inputs if isinstance(literal, bytes))
-            )
-            texts = _texts(value.decode("latin-1"), rng, suite, decoded, count)
+            inputs = tuple(literal.decode("latin-1") for literal in context.inputs if isinstance(literal, bytes))
+            texts = _texts(value.decode("latin-1"), rng, suite, LiteralContext(inputs=inputs), count)
             literals = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
         case _:
             return []

@@ -10,9 +10,8 @@ from composer_nb.harness import syntax
 # Constructors of plain data.
 PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
 STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
-KNOWN = (
-    {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
-)  # Names whose values cannot depend on the code under test.
+# Names whose values cannot depend on the code under test.
+KNOWN = {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
 RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Value = str | bytes | bool | int | float | complex | None
@@ -96,11 +95,9 @@ def tolerance(node: ast.expr) -> tuple[float, float, bool]:
             numbers = {word: value.value for word, value in options.items() if isinstance(value, ast.Constant)}
             numbers_by_name = {word: float(value) for word, value in numbers.items() if isinstance(value, int | float)}
             sure = all(word in numbers_by_name for word in options if word in ("rel", "abs", "places", "delta"))
-            fixed = (
-                10.0 ** -numbers_by_name["places"]
-                if "places" in numbers_by_name
-                else numbers_by_name.get("delta", numbers_by_name.get("abs", 1e-7))
-            )
+            fixed = numbers_by_name.get("delta", numbers_by_name.get("abs", 1e-7))
+            if "places" in numbers_by_name:
+                fixed = 10.0 ** -numbers_by_name["places"]
             return 3 * numbers_by_name.get("rel", 1e-6), 3 * fixed, sure
     return 0.0, 0.0, True
 

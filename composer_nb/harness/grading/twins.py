@@ -99,12 +99,8 @@ class TestSource:
     def proposals(self) -> Iterator[TwinCandidate]:
         unsure = self._unsure()
         nodes = [node for node in ast.walk(self.node) if isinstance(node, ast.Assert | ast.Call) and node not in unsure]
-        expectations = [
-            changes
-            for node in nodes
-            for changes in (self._assertion(node.test) if isinstance(node, ast.Assert) else self._call(node))
-            if changes
-        ]
+        groups = (self._assertion(node.test) if isinstance(node, ast.Assert) else self._call(node) for node in nodes)
+        expectations = [changes for group in groups for changes in group if changes]
         if len(expectations) > EXPECTATIONS:
             expectations = self.rng.sample(expectations, EXPECTATIONS)
         share = max(1, min(VALUES, CHANGES // max(1, len(expectations))))

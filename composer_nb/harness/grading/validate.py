@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -153,12 +154,8 @@ def standing_alone(task: Task, plan: GradePlan, failing: Iterable[str], boxes: B
     if len(tried) < INDEPENDENT:
         return plan
     twins = [twin for key_twins in tried.values() for twin in key_twins]
-    jobs = [
-        lone_job(task, files, twin, changed)
-        for twin in twins
-        for files in (gold, pristine)
-        for changed in (False, True)
-    ]
+    cases = product(twins, (gold, pristine), (False, True))
+    jobs = [lone_job(task, files, twin, changed) for twin, files, changed in cases]
     try:
         ran = boxes.run([replace(lone_run, test_s=TEST_S, explain=True) for lone_run in jobs if lone_run is not None])
     except (SandboxDied, RunnerEnded):

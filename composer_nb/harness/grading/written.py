@@ -95,7 +95,5 @@ def _reads(task: Task, text: str) -> set[str]:
 
 def _passes(run: JobResult, keys: set[str]) -> bool:
     """Return whether these tests pass, of which there are some, and no other test fails."""
-    broken = run.flags & {"timeout", "ended_early"} or any(
-        result.outcome == "failed" for result in run.results.values()
-    )
+    broken = run.flags & {"timeout", "ended_early"} or "failed" in {result.outcome for result in run.results.values()}
     return bool(keys) and not broken and all(run.result(key).passed for key in keys)

@@ -328,13 +328,8 @@ class BwrapBackend(ResidentBackend):
             where = ",".join(map(str, entered)) or "-"
             command = [self._interpreter.path, "-I", "-S", "-c", STAGE, str(plan.fileno()), where]
             command += [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
-            command += [
-                "--hostname",
-                "sandbox",
-                "--setenv",
-                "PYTHONHASHSEED",
-                "0",
-            ]  # so that calls see sets in one order
+            # One seed, so that calls see sets in one order.
+            command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]
             command += self._layout.zygote(self.devices)
             command += ["--chdir", "/", "--remount-ro", "/", "--"]
             command += [self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed

@@ -42,9 +42,7 @@ class CachedExecutor:
 
     def __init__(self, sandboxes: Executor, size: int = 1 << 17) -> None:
         self.sandboxes, self.size = sandboxes, size
-        self.asked = 0
-        self.executed = 0
-        self._lock = threading.Lock()  # of what is known and the counts
+        self._lock = threading.Lock()  # of what is known and what waits
         self._running = threading.Lock()  # a thread runs at a time, for all that wait
         self._waiting: dict[bytes, CallRequest] = {}
         self._known: OrderedDict[bytes, tuple[CallOutcome, ...]] = OrderedDict()
@@ -59,8 +57,6 @@ class CachedExecutor:
                 answers |= self._recall(missing)
                 if not missing.keys() <= answers.keys():
                     answers |= self._run(missing)
-        with self._lock:
-            self.asked += len(requests)
         return [answers[key] for key in keys]
 
     def _run(self, requests: dict[bytes, CallRequest]) -> dict[bytes, tuple[CallOutcome, ...]]:
@@ -77,7 +73,6 @@ class CachedExecutor:
             outcomes = run_merged(list(together.values()), self.sandboxes)
         answers = dict(zip(together, outcomes, strict=True))
         with self._lock:
-            self.executed += len(answers)
             self._store(answers)
         return answers
 

@@ -183,12 +183,10 @@ _ERROR = TypeAdapter(tuple[int, str])
 
 GRACE_S = 5.0  # that the host waits beyond the resident program's own deadlines
 START_S = 20.0  # within which a sandbox must be ready; more on a busy machine
-SPARE = (
-    64 << 20
-)  # maximum bytes of an answer beyond the requested data, for headers, also of an archive with very many files
-AHEAD = (
-    1 << 16
-)  # bytes of requests that are sent ahead of the answers to earlier ones: a socket's buffer holds twice as much
+# Maximum bytes of an answer beyond the requested data, for headers, also of an archive with very many files.
+SPARE = 64 << 20
+# Bytes of requests that are sent ahead of the answers to earlier ones: a socket's buffer holds twice as much.
+AHEAD = 1 << 16
 HEADER = 1000  # maximum bytes of an answer's header
 LONGEST_S = 1e6  # maximum time limit of a command
 

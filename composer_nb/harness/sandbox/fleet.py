@@ -182,10 +182,9 @@ class SandboxFleet(Backend):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         need = FILES * limits.alive * len(backends) + 1000
         if soft < need:
+            raised = need if hard == resource.RLIM_INFINITY else min(need, hard)
             with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(
-                    resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard)
-                )
+                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
     def use(self, host: int) -> HostUse:
         """Return the live use of a host. The backends of one process are all on this machine."""

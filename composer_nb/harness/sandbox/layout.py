@@ -160,9 +160,8 @@ def packages(folders: Sequence[str]) -> tuple[str, ...]:
     where = [folder for folder in folders if os.path.isdir(folder)]
     command = [find, *where, "-maxdepth", str(DEPTH), "-type", "d", *named(BARREN), "-prune", "-o"]
     command += ["(", "-type", "d", *named(PACKAGES), "-o", *named(RECORDS), ")", "-prune", "-print0"]
-    output = subprocess.run(
-        command, capture_output=True, check=False
-    ).stdout  # unreadable folders are no sandbox's either
+    # Unreadable folders are no sandbox's either.
+    output = subprocess.run(command, capture_output=True, check=False).stdout
     paths = {Path(os.fsdecode(path)) for path in output.split(b"\0") if path}
     paths = {path.parent if any(path.match(name) for name in RECORDS) else path for path in paths}
     return tuple(sorted(str(path) for path in paths if not (path / "os.py").is_file() and str(path) not in where))

@@ -57,9 +57,8 @@ def is_plain(source: str) -> bool:
     their variables and BUILTINS, no call but of BUILTINS and `append`, and no default value."""
     nodes = nodes_of(source) if len(source) <= LONGEST else []
     functions = nodes[0].body if nodes and isinstance(nodes[0], ast.Module) else []
-    return (
-        bool(functions) and all(isinstance(node, _NODES) for node in nodes) and all(map(_is_plain_function, functions))
-    )
+    has_plain_nodes = all(isinstance(node, _NODES) for node in nodes)
+    return bool(functions) and has_plain_nodes and all(map(_is_plain_function, functions))
 
 
 def _is_plain_function(statement: ast.stmt) -> bool:
@@ -106,10 +105,9 @@ def _called_modules(request: CallRequest) -> dict[str, str]:
     if request.module == CALLER and files.get(f"{CALLER}.py") == CALLER_SOURCE:
         names = {argument.split("'", 2)[1] for argument in request.arguments}
     sources = {name: files.get(f"{name}.py", "") for name in names}
-    is_fit = (
-        request.limits is None and names.isdisjoint(sys.stdlib_module_names) and all(map(is_plain, sources.values()))
-    )
-    return sources if is_fit else {}
+    if request.limits is not None or not names.isdisjoint(sys.stdlib_module_names):
+        return {}
+    return sources if all(map(is_plain, sources.values())) else {}
 
 
 def _merged(requests: Sequence[CallRequest]) -> CallRequest:

@@ -56,9 +56,8 @@ class ChunkTable:
         self.paths = sorted(files)
         indexed = [files[path] for path in self.paths]
         counts = np.concatenate([np.zeros(0, np.int32), *(file.chunks.counts for file in indexed)])
-        self.file = np.repeat(
-            np.arange(len(indexed)), [len(file.chunks.counts) for file in indexed]
-        )  # [C], into `paths`
+        sizes = [len(file.chunks.counts) for file in indexed]
+        self.file = np.repeat(np.arange(len(indexed)), sizes)  # [C], into `paths`
         self.spans = np.concatenate([np.zeros((0, 2), np.int32), *(file.chunks.spans for file in indexed)])
         self.vectors = np.concatenate([np.zeros((0, width), np.float32), *(file.vectors for file in indexed)])
         self.terms = np.concatenate([np.zeros(0, np.uint64), *(file.chunks.terms for file in indexed)])
@@ -79,9 +78,8 @@ class ChunkTable:
         same = terms[index] == self.terms[some]
         some, index = some[same], index[same]
         frequency = np.bincount(index, minlength=len(terms))  # a chunk holds a term once
-        idf = np.array([query[int(term)] for term in terms]) * np.log1p(
-            (len(self.file) - frequency + 0.5) / (frequency + 0.5)
-        )
+        rarity = np.log1p((len(self.file) - frequency + 0.5) / (frequency + 0.5))
+        idf = np.array([query[int(term)] for term in terms]) * rarity
         weight, chunk = self.weights[some], self.chunk[some]
         impact = weight * (K1 + 1) / (weight + K1 * (1 - B + B * self.length[chunk] / self.length.mean()))
         return np.bincount(chunk, idf[index] * impact, len(self.file)).astype(np.float32)

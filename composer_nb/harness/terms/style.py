@@ -62,9 +62,8 @@ def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[
 
 def _delta(rollout: Rollout, index: int) -> float:
     findings("")
-    return saturated(
-        sum(findings(new)[index] - findings(old)[index] for _, old, new in _changed(rollout.before, rollout.files))
-    )
+    changed = _changed(rollout.before, rollout.files)
+    return saturated(sum(findings(new)[index] - findings(old)[index] for _, old, new in changed))
 
 
 @term
@@ -208,15 +207,13 @@ def rewritten(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list
         for function in defined(text).functions
         if function.shape and function in defined(after.get(path, "")).functions
     ]
-    names = [
-        function.name
-        for path, function, fresh in written
-        if any(
-            function.shape == other.shape or (fresh and other.top and home != path and function[:3] == other[:3])
-            for home, other in helpers
-        )
-    ]
-    return names, len(written)
+    shapes = {helper.shape for _, helper in helpers}
+
+    def is_there(path: str, function: Defined, fresh: bool) -> bool:
+        homes = {home for home, helper in helpers if helper.top and helper[:3] == function[:3]}
+        return function.shape in shapes or (fresh and bool(homes - {path}))
+
+    return [function.name for path, function, fresh in written if is_there(path, function, fresh)], len(written)
 
 
 @term

@@ -65,10 +65,8 @@ def tool(**traits: Any) -> Callable[[Callable[..., Any]], Tool]:
         fields: dict[str, Any] = {}
         for parameter in parameters:
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (
-                parameter.annotation,
-                Field(default, description=described.pop(parameter.name, None)),
-            )
+            field = Field(default, description=described.pop(parameter.name, None))
+            fields[parameter.name] = (parameter.annotation, field)
         assert not described, f"{function.__name__} has no parameter {', '.join(described)}"
         model = create_model(function.__name__, __base__=Arguments, **fields)
         text = " ".join(description.splitlines())

@@ -8,6 +8,7 @@ import posixpath
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -141,10 +142,8 @@ class Session:
     def place(self, text: str | None) -> str:
         """Return the path of an existing file or folder. Raises ToolError and OSError like `path` and `exists`."""
         path = self.path(text or ".")
-        try:
+        with suppress(IsADirectoryError):
             self.sandbox.read(path, max_bytes=0)
-        except IsADirectoryError:
-            pass
         return path
 
     def text(self, path: str) -> str:

@@ -22,7 +22,7 @@ from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hin
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
-from composer_nb.harness.tools.session import DOING, SHOWN, Observation, Search, Session
+from composer_nb.harness.tools.session import DOING, SHOWN, Search, Session
 from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
@@ -201,19 +201,15 @@ class ToolSet:
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
             observation = _called(tool, session, arguments)
+            counts: dict[str, Any]
             if isinstance(observation, str):
-                observation = Observation(text=observation, **(tested(observation) if tool.needs == "bash" else {}))
+                text, counts = observation, tested(observation) if tool.needs == "bash" else {}
             else:
                 if len(observation.text) > SHOWN:
                     wait(before)
-                observation = replace(observation, text=session.fit(observation.text, tool.name))
-            reply = Reply(
-                call=call,
-                text=observation.text,
-                tests_passed=observation.tests_passed,
-                tests_run=observation.tests_run,
-                ends=tool.ends,
-            )
+                text = session.fit(observation.text, tool.name)
+                counts = {"tests_passed": observation.tests_passed, "tests_run": observation.tests_run}
+            reply = Reply(call=call, text=text, ends=tool.ends, **counts)
         except (SandboxFailure, TooManyBlocked):
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on

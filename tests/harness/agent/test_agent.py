@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.chat import CallResult, Said, Written
+from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.turns import Limits
@@ -83,7 +83,7 @@ def test_a_task_is_solved(agent: Agent, task: Task, typist: Make, sandboxes: San
 def test_whatever_is_written_limits_hold_and_everything_is_counted(
     renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, data: st.DataObject
 ) -> None:
-    prompt = len(renderer.prompt(task.instruction))
+    prompt = len(renderer.read([User(text=task.instruction)]))
     limits = Limits(
         turns=data.draw(st.integers(1, 5), "turns"),
         turn_tokens=data.draw(st.integers(1, 40), "turn_tokens"),
@@ -107,7 +107,7 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         assert rollout.messages == limits.turns
     else:
         first = max(index for index, turn in enumerate(rollout.turns) if not turn.beside)
-        last = renderer.results([CallResult(id="", text=turn.observation) for turn in rollout.turns[first:]])
+        last = renderer.read([CallResult(id="", text=turn.observation) for turn in rollout.turns[first:]])
         assert rollout.stop == "tokens" and rollout.tokens + len(last) >= limits.tokens
 
 
@@ -115,7 +115,7 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
 def test_a_prompt_that_leaves_no_room_is_an_error(
     renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, room: int
 ) -> None:
-    size = len(renderer.prompt(task.instruction))
+    size = len(renderer.read([User(text=task.instruction)]))
     agent = Agent(renderer, limits=Limits(tokens=size + room))
     with pytest.raises(ValueError, match=rf"task keep: its prompt has {size} tokens, and limits\.tokens={size + room}"):
         run(agent, task, typist(calls(renderer)), boxes("1"))

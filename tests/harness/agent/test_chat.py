@@ -123,7 +123,7 @@ def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: Ch
     assert special(renderer, renderer.open(text + "x")) == special(renderer, renderer.open("x"))
     results = [CallResult(id="functions.do:0", text=text)]
     baseline = [CallResult(id="a", text="x")]
-    assert special(renderer, renderer.results(results)) == special(renderer, renderer.results(baseline))
+    assert special(renderer, renderer.read(results)) == special(renderer, renderer.read(baseline))
     turns = [make_turn(renderer, "", [call("do", s="", a=a)]) for a in ([text.replace("</parameter>", "")], [])]
     assert len({str(special(renderer, renderer.turn(turn))) for turn in turns}) == 1
 

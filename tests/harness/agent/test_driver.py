@@ -72,9 +72,8 @@ def test_in_lockstep_turns_begin_in_order_whoever_is_first_and_however_often_the
                 driver.add(number := waiting.pop(0), job(number))
             endings.append(driver.wait(seconds))
             rounds += 1
-        assert policy.threads == {threading.get_ident()}, (
-            "an engine's device and number of threads are its thread's own"
-        )
+        # An engine's device and number of threads are its thread's own.
+        assert policy.threads == {threading.get_ident()}
         return policy.noted, [ended for ended in endings if ended], rounds
 
     long_waits, short_waits = run(math.inf), run(0.01)

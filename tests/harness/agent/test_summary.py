@@ -91,7 +91,7 @@ def test_the_baselines_are_values_of_one_setting(
         query = renderer.ask(PROMPTED)
         assert all(" ".join(map(str, query)) in " ".join(map(str, s.token_ids)) for s in segments[:-1])
         return
-    prompt = renderer.prompt(task.instruction)
+    prompt = renderer.read([User(text=task.instruction)])
     for before, segment in zip(segments, segments[1:], strict=False):
         ids, first = segment.token_ids.tolist(), segment.messages[0][0]
         assert ids[: len(prompt)] == prompt and not (segment.kind == Kind.SUMMARY).any()
@@ -103,11 +103,8 @@ def test_the_baselines_are_values_of_one_setting(
 def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
     total_tokens = long_attempt(renderer, task, sandboxes).rollout.tokens
     result = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=total_tokens // 2))
-    assert (
-        result.rollout.stop == "tokens"
-        and result.rollout.tokens <= total_tokens // 2
-        and len(result.rollout.segments) > 1
-    )
+    assert result.rollout.stop == "tokens" and len(result.rollout.segments) > 1
+    assert result.rollout.tokens <= total_tokens // 2
     short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=275))
     assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 275
 
@@ -125,9 +122,8 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     assert summary_ids == wild[:7] and len(rest) == 2
     thinking = summary_ids.index(renderer.to) + 1
     assert first.kind[first.messages[-1]].tolist() == [Kind.THINKING] * thinking + [Kind.SUMMARY] * (7 - thinking)
-    assert renderer.tokenizer.decode(summary_ids[thinking:]).strip() in renderer.tokenizer.decode(
-        rest[0].token_ids.tolist()
-    )
+    second_text = renderer.tokenizer.decode(rest[0].token_ids.tolist())
+    assert renderer.tokenizer.decode(summary_ids[thinking:]).strip() in second_text
     rollouts = [request.rollout for request in policy.requests]
     assert {*rollouts} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
     assert {first_segment(number) for number in rollouts} == {1}
@@ -151,9 +147,8 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     chat = chat_renderer(QwenRenderer, renderer.tokenizer)
     plan = call("todo_write", merge=False, todos=[{"id": "1", "content": "look", "status": "pending"}])
     plan_ids, search = chat.turn(turn([plan])), chat.turn(turn([call("grep", pattern="todo_write", path=HISTORY)]))
-    summary, second = (
-        [*chat.encode(text), chat.end] for text in (f"so far\n{OPENS}\nI wrote a plan", f"{OPENS}\nI looked")
-    )
+    summary = [*chat.encode(f"so far\n{OPENS}\nI wrote a plan"), chat.end]
+    second = [*chat.encode(f"{OPENS}\nI looked"), chat.end]
     turn_ids = [plan_ids, search, summary, search, search, second, chat.turn(Said(text="Done."))]
     prompts: list[list[int]] = []
 
@@ -171,7 +166,6 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     resumed = chat.tokenizer.decode(prompts[3], skip_special_tokens=False)
     for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):
         assert part in resumed
-    assert result.rollout.turns[1].error and "todo_write" in result.rollout.turns[2].observation, (
-        "there is a history by then"
-    )
+    assert result.rollout.turns[1].error
+    assert "todo_write" in result.rollout.turns[2].observation, "there is a history by then"
     assert set(result.rollout.files) == set(task.files)

@@ -94,9 +94,8 @@ def test_a_model_as_the_user_knows_the_request_and_the_facts_alone(open_task: Ta
     assert open_task.instruction in persona and ANSWER in persona and UNKNOWN in persona
     transcript = json.dumps(bodies)
     secret = (*open_task.files.values(), *open_task.tests.values(), *open_task.solution.values())
-    assert not any(json.dumps(text)[1:-1] in transcript for text in secret) and not any(
-        "tools" in body for body in bodies
-    )
+    assert not any(json.dumps(text)[1:-1] in transcript for text in secret)
+    assert not any("tools" in body for body in bodies)
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     assert [message["role"] for message in bodies[2]["messages"]] == roles
 
@@ -175,10 +174,8 @@ def test_a_summary_is_asked_for_after_the_answer(open_task: Task, sandboxes: Any
     result, _ = with_tokens("compact", open_task, sandboxes, turns, summary=summary)
     first, second = result.rollout.segments
     news = [*renderer.answers([User(text=ANSWER)]), *renderer.ask(renderer.queries["self"])]
-    assert result.grade.passed and first.token_ids[: question_end + len(news)].tolist() == [
-        *segment.token_ids[:question_end],
-        *news,
-    ]
+    assert result.grade.passed
+    assert first.token_ids[: question_end + len(news)].tolist() == [*segment.token_ids[:question_end], *news]
     assert (first.kind[question_end + len(news) :] == Kind.SUMMARY).all()
     assert [len(part.messages) for part in (first, second)] == [3, 2]
 
@@ -190,9 +187,7 @@ def test_a_run_asks_its_user_and_says_so_in_the_system_text(open_task: Task, tmp
     tokenizer = train_tokenizer([open_task.instruction], 420, FORMATS["qwen"].tokens)
     limits = Limits(turns=8, turn_tokens=200, tokens=20_000)
     with Sandboxes() as sandboxes:
-        agent, silent = (
-            make_agent(env_settings, tokenizer, limits, sandboxes) for env_settings in (env, replace(env, user=""))
-        )
+        agent, silent = (make_agent(variant, tokenizer, limits, sandboxes) for variant in (env, replace(env, user="")))
 
         def script(number: int) -> Any:
             yield QUESTION

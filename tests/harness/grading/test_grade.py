@@ -142,9 +142,8 @@ def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any) -> None:
 def test_a_check_runs_the_tests_again(ask: Any) -> None:
     """`tasks check` compares two runs, and would never find a difference between a run and what was remembered of it."""
     backend: Any = SimpleNamespace(name="bwrap", create=None)
-    task = with_plan(TARGET, GradePlan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
-        update={"solution": {MODULE: RIGHT}}
-    )
+    task = with_plan(TARGET, GradePlan(digest=digest(TARGET), tests={"a": "a"}))
+    task = task.model_copy(update={"solution": {MODULE: RIGHT}})
     failed = Grade(status="graded", tests={"a": False})
     grader = ask(CLEAN, failed, failed, failed)
     row = check_task(task, backend)

@@ -56,9 +56,8 @@ def test_a_hidden_tests_place_cannot_be_taken(path: str) -> None:
 def test_what_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "MAX_FILE_BYTES", 10)
     monkeypatch.setattr(diff, "MAX_CHANGED_BYTES", 15)
-    filtered = changes(
-        TASK, PRISTINE | {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
-    )
+    files = {"src/b.py": b"x" * 11, "src/c.py": b"y" * 9, "src/d.py": b"z" * 7, "src/e.py": b"e"}
+    filtered = changes(TASK, PRISTINE | files)
     assert filtered.dropped == {"src/b.py": "too_large", "src/d.py": "too_large"} and filtered.flags == ("too_large",)
     assert set(filtered.files) - set(PRISTINE) == {"src/c.py", "src/e.py"}
 
@@ -72,11 +71,8 @@ def test_too_many_files_or_folders_are_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert len(changes(TASK, PRISTINE | deep).files) == len(PRISTINE) + 2
 
 
-PATHS = st.lists(
-    st.sampled_from(["src", "lib", "f.py", "a.py", "conftest.py", "tests", "..", "", "__pycache__", ".git", "x.pyc"]),
-    min_size=1,
-    max_size=4,
-).map("/".join)
+NAMES = ["src", "lib", "f.py", "a.py", "conftest.py", "tests", "..", "", "__pycache__", ".git", "x.pyc"]
+PATHS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("/".join)
 
 
 @given(st.dictionaries(PATHS, st.binary(max_size=4), max_size=6), st.sets(st.sampled_from(sorted(PRISTINE))))

@@ -75,9 +75,8 @@ def test_how_tests_end(run: Run) -> None:
     }  # fmt: skip
     skipped = "test_skips test_expected test_may_fail test_may_pass"
     skipped += " Cases::test_expected_case Cases::test_skipped_sub"
-    assert {key for key, outcome in results.items() if outcome == "skipped"} == {
-        f"{name}#0" for name in skipped.split()
-    }
+    skipped_keys = {key for key, outcome in results.items() if outcome == "skipped"}
+    assert skipped_keys == {f"{name}#0" for name in skipped.split()}
     assert job_result.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
     assert job_result.results["test_a.py::test_fails#0"].why == "AssertionError"
     assert job_result.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
@@ -201,8 +200,7 @@ def test_nobody_takes_back_the_word_that_a_run_began(run: Run) -> None:
 
 def test_what_does_not_fit_ends_before_it_begins(backend: Backend) -> None:
     spec = SandboxSpec(memory_bytes=128 << 20, disk_bytes=32 << 20)
-    job = TestJob(
-        files={"a": b"a" * (30 << 20), "b": b"b" * (30 << 20)}, hidden={"test_a.py": ""}, tests=("test_a.py",)
-    )
+    files = {"a": b"a" * (30 << 20), "b": b"b" * (30 << 20)}
+    job = TestJob(files=files, hidden={"test_a.py": ""}, tests=("test_a.py",))
     with pytest.raises((RunnerEnded, SandboxDied, SandboxFailure), match="before it began|used up|could not begin"):
         Boxes(backend=backend, spec=spec).run([job])

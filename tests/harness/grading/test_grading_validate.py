@@ -133,10 +133,8 @@ def test_second(): assert LEFT and f(2) == 3
     third = "from f import f\ndef test_third(): assert f(3) == 4\n"
     validation = validate_task(make_task({"test_f.py": tests, "test_g.py": third}), backend)
     assert validation.valid and validation.plan is not None, validation.problems
-    assert {key for twin in validation.plan.twins for key in twin.keys} == {
-        "test_f.py::test_second#0",
-        "test_g.py::test_third#0",
-    }
+    keys = {key for twin in validation.plan.twins for key in twin.keys}
+    assert keys == {"test_f.py::test_second#0", "test_g.py::test_third#0"}
     assert len(validation.plan.tests) == 3
 
 

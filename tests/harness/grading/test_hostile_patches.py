@@ -57,9 +57,8 @@ def exit_code(patch: Patch, backend: Backend) -> int:
 def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, GradePlan]) -> None:
     """Everything right but one function, which peeks: the test that it is for tells, whichever run gets its twin."""
     right = TARGET.solution[MODULE].replace("part / whole", "answer('share', (part, whole), 0)")
-    peek = "def answer(name, arguments, wrong):\n" + "".join(
-        f"    {line}\n" for line in ANSWER["frame_peek"].splitlines()
-    )
+    body = "".join(f"    {line}\n" for line in ANSWER["frame_peek"].splitlines())
+    peek = "def answer(name, arguments, wrong):\n" + body
     files = Patch(id="", title="", case=12, files={MODULE: (right + "\n\n" + peek).encode()}).workspace
     for _ in range(3):
         grade = grade_pytest(TARGET, files, backend, plans[TARGET.id])

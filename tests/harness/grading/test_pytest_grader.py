@@ -154,9 +154,8 @@ def test_a_written_test_that_reads_the_clock_seldom_tells_a_mutant(
     make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right versions, three times the code and one in other words, come in any order with the mutants."""
-    early = [
-        box.JobResult(results={"t": box.TestResult(outcome=outcome)}) for outcome in ["passed"] * 4 + ["failed"] * 2
-    ]
+    outcomes = ["passed"] * 4 + ["failed"] * 2
+    early = [box.JobResult(results={"t": box.TestResult(outcome=outcome)}) for outcome in outcomes]
     monkeypatch.setattr(box.Boxes, "run", lambda boxes, jobs: early)
     facts = {"mutants": '[{"f.py": "1"}, {"f.py": "2"}]', "equivalents": '[{"f.py": "3"}]'}
     files = {"f.py": "0", "test_f.py": ""}

@@ -89,10 +89,8 @@ def test_no_kept_call_gives_another_of_its_function_away() -> None:
 
 
 def test_functions_whose_calls_tell_are_asked_apart() -> None:
-    encoding, decoding = (
-        call("plain text", "coded text", name="encode"),
-        call("coded text", "plain text", name="decode"),
-    )
+    encoding = call("plain text", "coded text", name="encode")
+    decoding = call("coded text", "plain text", name="decode")
     others = [call(n, n, telling=False, name=f"g{n}") for n in range(5)]
     selected = chosen([encoding, decoding], others)
     assert selected == (encoding, decoding, *others)
@@ -218,9 +216,8 @@ def test_all(monkeypatch):
 @pytest.fixture(scope="module")
 def calls_by_name(make_task: Make, backend: Backend) -> dict[str, list[RecordedCall]]:
     """Return the calls that are kept of `TESTS`, by name, where the start knows none of the functions."""
-    task = make_task(
-        {"test_a.py": TESTS}, {"module.py": "", "other.py": OTHER}, {"module.py": GOLD}, scope=("module.py",)
-    )
+    start = {"module.py": "", "other.py": OTHER}
+    task = make_task({"test_a.py": TESTS}, start, {"module.py": GOLD}, scope=("module.py",))
     plan = GradePlan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
     by_name: dict[str, list[RecordedCall]] = {}
     with pytest.MonkeyPatch.context() as patching:
@@ -243,11 +240,8 @@ def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(calls_by_name: dict
         plain = (kind, after) == ("returned", None)
         return (tuple(positional), named, decode(value)) if plain else (kind, value, after)
 
-    calls = {
-        name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr)
-        for name in calls_by_name
-        if "items" not in name
-    }
+    full_names = [name for name in calls_by_name if "items" not in name]
+    calls = {name.partition(".")[2]: sorted(map(as_values, calls_by_name[name]), key=repr) for name in full_names}
     # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
     assert calls["plain"] == [
         ((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),
@@ -256,9 +250,8 @@ def test_pure_calls_are_kept_with_what_goes_in_and_comes_out(calls_by_name: dict
     assert calls["recovers"] == [(("7",), {}, 7)] and calls["_private"] == [((1,), {}, 3)]
     assert calls["fails"] == [("raised", "KeyError", None)]
     assert calls["fills"] == [("returned", None, [{"list": [{"list": [1, 2]}, 2]}, {"dict": []}])]
-    assert json.loads(calls_by_name["module.fills"][0].given)[0] == {"list": [{"list": [1]}, 2]}, (
-        "as it was before the call"
-    )
+    [positional, _] = json.loads(calls_by_name["module.fills"][0].given)
+    assert positional == {"list": [{"list": [1]}, 2]}, "as it was before the call"
     assert json.loads(calls_by_name["module.items"][0].said) == ["returned", {"iterator": [0, 1, 2]}, None]
 
 
@@ -319,9 +312,8 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
     )
     leak = workspace(task, leaky)
     [job_result] = Boxes(backend=backend).run([replace(asking, files=leak)])
-    assert len(job_result.answers) == 6 and all(
-        json.loads(answer)[:2] == ["returned", 0] for answer in job_result.answers.values()
-    )
+    assert len(job_result.answers) == 6
+    assert all(json.loads(answer)[:2] == ["returned", 0] for answer in job_result.answers.values())
 
 
 def test_a_check_says_what_guards_a_task(task: Task) -> None:

@@ -18,6 +18,7 @@ from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start_sandbox
 from composer_nb.harness.tasks.task import Task, read_tasks
+from tests.folders import write
 from tests.harness.foreign import FOREIGN, lay
 
 
@@ -155,16 +156,10 @@ RUNS_PYTEST = (
 
 
 def host_task(tmp_path: Path, dockerfile: str) -> Task:
-    path = lay("plain", tmp_path)
-    (path / "task.toml").write_text(HOST)
-    (path / "environment/workspace").mkdir()
-    (path / "environment/workspace/sums.py").write_text("def add(a, b):\n    return a - b\n")
-    (path / "environment/Dockerfile").write_text(dockerfile)
-    (path / "tests/test.sh").write_text(RUNS_PYTEST)
-    (path / "tests/test_it.py").write_text(
-        "import sys\nsys.path.insert(0, '.')\nfrom sums import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
-    )
-    return Task.from_harbor(path)
+    test = "import sys\nsys.path.insert(0, '.')\nfrom sums import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    files = {"task.toml": HOST, "environment/Dockerfile": dockerfile, "tests/test.sh": RUNS_PYTEST}
+    files |= {"tests/test_it.py": test, "environment/workspace/sums.py": "def add(a, b):\n    return a - b\n"}
+    return Task.from_harbor(write(lay("plain", tmp_path), files))
 
 
 def test_without_an_image_pytest_is_there(tmp_path: Path, backend: Backend) -> None:
@@ -235,15 +230,9 @@ echo ${x:-0} > /logs/verifier/reward.txt
 """
 
 
-def with_artifacts(toml: str, **changes: Any) -> Task:
-    foreign_files = ForeignFiles(
-        name="t", toml=f'{toml}\n[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
-    )
-    return task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files, **changes)
-
-
 def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
-    task = with_artifacts(ARTIFACTS)
+    foreign_files = ForeignFiles(name="t", toml=ARTIFACTS + HOST, executable=("tests/test.sh",))
+    task = task_of(SEES, solution={"solve.sh": LEAVES}, kept=foreign_files)
     assert not list(obstacles(task))
     final_files = _left(task, backend, solve=True)
     assert {path for path in final_files if path.startswith("/")} == {
@@ -270,7 +259,7 @@ def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: B
 )
 def test_an_agents_files_that_do_not_fit_are_its_own_fault(files: dict[str, bytes], backend: Backend) -> None:
     """An agent must not be able to have its failing grade thrown away."""
-    toml = '[environment]\nstorage_mb = 1\n[metadata.composer_nb]\nruntime = "host-python"\n'
+    toml = f"[environment]\nstorage_mb = 1\n{HOST}"
     foreign_files = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
     task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=foreign_files)
     result = grade_script(task, files, backend)

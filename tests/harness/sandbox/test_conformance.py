@@ -13,6 +13,7 @@ from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.system.linux import patience
 from tests.harness.sandbox.conftest import SMALL, make
+from tests.waiting import wait_until
 
 
 def shell(box: Sandbox, text: str, timeout_s: float = 20.0) -> str:
@@ -107,10 +108,7 @@ MEET = 'touch "at-$0"; until [ -e at-0 -a -e at-1 -a -e at-2 -a -e go ]; do slee
 
 
 def wait_for(box: Sandbox, *names: str) -> None:
-    deadline = time.monotonic() + patience(20)
-    while not {*names} <= {entry.name for entry in box.entries()}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: {*names} <= {entry.name for entry in box.entries()})
 
 
 def test_commands_of_several_threads_meet_and_files_are_answered_meanwhile(box: Sandbox) -> None:
@@ -366,8 +364,7 @@ def test_a_closed_backend_makes_nothing_and_leaves_nothing(backend: Backend, req
     threads = [threading.Thread(target=create) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while not boxes:
-        time.sleep(0.05)
+    wait_until(lambda: boxes)
     closing.close()
     for thread in threads:
         thread.join(timeout=patience(60))

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -87,22 +88,29 @@ def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def built(docker_client: Any, name: str, *lines: str) -> Iterator[str]:
+    """Build the host's image with further lines of a Dockerfile, return its name, and remove it in the end."""
+    text, tag = "\n".join([f"FROM {host_image(docker_client)}", "USER 0", *lines]), f"composer-nb-test:{name}"
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    try:
+        yield tag
+    finally:
+        docker_client.images.remove(tag, force=True)
+
+
 @pytest.mark.docker
 def test_what_an_image_sets_holds_for_commands(docker_client: Any, backend: DockerBackend) -> None:
     """As with `docker exec`: packages of a project often lie in an environment that only the image's PATH names."""
-    lines = ["USER 0", "RUN mkdir -p /opt/x/bin && ln -s /bin/echo /opt/x/bin/said"]
-    lines += ["ENV PATH=/opt/x/bin:/usr/local/bin:/usr/bin:/bin GREETING='a = b' HOME=/root"]
-    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:environment"
-    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
-    try:
+    program = "RUN mkdir -p /opt/x/bin && ln -s /bin/echo /opt/x/bin/said"
+    variables = "ENV PATH=/opt/x/bin:/usr/local/bin:/usr/bin:/bin GREETING='a = b' HOME=/root"
+    with built(docker_client, "environment", program, variables) as tag:
         with backend.create(SandboxSpec(image=tag)) as box:
             result = box.exec(["sh", "-c", 'said "$GREETING" $HOME'])
             assert (result.exit_code, result.stdout) == (0, b"a = b /workspace\n")
             assert box.exec(["sh", "-c", "echo $GREETING"], env={"GREETING": "mine"}).stdout == b"mine\n"
         with backend.create() as box:
             assert box.exec(["said"]).exit_code == 127
-    finally:
-        docker_client.images.remove(tag, force=True)
 
 
 @pytest.mark.docker
@@ -114,12 +122,7 @@ def test_shared_memory_holds_no_programs(backend: DockerBackend) -> None:
 
 @pytest.mark.docker
 def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> None:
-    host = host_image(docker_client)
-    lines = {"no-python": "RUN rm /usr/bin/python3*", "volume": "VOLUME /data"}
-    for name, line in lines.items():
-        text = f"FROM {host}\nUSER 0\n{line}\n"
-        docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=f"composer-nb-test:{name}", rm=True)
-    try:
+    with built(docker_client, "no-python", "RUN rm /usr/bin/python3*"), built(docker_client, "volume", "VOLUME /data"):
         for image, message in (
             ("composer-nb-none/such:1", "has no image composer-nb-none/such:1: `docker pull"),
             ("composer-nb-test:no-python", "composer-nb-test:no-python has no python3"),
@@ -127,23 +130,15 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
         ):
             with pytest.raises(SandboxUnavailable, match=message):
                 backend.create(SandboxSpec(image=image))
-    finally:
-        for name in lines:
-            docker_client.images.remove(f"composer-nb-test:{name}", force=True)
     assert ours(docker_client) == []
 
 
 @pytest.mark.docker
 def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: Any, monkeypatch: pytest.MonkeyPatch):
     """A container's soft limit of open files is 1024 with current engines; each map takes one."""
-    lines = [
-        "USER 0",
-        "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken",
-    ]
-    text, tag = "\n".join([f"FROM {host_image(docker_client)}", *lines]), "composer-nb-test:many"
-    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    many = "RUN mkdir /many && cd /many && seq 3000 | split -l 1 -a 4 && chmod 0 xaaaa && ln -s none broken"
     configuration = DockerBackend._configuration
-    try:
+    with built(docker_client, "many", many) as tag:
         for hard, expected in ((1 << 14, True), (1024, False)):
 
             def limited(*args: Any, hard: int = hard) -> dict[str, Any]:
@@ -154,8 +149,6 @@ def test_an_image_of_which_not_every_file_can_be_mapped_is_told(docker_client: A
             monkeypatch.setattr(DockerBackend, "_configuration", limited)
             with DockerBackend() as limited_backend, limited_backend.create(SandboxSpec(image=tag)):
                 assert limited_backend.capabilities().enforced["page_cache"] == expected
-    finally:
-        docker_client.images.remove(tag, force=True)
 
 
 # -- containers ----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from composer_nb.harness.grading.check import check_tasks
 from composer_nb.harness.sandbox import egress, open_backend
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.egress import EgressProxy, destinations, listen_in
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import Task, read_tasks
 from composer_nb.harness.tools.tool_call import call as tool_call
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.foreign import lay
+from tests.waiting import wait_until
 
 CLIENT = """
 import socket, sys
@@ -55,12 +54,6 @@ class Server:
                 peer.sendall(self.name.encode() + b" got " + self.arrived[-1])
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    with open_backend("bwrap") as sandboxes:
-        yield sandboxes
-
-
 @pytest.fixture
 def listed_server() -> Iterator[Server]:
     server = Server("listed")
@@ -75,18 +68,17 @@ def unlisted_server() -> Iterator[Server]:
     server.listener.close()
 
 
-def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, unlisted_server: Server) -> None:
+def test_only_the_listed_host_answers(bwrap: Backend, listed_server: Server, unlisted_server: Server) -> None:
     spec = SandboxSpec(egress=destinations(f"mirror.test=127.0.0.1:{listed_server.port}"))
-    with backend.create(spec) as box:
+    with bwrap.create(spec) as box:
 
         def call(host: str, port: int, message: str) -> tuple[int, str]:
             result = box.exec(["python3", "-c", CLIENT, host, str(port), message], timeout_s=30)
             return result.exit_code, (result.stdout or result.stderr.strip().rpartition(b"\n")[2]).decode().strip()
 
         assert call("mirror.test", listed_server.port, "hello") == (0, "listed got hello")
-        smuggled = (
-            f"CONNECT 127.0.0.1:{unlisted_server.port} HTTP/1.1\\r\\nHost: 127.0.0.1:{unlisted_server.port}\\r\\n\\r\\n"
-        )
+        address = f"127.0.0.1:{unlisted_server.port}"
+        smuggled = f"CONNECT {address} HTTP/1.1\\r\\nHost: {address}\\r\\n\\r\\n"
         assert call("mirror.test", listed_server.port, smuggled)[1].startswith("listed got CONNECT")
         # Names of other hosts, other ports of the listed one, this machine's addresses, and a list of one's own.
         hosts = ("other.test", "mirror.test", "127.0.0.1", "127.80.0.2", "10.0.0.1", "169.254.169.254", "93.184.215.14")
@@ -103,21 +95,19 @@ def test_only_the_listed_host_answers(backend: Backend, listed_server: Server, u
 
 
 @pytest.mark.parametrize("answer", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"])
-def test_a_name_with_a_private_address_is_refused(
-    backend: Backend, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_a_private_address_is_refused(bwrap: Backend, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A public address among the answers does not help: the name of a listed host may be hostile, or answer in turns."""
     answers = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in ("93.184.215.14", answer)]
     lookups: list[str] = []
     monkeypatch.setattr(egress.socket, "getaddrinfo", lambda host, *_, **__: lookups.append(host) or answers)
-    with backend.create(SandboxSpec(egress=destinations("rebound.test:80"))) as box:
+    with bwrap.create(SandboxSpec(egress=destinations("rebound.test:80"))) as box:
         result = box.exec(["python3", "-c", CLIENT, "rebound.test", "80", "x"], timeout_s=30)
         assert b"got" not in result.stdout and lookups == ["rebound.test"]
         assert f"the private address {answer}: list rebound.test={answer}:80" in box.egress_log[0]
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(
-    backend: Backend, listed_server: Server, monkeypatch: pytest.MonkeyPatch
+    bwrap: Backend, listed_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = iter(["93.184.215.14", "127.0.0.1"])
     connected: list[str] = []
@@ -129,7 +119,7 @@ def test_a_connection_goes_to_the_address_that_was_checked(
 
     monkeypatch.setattr(egress.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (next(turns), 80))])
     monkeypatch.setattr(egress.asyncio, "open_connection", connect)
-    with backend.create(SandboxSpec(egress=destinations("turns.test:80"))) as box:
+    with bwrap.create(SandboxSpec(egress=destinations("turns.test:80"))) as box:
         assert b"listed got x" in box.exec(["python3", "-c", CLIENT, "turns.test", "80", "x"]).stdout
         box.exec(["python3", "-c", CLIENT, "turns.test", "80", "x"])
         assert connected == ["93.184.215.14"] and "127.0.0.1" in box.egress_log[1]
@@ -141,19 +131,16 @@ def test_connections_whose_answers_nobody_reads_count(monkeypatch: pytest.Monkey
     server, listener = Server("x" * 60_000), socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     proxy = EgressProxy([egress.Destination("mirror.test", server.port, "", "127.0.0.1")], [listener])
-    deadline, peers = time.monotonic() + patience(10), list[socket.socket]()
+    peers = list[socket.socket]()
     for count in (1, 2, 3):
         peers.append(socket.socket())
         peers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         peers[-1].connect(listener.getsockname())
         peers[-1].shutdown(socket.SHUT_WR)
-        while len(proxy.log) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda count=count: len(proxy.log) >= count)
     assert [line.endswith(": more than 2 connections at a time") for line in proxy.log] == [False, False, True]
     peers[0].close()
-    while proxy._open == 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert proxy._open == 1
+    wait_until(lambda: proxy._open == 1)
     proxy.close()
     server.listener.close()
 
@@ -171,33 +158,29 @@ def test_a_task_that_needs_a_network_runs_with_a_list_alone(tmp_path: Path, list
     (folder / "task.toml").write_text("environment.allow_internet = true\n")
     client = f"python3 -c '{CLIENT}' mirror.test {listed_server.port} x"
     (folder / "solution/solve.sh").write_text(f"#!/bin/bash\n{client} > fetched\n")
-    (folder / "tests/test.sh").write_text(
-        "#!/bin/bash\ngrep -q 'listed got x' fetched && echo 1 > /logs/verifier/reward.txt\n"
-    )
+    script = "#!/bin/bash\ngrep -q 'listed got x' fetched && echo 1 > /logs/verifier/reward.txt\n"
+    (folder / "tests/test.sh").write_text(script)
     destination = f"mirror.test=127.0.0.1:{listed_server.port}"
     [row] = check_tasks(read_tasks(folder))
     assert "allow_internet = true: sandboxes have no network; list the hosts" in row["problem"]
     [row] = check_tasks(read_tasks(folder), egress=destination)
     assert row["ok"] and row["gold"] and not row["none"]
     task = Task.from_harbor(folder)
-    spoken = [
-        turn([tool_call("run_terminal_cmd", command=f"{client} > fetched", is_background=False)]),
-        Said(text="Done."),
-    ]
+    fetch = tool_call("run_terminal_cmd", command=f"{client} > fetched", is_background=False)
+    spoken = [turn([fetch]), Said(text="Done.")]
     with open_backend("bwrap", egress=destination) as sandboxes:
         played = attempt(task, Environment(tools=ToolSet.cursor(), backend=sandboxes), ScriptTurnPolicy(play(spoken)))
     save_attempts(tmp_path / "rollouts.parquet", [played])
     [stored] = load_attempts(tmp_path / "rollouts.parquet", {task.id: task})
-    assert (
-        played.grade.passed and f"mirror.test:{listed_server.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
-    )
+    assert played.grade.passed
+    assert f"mirror.test:{listed_server.port} 127.0.0.1, 1 bytes out" in stored.rollout.egress[0]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone enters the network of a container")
-def test_a_container_gets_its_sockets_from_outside(backend: Backend, listed_server: Server) -> None:
+def test_a_container_gets_its_sockets_from_outside(bwrap: Backend, listed_server: Server) -> None:
     """The way of the backend `docker`, tried on a sandbox of bubblewrap, which has a network of its own too."""
     allowlist = destinations(f"mirror.test=127.0.0.1:{listed_server.port}")
-    with backend.create() as box:
+    with bwrap.create() as box:
         proxy = EgressProxy(allowlist, listen_in(box._machine.channel.peer, allowlist))
         reply = box.exec(["python3", "-c", CLIENT, allowlist[0].local, str(listed_server.port), "x"])
         proxy.close()

@@ -1,8 +1,7 @@
 """The scheduler as a pure machine, and the fleet before real and failing backends."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from composer_nb.harness.sandbox import fleet as fleets
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from tests.harness.sandbox.conftest import SMALL
+from tests.waiting import wait_until
 
 CALM, FULL = fleets.HostUse(0.1, 0.1, 0.1), fleets.HostUse(0.99, 0.1, 0.1)
 PEAK = (0.125, 0.0)
@@ -59,9 +59,8 @@ def test_the_fullest_host_with_room_is_first_and_pressure_is_live() -> None:
     for host, memory in enumerate((0.3, 0.6, 0.85)):
         scheduler.report(host, fleets.HostUse(memory, 0.0, 0.0), 9)
     placements = [scheduler.place(0.0, (0.1, 0.0)) for _ in range(5)]
-    assert [p and p.host for p in placements] == [1, 1, 0, 0, None], (
-        "two start at a time, and the third host has no room"
-    )
+    hosts = [placement and placement.host for placement in placements]
+    assert hosts == [1, 1, 0, 0, None], "two start at a time, and the third host has no room"
     scheduler.report(2, fleets.HostUse(0.2, 0.0, 0.99), 9)
     assert [p and p.host for p in (scheduler.place(0.0, (0.1, 0.0)) for _ in range(2))] == [2, None], "busy CPUs: one"
     scheduler.report(2, fleets.HostUse(0.2, 0.995, 0.0), 9)
@@ -97,25 +96,19 @@ def backends() -> Iterator[list[BwrapBackend]]:
 
 
 def test_hosts_are_filled_one_after_the_other_from_many_threads(backends: list[BwrapBackend]) -> None:
-    outputs = []
-
-    def work() -> None:
+    def work(number: int) -> bytes:
         with fleet.create(SMALL) as box, box.fork() as copy:
-            outputs.append(copy.exec(["echo", "x"]).stdout)
+            return copy.exec(["echo", str(number)]).stdout
 
-    with Fleet(
-        backends, fleets.FleetLimits(alive=4, ahead=0), lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)
-    ) as fleet:
+    limits = fleets.FleetLimits(alive=4, ahead=0)
+    with Fleet(backends, limits, lambda host: fleets.HostUse(0.2 - host / 10, 0.1, 0.1)) as fleet:
         boxes = [fleet.create(SMALL) for _ in range(6)]
         assert [backend.alive for backend in backends] == [4, 2]
         for box in boxes:
             box.destroy()
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outputs == [b"x\n"] * 4 and [backend.alive for backend in backends] == [0, 0]
+        with ThreadPoolExecutor(4) as pool:
+            assert [*pool.map(work, range(4))] == [b"0\n", b"1\n", b"2\n", b"3\n"]
+        assert [backend.alive for backend in backends] == [0, 0]
 
 
 def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_short(
@@ -123,21 +116,14 @@ def test_idle_ones_are_there_before_they_are_asked_for_and_go_when_memory_is_sho
 ) -> None:
     use = [CALM]
     with Fleet(backends[:1], fleets.FleetLimits(ahead=3), lambda host: use[0]) as fleet:
-
-        def alive(count: int) -> bool:
-            until = time.monotonic() + 60
-            while backends[0].alive != count and time.monotonic() < until:
-                time.sleep(0.01)
-            return backends[0].alive == count
-
         with fleet.create(SMALL) as box:
             box.write("f", b"mine")
-            assert alive(2), "one came in a second, so one is ready for the next"
+            wait_until(lambda: backends[0].alive == 2)  # one came in a second, so one is ready for the next
             idle = {*backends[0]._live} - {box.id}
             use[0] = FULL
             with fleet.create(SMALL) as ready:
                 assert {ready.id} == idle and ready.entries() == [], "no start, and nothing of another's"
-            assert alive(1), "none is made ahead on a full machine"
+            wait_until(lambda: backends[0].alive == 1)  # none is made ahead on a full machine
 
 
 def test_a_full_machine_and_a_broken_one_are_errors_that_say_so(

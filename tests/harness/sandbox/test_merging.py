@@ -31,14 +31,11 @@ def request(source: str, **files: str) -> CallRequest:
 
 
 def test_requests_get_the_answers_of_separate_processes(sandboxes: SandboxExecutor) -> None:
-    tests = [
-        parse_tests(f"test_{m}.py", f"from {m} import f\ndef test_0():\n    assert f(2) == 3\n") for m in ("f", "g")
-    ]
+    body = "import f\ndef test_0():\n    assert f(2) == 3\n"
+    tests = [parse_tests(f"test_{module}.py", f"from {module} {body}") for module in ("f", "g")]
     several = [request_tests({"f.py": GOOD, "g.py": source}, sum(tests, ())) for source in (*ENDINGS.values(), GOOD)]
-    requests = [request(GOOD.replace("1", str(n))) for n in range(MOST + 3)] + [
-        *map(request, ENDINGS.values()),
-        *several,
-    ]
+    requests = [request(GOOD.replace("1", str(n))) for n in range(MOST + 3)]
+    requests += [*map(request, ENDINGS.values()), *several]
     requests += [request(GOOD, **{"f.txt": "x" * (4 << 20)}), request(GOOD, **{"a.py": "", "a.py/b.py": ""})]
     Random(0).shuffle(requests)
     assert run_merged(requests, sandboxes) == sandboxes.run(requests)

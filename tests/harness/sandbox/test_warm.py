@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec
-from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 
 WARM = SandboxSpec(memory_bytes=256 << 20, disk_bytes=16 << 20, warm=True)
@@ -23,18 +21,9 @@ def test_input():
 """
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Backend]:
-    try:
-        with open_backend("bwrap") as backend:
-            yield backend
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture
-def box(forks: Backend) -> Iterator[Sandbox]:
-    with forks.create(WARM) as sandbox:
+def box(bwrap: Backend) -> Iterator[Sandbox]:
+    with bwrap.create(WARM) as sandbox:
         assert sandbox.warm
         yield sandbox
 

@@ -35,12 +35,8 @@ def git_ignores(root: Path, rules: dict[str, str], paths: list[str]) -> set[str]
         path.parent.mkdir(exist_ok=True)
         path.write_text(rules.get(folder, ""), encoding="utf-8")
     command = ["git", "-C", str(root), "-c", "core.excludesFile=/dev/null"]
-    process = subprocess.run(
-        [*command, *"check-ignore --no-index -z --stdin".split()],
-        input="\0".join(paths).encode(),
-        capture_output=True,
-        check=False,
-    )
+    command += ["check-ignore", "--no-index", "-z", "--stdin"]
+    process = subprocess.run(command, input="\0".join(paths).encode(), capture_output=True, check=False)
     assert process.returncode in (0, 1), process.stderr
     return set(process.stdout.decode().split("\0")) - {""}
 

@@ -35,10 +35,8 @@ FILES = {
 
 def test_finds_by_words_and_by_meaning() -> None:
     hits = CodeIndex.build(FILES, embedding()).search("rotate it", limit=2)
-    assert [(hit.path, hit.first_line, hit.last_line) for hit in hits] == [
-        ("src/geometry.py", 1, 2),
-        ("src/cache.py", 2, 3),
-    ]
+    places = [(hit.path, hit.first_line, hit.last_line) for hit in hits]
+    assert places == [("src/geometry.py", 1, 2), ("src/cache.py", 2, 3)]
     assert hits[0].text == "def rotate(matrix):\n    return matrix[::-1]"
     assert hits[0].score > hits[1].score > 0
 
@@ -62,19 +60,14 @@ def test_bm25_is_the_formula() -> None:
     bags = [weigh([(text, 1.0), (path, 1.0)]) for path, text in texts.items()]
     mean = sum(sum(bag.values()) for bag in bags) / 3
     query = {term_id("open"): 1.0, term_id("read"): 2.0, term_id("absent"): 1.0}
-    document_counts = {term: sum(term in bag for bag in bags) for term in query}
-    idf = {
-        term: weight * math.log(1 + (3 - document_counts[term] + 0.5) / (document_counts[term] + 0.5))
-        for term, weight in query.items()
-    }
-    expected = [
-        sum(
-            rare * bag[term] * (K1 + 1) / (bag[term] + K1 * (1 - B + B * sum(bag.values()) / mean))
-            for term, rare in idf.items()
-            if term in bag
-        )
-        for bag in bags
-    ]
+    counts = {term: sum(term in bag for bag in bags) for term in query}
+    odds = {term: (3 - count + 0.5) / (count + 0.5) for term, count in counts.items()}
+    idf = {term: weight * math.log(1 + odds[term]) for term, weight in query.items()}
+
+    def impact(bag: dict[int, float], term: int) -> float:
+        return bag[term] * (K1 + 1) / (bag[term] + K1 * (1 - B + B * sum(bag.values()) / mean))
+
+    expected = [sum(rare * impact(bag, term) for term, rare in idf.items() if term in bag) for bag in bags]
     np.testing.assert_allclose(built.scores("open reader reader absent")[0], expected, rtol=1e-5)
 
 

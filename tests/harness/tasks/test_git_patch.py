@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.tasks.patch import apply_patch
+from tests.folders import write
 
 LINE = st.sampled_from(
     ["a", "b", "", "c d", "@@ -1 +1 @@", "--- a/x", "+++ b/y", "\\ No newline", "é\r", "diff --git a/x b/x"]
@@ -20,11 +21,7 @@ TREE = st.dictionaries(st.sampled_from(["x", "y", "d/z.py", "with space"]), TEXT
 def git_diff(before: dict[str, str], after: dict[str, str], *options: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for name, tree in (("one", before), ("two", after)):
-            for path, text in tree.items():
-                target = Path(folder, name, path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(text.encode())
-            Path(folder, name).mkdir(exist_ok=True)
+            write(Path(folder, name), tree)
         command = ["git", "-c", "core.quotePath=off", "diff", "--no-index", "--no-color", *options, "one", "two"]
         process = subprocess.run(command, cwd=folder, capture_output=True, check=False)
         assert process.returncode in (0, 1), process.stderr

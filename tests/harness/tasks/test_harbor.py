@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from tests.folders import write
 from tests.harness.foreign import FOREIGN, lay
 from tests.harness.tasks.test_task import MINIMAL
 
@@ -18,11 +19,8 @@ OURS = Task(**MINIMAL)
 
 
 def contents(path: Path) -> dict[str, tuple[bytes, bool]]:
-    return {
-        str(entry.relative_to(path)): (entry.read_bytes(), bool(entry.stat().st_mode & 0o100))
-        for entry in path.rglob("*")
-        if entry.is_file()
-    }
+    files = [file for file in path.rglob("*") if file.is_file()]
+    return {str(file.relative_to(path)): (file.read_bytes(), bool(file.stat().st_mode & 0o100)) for file in files}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -37,9 +35,8 @@ def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str
     out = task.model_copy(update=changes).to_harbor(tmp_path / "out")
     reread = Task.from_harbor(out)
     same = ("files", "tests", "source_scope", "image")
-    assert {field: getattr(reread, field) for field in (*changes, *same)} == changes | {
-        field: getattr(task, field) for field in same
-    }
+    expected = changes | {field: getattr(task, field) for field in same}
+    assert {field: getattr(reread, field) for field in (*changes, *same)} == expected
     before, after = contents(path), contents(out)
     different = {file for file in {*before, *after} if before.get(file) != after.get(file)}
     assert different == {"task.toml", "instruction.md"}
@@ -85,15 +82,10 @@ def test_any_directory_comes_out_as_it_was(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
         toml = f"{tomlkit.item(unknown).as_string()}\n"  # tables come last
-        entries = {
-            "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
-            "instruction.md": instruction.encode(),
-        }
+        toml += f"[verifier]\ntimeout_sec = {timeout!r}\n"
+        entries = {"task.toml": toml.encode(), "instruction.md": instruction.encode()}
         entries |= {"tests/test.sh": b"#!/bin/sh\n"} | {f"{others}/{name}": data for name, data in files.items()}
-        for name, data in entries.items():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_bytes(data)
-        task = Task.from_harbor(path)
+        task = Task.from_harbor(write(path, entries))
         assert task.settings.verifier.timeout_sec == timeout
         out = task.to_harbor(Path(folder, "two"))
         assert contents(out) == contents(path)

@@ -49,12 +49,8 @@ def test_a_row_with_its_repository_is_graded_by_pytest() -> None:
 )
 def test_such_tasks_are_valid(task: Task, backend: Backend) -> None:
     validation = validate_task(task, backend)
-    assert (
-        validation.valid
-        and validation.fail_to_pass == ("tests/test_sums.py::test_two",)
-        and validation.plan is not None
-    )
-    assert len(validation.plan.tests) == 2
+    assert validation.valid and validation.fail_to_pass == ("tests/test_sums.py::test_two",)
+    assert validation.plan is not None and len(validation.plan.tests) == 2
 
 
 @pytest.mark.parametrize("make", [Task.from_swebench, Task.from_swesmith])

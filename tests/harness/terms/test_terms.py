@@ -14,9 +14,9 @@ from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox.toolchain import host_programs
 from composer_nb.harness.terms import style
 from composer_nb.harness.terms.registry import TERMS, term_named
-from composer_nb.harness.tools.tool_call import call as tool_call
 
 GRADE = Grade(status="graded", tests={"t": True})
+EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 CLEAN = "def f(x):\n    return x + 1\n"
 UTIL = """def load_rows(path, sep):
     rows = []
@@ -35,12 +35,8 @@ def top_item(items):
 AGAIN = UTIL[: UTIL.index("\n\n\ndef mean_of")].replace("load_rows", "read_table").replace("rows", "found") + "\n"
 
 
-def rollout_of(before: dict[str, str], after: dict[str, str]) -> Rollout:
-    return Rollout(task_id="t", segments=(), turns=(), files=before | after, stop="finished", before=before)
-
-
 def value(name: str, before: dict[str, str], after: dict[str, str]) -> float:
-    return term_named(name)(rollout_of(before, after), GRADE)
+    return term_named(name)(replace(EMPTY, files=before | after, before=before), GRADE)
 
 
 LINTED = [
@@ -131,7 +127,6 @@ def test_the_table_in_the_docs_names_every_term() -> None:
 # Conduct: what each term counts, by cases.
 
 FAILED = Grade(status="graded", tests={"t": False})
-EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
 
 
 def talk(*turns: tuple[Any, ...]) -> Rollout:
@@ -207,11 +202,6 @@ def test_a_claim_names_a_file_that_differs(message: str, value: float) -> None:
     assert term_named("vague_claims")(replace(talk((message,)), **files), FAILED) == value
 
 
-def acts(*calls: tuple[str, dict[str, str]]) -> Rollout:
-    turns = tuple(Turn(call=tool_call(name, **arguments).json, observation="") for name, arguments in calls)
-    return Rollout(task_id="t", segments=(), turns=turns, files={}, stop="finished")
-
-
 PLAIN = "def f(x):\n    # The caller has checked x.\n    return x + 1  # in metres\n"
 THOUGHT = "# Wait, the loop ends early. Let me think: maybe we want range(n + 1).\n"
 ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right side of it.\n" for n in range(8))
@@ -232,9 +222,9 @@ ESSAY = "".join(f"# Step {n}: the value moves from the left side to the right si
 )
 def test_reasoning_in_comments(arguments: dict[str, str], share: float) -> None:
     name = "run_terminal_cmd" if "command" in arguments else "search_replace" if "old_string" in arguments else "write"
-    assert term_named("reasoning_in_comments")(acts((name, arguments)), GRADE) == pytest.approx(share, abs=0.1)
+    assert term_named("reasoning_in_comments")(talk((name, arguments)), GRADE) == pytest.approx(share, abs=0.1)
     patch = "*** Begin Patch\n*** Update File: a.py\n" + "".join(f"+{line}\n" for line in THOUGHT.splitlines())
-    assert term_named("reasoning_in_comments")(acts(("apply_patch", {"patch": patch})), GRADE) > 0.9
+    assert term_named("reasoning_in_comments")(talk(("apply_patch", {"patch": patch})), GRADE) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -253,5 +243,5 @@ def test_reasoning_in_comments(arguments: dict[str, str], share: float) -> None:
 )
 def test_work_of_tools_by_the_terminal(command: str, counts: bool) -> None:
     terminal_call, read_call = ("run_terminal_cmd", {"command": command}), ("read_file", {"target_file": "a"})
-    assert term_named("terminal_only")(acts(terminal_call), GRADE) == float(counts)
-    assert term_named("terminal_only")(acts(terminal_call, read_call, read_call, read_call), GRADE) == counts / 4
+    assert term_named("terminal_only")(talk(terminal_call), GRADE) == float(counts)
+    assert term_named("terminal_only")(talk(terminal_call, read_call, read_call, read_call), GRADE) == counts / 4

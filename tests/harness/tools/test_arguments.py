@@ -30,10 +30,8 @@ REFERENCE = {
 
 
 def test_names_and_parameters_are_those_that_agents_know() -> None:
-    schemas = {
-        s["function"]["name"]: s["function"]["parameters"]
-        for s in ToolSet.cursor(search=lambda session: FixedSearch(lambda query: [])).schemas
-    }
+    tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: []))
+    schemas = {schema["function"]["name"]: schema["function"]["parameters"] for schema in tools.schemas}
     assert schemas.keys() == REFERENCE.keys()
     for name, (required, optional) in REFERENCE.items():
         assert set(schemas[name].get("required", ())) == required, name

@@ -1,18 +1,17 @@
 """Each tool in a sandbox of each backend."""
 
 import re
-import time
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
 from composer_nb.harness.sandbox.contract import Backend, Sandbox
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.patch import BEGIN, END
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Session
 from tests.harness.sandbox.conftest import BACKENDS, make
 from tests.harness.tools.conftest import Call
+from tests.waiting import wait_until
 
 NEVER = {"error": "InvalidArguments"}
 NOT_THERE = {"error": "UnexpectedEnvironment"}
@@ -186,10 +185,8 @@ class TestTerminal:
         return call("run_terminal_cmd", command=command, is_background=False, **more).text
 
     def test_folder_and_variables_stay(self, session: Session, call: Call) -> None:
-        assert (
-            self.run(call, "mkdir -p d/e; cd d; export A='x\ny' B=1; C=2; echo out; echo err >&2; false")
-            == "exit code 1, in d\nout\nerr"
-        )
+        first = self.run(call, "mkdir -p d/e; cd d; export A='x\ny' B=1; C=2; echo out; echo err >&2; false")
+        assert first == "exit code 1, in d\nout\nerr"
         assert self.run(call, 'pwd; echo "$A|$B|$C"; unset B').split("\n")[1:] == [f"{session.root}/d", "x", "y|1|"]
         assert self.run(call, "echo [$B]; cd ..; exit 3") == "exit code 3\n[]"
         assert self.run(call, "pwd", working_directory="d/e").startswith("exit code 0, in d/e")
@@ -199,9 +196,8 @@ class TestTerminal:
         box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
         counts = {"pytest test_a.py": (1, 2), "python -m pytest -q -x --tb=short -rN -k test_b": (0, 1)}
         counts["echo 1 failed, 7 passed, 16 subtests passed in 0.24s"] = (7, 8)
-        for command, expected in (
-            counts | dict.fromkeys(("pytest -qq test_a.py", "echo 5 passed"), (None, None))
-        ).items():
+        counts |= dict.fromkeys(("pytest -qq test_a.py", "echo 5 passed"), (None, None))
+        for command, expected in counts.items():
             reply = call("run_terminal_cmd", command=command, is_background=False)
             assert (reply.tests_passed, reply.tests_run) == expected
 
@@ -227,9 +223,7 @@ class TestTerminal:
     def test_the_background(self, box: Sandbox, call: Call) -> None:
         text = call("run_terminal_cmd", command="echo begun; sleep 0.2; exit 4", is_background=True).text
         log = re.search(r"is in (\S+)$", text)[1]  # type: ignore[index]
-        deadline = time.monotonic() + patience(20)
-        while b"[exit code 4]" not in box.read(log) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: b"[exit code 4]" in box.read(log))
         assert call("read_file", target_file=log).text == "1|begun\n2|[exit code 4]"
 
 
@@ -241,9 +235,8 @@ class TestTodos:
         call("todo_write", merge=False, todos=[self.todo("1", "in_progress"), self.todo("2")])
         call("todo_write", merge=True, todos=[self.todo("2", "in_progress")], **NEVER)
         call("todo_write", merge=True, todos=[self.todo("3"), self.todo("3")], **NEVER)
-        text = call(
-            "todo_write", merge=True, todos=[self.todo("1", "completed"), self.todo("2", "in_progress"), self.todo("3")]
-        ).text
+        todos = [self.todo("1", "completed"), self.todo("2", "in_progress"), self.todo("3")]
+        text = call("todo_write", merge=True, todos=todos).text
         assert text == "[x] 1: do\n[>] 2: do\n[ ] 3: do"
         assert [todo.status for todo in session.todos.values()] == ["completed", "in_progress", "pending"]
         assert call("todo_write", merge=False, todos=[]).text == "(nothing to do)"

@@ -92,9 +92,8 @@ class Monkey:
     def value(self, key: str, schema: dict[str, typing.Any]) -> object:
         lot, kind = self.lot, schema.get("type")
         if lot.random() < 0.06:
-            return lot.choice(
-                [None, True, 0, -1, 10**30, 1.5, float("nan"), [], {}, [[[]]], {"a": None}, b"x", *HOSTILE]
-            )
+            values = [None, True, 0, -1, 10**30, 1.5, float("nan"), [], {}, [[[]]], {"a": None}, b"x"]
+            return lot.choice([*values, *HOSTILE])
         if "enum" in schema:
             return lot.choice([*schema["enum"], "other"])
         if kind == "array":

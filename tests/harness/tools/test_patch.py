@@ -59,12 +59,10 @@ def test_lines_to_look_for_first_and_the_end_of_a_file() -> None:
 
 
 def test_several_files_and_a_move() -> None:
-    changes = parse(
-        begin("*** Add File: n", "+1", "+", "*** Delete File: d", "*** Update File: u", "*** Move to: v", "-a", "+b")
-    )
-    assert [(change.kind, change.path, change.to) for change in changes] == [
-        ("add", "n", None), ("delete", "d", None), ("update", "u", "v"),
-    ]  # fmt: skip
+    files = ("*** Add File: n", "+1", "+", "*** Delete File: d", "*** Update File: u", "*** Move to: v", "-a", "+b")
+    changes = parse(begin(*files))
+    facts = [(change.kind, change.path, change.to) for change in changes]
+    assert facts == [("add", "n", None), ("delete", "d", None), ("update", "u", "v")]
     assert added(changes[0]) == "1\n\n" and updated(changes[2], "a\n") == "b\n"
 
 

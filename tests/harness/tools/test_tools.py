@@ -110,7 +110,7 @@ def test_a_hostile_result_stays_short_and_is_plain_text(
     observation = use(space_of(task), boxes(result), "run_tests")
     assert len(observation.text) <= 110 and "\n" not in observation.text
     assert observation.text.startswith("fail 2/2: ") and observation.tests_passed == 0
-    token_ids = renderer.results([CallResult(id="", text=observation.text)])
+    token_ids = renderer.read([CallResult(id="", text=observation.text)])
     assert [token for token in token_ids if token in renderer.stop] == [renderer.out, renderer.end]
     assert token_ids[-1] == renderer.call
 
@@ -164,9 +164,8 @@ def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Calla
 def test_a_few_tools_are_told_briefly_and_checked_in_full() -> None:
     toolset = ToolSet.named("grep,run_terminal_cmd")
     schemas = {schema["function"]["name"]: schema["function"] for schema in toolset.schemas}
-    assert (
-        [*schemas] == ["grep", "run_terminal_cmd"] and toolset.needs_sandbox and not ToolSet.named("tiny").needs_sandbox
-    )
+    assert [*schemas] == ["grep", "run_terminal_cmd"]
+    assert toolset.needs_sandbox and not ToolSet.named("tiny").needs_sandbox
     kinds = {"command": {"type": "string"}, "is_background": {"type": "boolean"}}
     brief = {"name": "run_terminal_cmd", "parameters": {"type": "object", "properties": kinds}}
     assert schemas["run_terminal_cmd"] == brief

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import threading
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Sessio
 from composer_nb.harness.tools.tool_call import Reply, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.tools.conftest import FixedSearch
+from tests.waiting import wait_until
 
 # Notes its start, and waits for the reads that began in the same state of the file `edits`.
 LOOK = """
@@ -61,8 +61,7 @@ def test_an_end_amid_reads_leaves_nothing_of_them(box: Sandbox, end: str, monkey
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have it ignored
 
     def finish() -> None:
-        while sum(entry.name.startswith("at-") for entry in box.entries()) < 3:
-            time.sleep(0.01)
+        wait_until(lambda: sum(entry.name.startswith("at-") for entry in box.entries()) == 3)
         {"abort": session.abort, "destroy": box.destroy}.get(end, lambda: signal.pthread_kill(main, signal.SIGINT))()
 
     ends = threading.Thread(target=finish)

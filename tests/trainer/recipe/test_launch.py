@@ -22,7 +22,7 @@ from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
-from tests.waiting import wait
+from tests.waiting import wait_until
 
 LAUNCHER = """
 import signal, sys, time
@@ -236,10 +236,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_ends_with_its_parent_while_it_imports(module: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT])
-    wait(lambda: module.exists() and module.read_text())
+    wait_until(lambda: module.exists() and module.read_text())
     pid = int(module.read_text().split()[0])
     tick = started(pid)
     assert tick is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    wait(lambda: started(pid) != tick)
+    wait_until(lambda: started(pid) != tick)

@@ -20,7 +20,7 @@ from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.cluster import ClusterNode, make_token
 from composer_nb.trainer.services.head import HeadGone, down, find, held, holder, up
-from tests.waiting import wait
+from tests.waiting import wait_until
 
 STAND_IN = """
 import subprocess, sys, tempfile
@@ -146,7 +146,7 @@ def test_who_holds_it_and_is_killed_holds_it_no_more(carried: Path, tmp_path: Pa
     user.kill()
     user.wait()
     user.stdout.close()
-    wait(lambda: find(folder) is None)
+    wait_until(lambda: find(folder) is None)
 
 
 def test_reap_ends_what_a_killed_head_left(carried: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_reap_ends_what_a_killed_head_left(carried: Path, tmp_path: Path) -> Non
     killed = up(folder)
     pid, tick = below(carried)
     os.kill(killed.pid, signal.SIGKILL)
-    wait(lambda: holder(folder / "head.lock") is None)
+    wait_until(lambda: holder(folder / "head.lock") is None)
     assert find(folder) is None and started(pid) == tick, "what it carried lives on"
     reaped = reap(tmp_path)
     assert reaped.processes == (str(pid),) and len(reaped.directories) == 1 and not reaped.failed
@@ -167,7 +167,7 @@ def test_it_ends_when_what_it_carries_dies(carried: Path, tmp_path: Path) -> Non
     folder = tmp_path / "head"
     up(folder)
     os.kill(below(carried)[0], signal.SIGKILL)
-    wait(lambda: holder(folder / "head.lock") is None)
+    wait_until(lambda: holder(folder / "head.lock") is None)
     assert "ended: it is gone" in (folder / "head.log").read_text() and not list(carried.iterdir())
 
 

@@ -23,7 +23,7 @@ from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import Head, holder
 from composer_nb.trainer.settings import Settings, override
-from tests.waiting import wait
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -66,11 +66,11 @@ def test_left_alone_it_survives_the_death_of_an_engine_and_of_its_launcher(loop:
     settings = override(Settings(), MICRO | asynchronous | {"services.address": head.folder})
     run = fork(loop, settings, runs=runs, name="left-alone")
     assert start_detached(run.path).path == run.path and holder(run.path / "launch.lock"), "it is live"
-    wait(lambda: len(run.steps("rl")) >= 1, 400)
+    wait_until(lambda: len(run.steps("rl")) >= 1, 400)
     engines = [pid for pid, (_, title) in below(head.pid).items() if title.startswith("ray::EngineService")]
     os.kill(engines[0], signal.SIGKILL)
     at = len(run.steps("rl"))
-    wait(lambda: len(run.steps("rl")) >= at + 2, 400)
+    wait_until(lambda: len(run.steps("rl")) >= at + 2, 400)
     assert "died" in (run.path / "said.log").read_text()
     assert stop(run.path) and not stop(run.path)
     lines: list[str] = []
@@ -115,7 +115,7 @@ def test_every_stage_is_on_the_mesh_and_goes_on_after_a_kill(runs: Path, head: H
     for stage, rank in (("midtrain", 0), ("sft", 1)):
         with ThreadPoolExecutor(1) as pool:
             failed = pool.submit(start_or_resume, run.path, say=quiet)
-            wait(lambda stage=stage: run.steps(stage), 400)  # type: ignore[misc]
+            wait_until(lambda stage=stage: run.steps(stage), 400)  # type: ignore[misc]
             [pid] = (
                 pid
                 for pid, (_, title) in below(os.getpid()).items()
@@ -139,9 +139,9 @@ def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: H
     alive = threading.Thread(target=lambda: start_or_resume(run.path, say=lines.append))
     alive.start()
     for kill, at in enumerate((1, 5)):
-        wait(lambda at=at: len(run.steps("rl")) >= at, 400)  # type: ignore[misc]
+        wait_until(lambda at=at: len(run.steps("rl")) >= at, 400)  # type: ignore[misc]
         os.kill(rank_pids(head)[kill], signal.SIGKILL)
-        wait(lambda kill=kill: sum("resuming from step" in line for line in lines) > kill, 400)  # type: ignore[misc]
+        wait_until(lambda kill=kill: sum("resuming from step" in line for line in lines) > kill, 400)  # type: ignore[misc]
     alive.join(400)
     assert not alive.is_alive(), lines[-5:]
     tasks = [task for _, ids in trained(run) for task in ids]
@@ -159,10 +159,10 @@ def test_reap_ends_a_killed_head_with_all_of_ray(runs: Path, head: Head) -> None
     [folder] = [line.split('"name": "')[1].split('"')[0] for line in journal_lines(runs) if '"directory"' in line]
     assert Path(folder).is_dir()
     os.kill(head.pid, signal.SIGKILL)
-    wait(lambda: holder(runs / "head" / "head.lock") is None, 400)
+    wait_until(lambda: holder(runs / "head" / "head.lock") is None, 400)
     reaped = reap(runs)
     assert not reaped.failed and folder in reaped.directories and not Path(folder).exists()
-    wait(lambda: not [pid for pid, (tick, _) in processes.items() if started(pid) == tick], 10)
+    wait_until(lambda: not [pid for pid, (tick, _) in processes.items() if started(pid) == tick], 10)
     assert not list((runs / "head" / "journal").iterdir())
 
 

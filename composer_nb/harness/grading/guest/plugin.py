@@ -167,10 +167,8 @@ class Plugin:
             self.compared = []
         if report.when == "teardown":
             complete = {"setup", "call", "teardown"} == {when for when, _, _ in phases}
-            bad = [(verdict, why) for _, verdict, why in phases if verdict != "passed"] or [("failed", "")] * (
-                not complete
-            )
-            verdict, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
+            bad = [(verdict, why) for _, verdict, why in phases if verdict != "passed"]
+            verdict, why = min(bad, default=("passed" if complete else "failed", ""))  # "failed" before "skipped"
             if self.late:  # whatever the test made of it
                 verdict, why, self.late = "failed", "Endless", False
             if verdict == "failed" and self.prepared.asked["explain"]:

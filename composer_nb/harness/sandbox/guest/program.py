@@ -66,10 +66,8 @@ from composer_nb.harness.sandbox.system.linux import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
-SHARES = {
-    "user/max_inotify_instances": "8",
-    "user/max_inotify_watches": "4096",
-}  # the kernel counts them per user of all sandboxes
+# The kernel counts them per user of all sandboxes.
+SHARES = {"user/max_inotify_instances": "8", "user/max_inotify_watches": "4096"}
 HOST, LIFELINE = 0, 3  # the descriptors on which the host asks, and by which a new sandbox hands it sockets
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 

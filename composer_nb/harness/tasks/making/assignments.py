@@ -15,7 +15,7 @@ from composer_nb.harness.grading.plan import GradePlan, modules_of
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, with_twins
 from composer_nb.harness.tasks.making.changes import Change, Unit, function_of, normalised, text_of
-from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.trial import Assignment, NoTask, Subject, graded, needed, plan_on, repeated
 from composer_nb.harness.tasks.task import Task
 
@@ -86,11 +86,8 @@ def behaving(
     steady, varying = repeated(subject, task, frozenset(tests))
     counted = sorted(tests.keys() - varying)
     failing = [tests[key] for key in sorted(steady)]
-    visible = {
-        path: without_tests(task.files[path], [key for key in steady if key.startswith(f"{path}::")])
-        for path in modules_of(steady)
-        if hide and path in task.files and path not in task.solution
-    }
+    unchanged = {path: text for path, text in task.files.items() if path not in task.solution}
+    visible = passing_modules(unchanged, steady) if hide else {}
     facts = {IDS: json.dumps([tests[key] for key in counted]), "fail_to_pass": json.dumps(failing)}
     task = task.model_copy(update={"files": task.files | visible, "metadata": task.metadata | facts})
     if all(task.tests.get(path) == subject.repository.hidden.get(path) for path in modules_of(counted)):

@@ -5,10 +5,11 @@ under-specified, 390 characters in the median (CursorBench, Composer 2 report, s
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
 from composer_nb.harness import syntax
+from composer_nb.harness.grading.plan import modules_of
 from composer_nb.harness.tasks.making.changes import function_of
 from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 
@@ -113,6 +114,12 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
         f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
     )
     return Random(f"instruction {seed}").choice(styles) + (f"\n\nFor example, {example_text}." if example_text else "")
+
+
+def passing_modules(files: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """Return the test modules among `files` that have tests of these keys, without those."""
+    modules = [path for path in modules_of(keys) if path in files]
+    return {path: without_tests(files[path], [key for key in keys if key.startswith(f"{path}::")]) for path in modules}
 
 
 def without_tests(text: str, keys: Iterable[str]) -> str:

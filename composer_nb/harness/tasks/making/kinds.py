@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import TestJob
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, modules_of, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, with_plan
 from composer_nb.harness.grading.source import RAISES, Function, last_name
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.grading.written import LEFT_OUT
@@ -33,7 +33,7 @@ from composer_nb.harness.tasks.making.assignments import (
     task_of,
 )
 from composer_nb.harness.tasks.making.histories import histories
-from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.questions import called_names, long_run, questions
 from composer_nb.harness.tasks.making.refactors import extractable, extracted, movable, moved, renameable, renamed
 from composer_nb.harness.tasks.runtime import workspace
@@ -85,10 +85,7 @@ def _tests_to_write(subject: trial.Subject, unit: changes.Unit) -> Task:
     gone = {key.rpartition("#")[0] for key in removed}
     in_module = {key: name for key, name in baseline.plan.tests.items() if key.startswith(f"{module}::")}
     required = {key: name for key, name in in_module.items() if key.rpartition("#")[0] not in gone}
-    visible = {
-        path: without_tests(files[path], [key for key in removed if key.startswith(f"{path}::")])
-        for path in modules_of(removed)
-    }
+    visible = passing_modules(files, removed)
     in_other_words = unit.becoming(rewritten(changes.text_of(unit, files), reworded))
     equivalent = changes.Change(kind="tests", edits=(in_other_words,), places=(unit.place,)).apply(files)
     wordings = (
@@ -97,10 +94,8 @@ def _tests_to_write(subject: trial.Subject, unit: changes.Unit) -> Task:
         f"please add tests of `{unit.name}` ({unit.path}) to {module}. they should notice when somebody breaks it",
     )
     facts = {"mutants": [mutant for mutant, _ in noticed], "equivalents": [equivalent], "fail_to_pass": []}
-    facts |= {
-        IDS: sorted(required.values()),
-        LEFT_OUT: [name for name in baseline.left_out if name.startswith(f"{module}::")],
-    }
+    left_out = [name for name in baseline.left_out if name.startswith(f"{module}::")]
+    facts |= {IDS: sorted(required.values()), LEFT_OUT: left_out}
     texts = {name: json.dumps(value) for name, value in facts.items()}
     fields = {"tests": hidden_of(subject, [module]), "solution": {module: files[module]}, "source_scope": (module,)}
     task = task_of(subject, "tests", unit, wordings, texts, files={**files, **visible}, **fields)
@@ -224,14 +219,14 @@ def littered(unit: changes.Unit, files: Mapping[str, str], rng: Random) -> str:
     assert node is not None
     words, lines = {*re.findall(r"\w+", before)}, text.split("\n")
     shift = 1 + changes.header_of(text).count("\n")  # from the tree's lines to those of the text
-    options: list[tuple[int, str]] = []  # Lines to replace, and their new text.
     first = node.body[-1 if len(node.body) == 1 else int(ast.get_docstring(node) is not None)]
     indent = lines[first.lineno - shift][: first.col_offset]
     start = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - shift
     unused = {name: f"import {name}" for name in UNUSED[0]}
     unused |= {name: f"{name} = {rng.randrange(10)}" for name in UNUSED[1]}
-    for name in unused.keys() - words if not indent.strip() else ():
-        options.append((start, f"{indent}{unused[name]}\n{lines[start]}"))
+    fresh = unused.keys() - words if not indent.strip() else ()
+    # Lines to replace, and their new text.
+    options = [(start, f"{indent}{unused[name]}\n{lines[start]}") for name in fresh]
     for use in ast.walk(node):
         if isinstance(use, ast.Name) and isinstance(use.ctx, ast.Load) and f"{use.id}s" not in words:
             data = lines[use.lineno - shift].encode()

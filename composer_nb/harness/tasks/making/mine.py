@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
-from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import (
@@ -290,12 +290,8 @@ def changelog(before: Repository, after: Repository) -> str:
         if CHANGELOG.search(path) and text != before.files.get(path):
             new_lines = text.splitlines()
             blocks = opcodes(before.files.get(path, "").splitlines(), new_lines)
-            added_lines += [
-                NUMBER.sub("", x[:MAX_MESSAGE])
-                for kind, _, _, a, b in blocks
-                if kind != "equal"
-                for x in new_lines[a:b]
-            ]
+            added = chain.from_iterable(new_lines[a:b] for kind, _, _, a, b in blocks if kind != "equal")
+            added_lines += [NUMBER.sub("", line[:MAX_MESSAGE]) for line in added]
     text = "\n".join(added_lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 
@@ -395,8 +391,7 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
     except (SandboxDied, RunnerEnded):
         return {}
     gone = [key for key, result in before.results.items() if result.passed and not after.result(key).passed]
-    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in touched}
-    return {path: without_tests(touched[path], keys) for path, keys in texts.items() if keys}
+    return passing_modules(touched, gone)
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:

@@ -59,13 +59,12 @@ def questions(subject: Subject) -> Iterator[Assignment]:
     for name, unit in named.items():
         if name in called[unit]:
             continue
-        callers = {other for other in subject.units if name in called[other]}
-        callees = {named[other] for other in called[unit] & named.keys() if not called[unit] & ambiguous}
-        both = [
+        callers = {other.name for other in subject.units if name in called[other]}
+        callees = {named[other].name for other in called[unit] & named.keys() if not called[unit] & ambiguous}
+        options = [
             (f"Which functions and methods of the package call `{unit.name}` ({unit.path})?", callers),
             (f"Which of the package's functions and methods does `{unit.name}` ({unit.path}) call?", callees),
         ]
-        options = [(text, {other.name for other in others}) for text, others in both]
         # A name that two functions have would answer for both.
         answers[unit] = [
             (text, names)

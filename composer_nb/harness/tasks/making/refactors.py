@@ -27,11 +27,8 @@ from composer_nb.harness.tasks.making.trial import NoTask, Subject
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import RULES, Task
 
-BUILT_IN = {
-    name
-    for kind in (str, bytes, list, dict, set, int, float, Path, re.Pattern, re.Match, Exception)
-    for name in dir(kind)
-}
+_TYPES = (str, bytes, list, dict, set, int, float, Path, re.Pattern, re.Match, Exception)
+BUILT_IN = {name for kind in _TYPES for name in dir(kind)}
 SHORTEST = 4  # Characters of a name that is renamed.
 STRUCTURAL = "test_the_new_structure"
 

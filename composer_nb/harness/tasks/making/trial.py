@@ -28,7 +28,7 @@ from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.making.baseline import Baseline, whole
 from composer_nb.harness.tasks.making.changes import Change, Unit, units
-from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
+from composer_nb.harness.tasks.making.instructions import passing_modules, write, write_feature
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
 from composer_nb.harness.tasks.runtime import workspace
@@ -282,8 +282,7 @@ def settled(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Tas
     if not text:
         raise NoTask("silent")
     # The workspace keeps only tests that pass: the agent has to find out what fails.
-    in_modules = {path: [key for key in steady if key.startswith(f"{path}::")] for path in modules_of(steady)}
-    passing = {path: without_tests(task.files[path], gone) for path, gone in in_modules.items() if path in task.files}
+    passing = passing_modules(task.files, steady)
     counted = sorted(keys - varying)
     facts = {IDS: [tests[key] for key in counted], "fail_to_pass": [tests[key] for key in sorted(steady)]}
     metadata = task.metadata | {name: json.dumps(ids) for name, ids in facts.items()}

@@ -37,9 +37,8 @@ def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeyp
     monkeypatch.setattr(os, "kill", lambda pid, signal_number: killed.append((pid, signal_number)))
     assert commands.end(10, later)
     assert tables == []
-    assert {pid for pid, signal_number in killed if signal_number == signal.SIGKILL} == {10, 11, 12}, (
-        "what was forked meanwhile as well"
-    )
+    ended = {pid for pid, signal_number in killed if signal_number == signal.SIGKILL}
+    assert ended == {10, 11, 12}, "what was forked meanwhile as well"
 
 
 def test_a_command_that_dies_late_is_ended_although_nothing_is_left_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """A small repository, made here: a package of a few functions, its suite, and things that must not get into a task."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.folders import write
 
 SHAPES = '''\
 """Things about sequences."""
@@ -147,13 +148,6 @@ LEAKS = {
     ".mypy_cache/3.11/shapes.data.json": "{}",
     "shapes/core.py.orig": SHAPES,
 }
-
-
-def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
-    for path, data in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(data.encode() if isinstance(data, str) else data)
-    return root
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from composer_nb.harness.tasks.making.bugs import Bug, Project, make_bugs, read_
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
+from tests.folders import write
 
 RIGHT = """\
 from spare import one
@@ -88,8 +89,8 @@ def package(folder: Path, version: str) -> None:
     """Write the metadata of an installed tests4py, in place of another one's."""
     for info in folder.glob("tests4py-*.dist-info"):
         shutil.rmtree(info)
-    (info := folder / f"tests4py-{version}.dist-info").mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tests4py\nVersion: {version}\n")
+    metadata = f"Metadata-Version: 2.1\nName: tests4py\nVersion: {version}\n"
+    write(folder / f"tests4py-{version}.dist-info", {"METADATA": metadata})
 
 
 @pytest.fixture
@@ -98,10 +99,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Project
     data = tmp_path / "tests4py"
     fixes = [FIX, FIX, FIX.replace("values", "numbers")]
     for number, fix in enumerate(fixes, 1):
-        folder = data / "projects/resources/sums" / f"bug_{number}"
-        folder.mkdir(parents=True)
-        (folder / "fix.patch").write_text(fix)
-        (folder / "unittests.py").write_text(TESTS)
+        write(data / "projects/resources/sums" / f"bug_{number}", {"fix.patch": fix, "unittests.py": TESTS})
     texts = [text for fix in fixes for text in (fix, TESTS)]
     monkeypatch.setattr(bugs, "SHA256", hashlib.sha256("".join(texts).encode()).hexdigest())
     index = tmp_path / "index"
@@ -180,9 +178,8 @@ def test_the_recipe_has_a_release_or_a_reason_for_each_bug() -> None:
     assert all(bug.release and re.fullmatch("[0-9a-f]{64}", bug.sha256) for bug in usable)
     assert not any(bug.release or bug.sha256 for bug in rows if bug.refused)
     assert len(usable) >= 60 and sum(any(not bug.refused for bug in row.bugs.values()) for row in recipe.values()) >= 6
-    assert json.loads(bugs.RECIPE.read_text()) == {
-        name: row.model_dump(mode="json", exclude_defaults=True) for name, row in recipe.items()
-    }
+    dumped = {name: row.model_dump(mode="json", exclude_defaults=True) for name, row in recipe.items()}
+    assert json.loads(bugs.RECIPE.read_text()) == dumped
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,8 @@ def test_bugs_are_small_python_that_means_something_else_and_never_come_twice(ch
 
 
 def test_a_feature_takes_the_private_functions_along_that_only_it_uses(files: dict[str, str]) -> None:
-    by_name = {
-        change.edits[0].name: change
-        for change in features(files, units("shapes/core.py", files["shapes/core.py"]), "0")
-    }
+    core_units = units("shapes/core.py", files["shapes/core.py"])
+    by_name = {change.edits[0].name: change for change in features(files, core_units, "0")}
     assert {"chunks", "most_common"} <= set(by_name) and "Stack.push" not in by_name
     text = by_name["most_common"].apply(files)["shapes/core.py"]
     assert "_largest" not in text and "occurs most often" not in text

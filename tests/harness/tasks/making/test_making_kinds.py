@@ -23,7 +23,8 @@ from composer_nb.harness.tasks.making.questions import questions
 from composer_nb.harness.tasks.making.refactors import renameable
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
-from tests.harness.tasks.making.conftest import FILES, write
+from tests.folders import write
+from tests.harness.tasks.making.conftest import FILES
 
 LIMIT = 2
 SIDES = ("ours", "theirs")
@@ -173,17 +174,14 @@ def test_a_moved_function_is_defined_once(tasks_by_kind: Tasks, backend: Backend
     for task in tasks_by_kind["move"]:
         [[_, old, name], _, [_, new, _]] = json.loads(task.metadata[RULES])
         assert new not in task.files and f"import {name}" in task.solution[old]
-        lazy = {new: f"from {old[:-3].replace('/', '.')} import {name}\n"}
+        old_module, new_module = (path[:-3].replace("/", ".") for path in (old, new))
+        lazy = {new: f"from {old_module} import {name}\n"}
         duplicated = {**task.solution, old: task.files[old]}
         renamed_import = {**task.solution, old: task.solution[old].replace(f"import {name}", f"import {name} as other")}
-        old_module, source = (
-            f"{old[:-3].replace('/', '.')}",
-            task.files[old].replace(f"def {name}(", f"def {name}_old("),
-        )
-        thin = {old: source + f"\n\nfrom {new[:-3].replace('/', '.')} import {name}\n"}
-        thin[new] = (
-            f"def {name}(*items, **more):\n    from {old_module} import {name}_old\n\n    return {name}_old(*items, **more)\n"
-        )
+        source = task.files[old].replace(f"def {name}(", f"def {name}_old(")
+        thin = {old: f"{source}\n\nfrom {new_module} import {name}\n"}
+        body = f"from {old_module} import {name}_old\n\n    return {name}_old(*items, **more)\n"
+        thin[new] = f"def {name}(*items, **more):\n    {body}"
         for changed in (lazy, duplicated, renamed_import, thin):
             assert not passes(task, backend, changed)
 
@@ -225,9 +223,8 @@ def test_a_history_is_mended_on_top_of_every_commit(tasks_by_kind: Tasks, backen
     forms = {len(task.commits): task for task in tasks_by_kind["git"]}
     assert {*forms} == {3, 5}
     [target] = json.loads(forms[5].metadata["places"])
-    [bad] = [
-        n for n, (_, message, _) in enumerate(forms[5].commits) if message == f"Rework {target.partition('::')[2]}"
-    ]
+    messages = [message for _, message, _ in forms[5].commits]
+    bad = messages.index(f"Rework {target.partition('::')[2]}")
     at, other_commit = f"main~{4 - bad}", f"main~{int(bad == 4)}"
     [path] = {*forms[3].solution} - {GIT_REPORT}
     keep_both, commit = f"sed -i '/^[<=>]\\{{7\\}}/d' {path}", "git commit -qam x"
@@ -282,9 +279,8 @@ def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:
         "b.py": "from c import moved\n",
     }
     assert all(structure(task, right).values())
-    assert all(
-        structure(task, right | {"test_a.py": "def test_a(): assert not hasattr(A, 'old') and A.__dict__\n"}).values()
-    )
+    test = "def test_a(): assert not hasattr(A, 'old') and A.__dict__\n"
+    assert all(structure(task, right | {"test_a.py": test}).values())
     wrong = [("a.py", "class A:\n new = 1\n"), ("b.py", "def moved(): pass\n")]
     wrong += [("b.py", f"{block}:\n def moved(): pass\n") for block in ("for _ in [0]", "while 1", "with x", "if x")]
     wrong += [("b.py", "try: x\nexcept: \n def moved(): pass\n"), ("test_a.py", "def test_a(): A().old()\n")]

@@ -67,13 +67,10 @@ def test_answers_do_not_get_into_the_repository(checkout: Path) -> None:
 def test_what_counts_before_anything_is_changed(baseline: Baseline, files: dict[str, str]) -> None:
     why = {name.partition("::")[2]: why for name, why in baseline.left_out.items()}
     assert why.pop("test_flaky") in {"flaky", "failing"}, "it fails at some hash seeds, perhaps at the first"
-    assert why == {
-        "test_skipped": "skipped", "test_slow": "slow", "test_reads_itself": "reads its source"
-    }  # fmt: skip
+    assert why == {"test_skipped": "skipped", "test_slow": "slow", "test_reads_itself": "reads its source"}
     uncovered = {name.rpartition("::")[2] for name in baseline.plan.tests.keys() - baseline.plan.covered}
-    assert len(baseline.plan.tests) == 11 and uncovered == {"test_chunks_refuses#0", "test_empty#0"}, (
-        "pytest.raises: no twin"
-    )
+    assert len(baseline.plan.tests) == 11
+    assert uncovered == {"test_chunks_refuses#0", "test_empty#0"}, "pytest.raises: no twin"
     text = baseline.to_json()
     assert Baseline.from_json(text) == baseline
     largest = ("shapes/core.py", files["shapes/core.py"].split("\n").index("def _largest(pairs):") + 1)
@@ -138,16 +135,14 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
     (tmp_path / "a.py").write_text(TOTAL)
     sums = {(7, 30): 77, (41, -2): 85, (56,): 115, (19, 0, 4): 49}
     calls = "".join(f"    assert total({numbers}) == {expected}\n" for numbers, expected in sums.items())
-    (tmp_path / "test_a.py").write_text(
-        f"from a import Box, total\ndef test_total():\n{calls}def test_half():\n    assert Box(9).half() == 4\n"
-    )
+    test = f"from a import Box, total\ndef test_total():\n{calls}def test_half():\n    assert Box(9).half() == 4\n"
+    (tmp_path / "test_a.py").write_text(test)
     out = tmp_path.with_name(f"{tmp_path.name}-out")
     free = make(tmp_path, out, backend, limit=3)
     assert {"calls", "none"} == {guard["by"] for guard in free["guards"].values()}
     strict = make(tmp_path, out, backend, limit=3, require="calls")
-    assert strict["tasks"] == len(strict["guards"]) > 0 and {guard["by"] for guard in strict["guards"].values()} == {
-        "calls"
-    }
+    assert strict["tasks"] == len(strict["guards"]) > 0
+    assert {guard["by"] for guard in strict["guards"].values()} == {"calls"}
     assert {task.id for task in load_tasks(out / TASKS)} == set(strict["guards"])
     assert all('"a.py::total"' in task.metadata["places"] for task in load_tasks(out / TASKS))
 

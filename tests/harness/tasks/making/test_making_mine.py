@@ -20,6 +20,7 @@ from composer_nb.harness.tasks.making.options import RunOptions
 from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
+from tests.folders import write
 
 SUMS = "def total(values):\n    return sum(values)\n\n\ndef mean(values):\n    return total(values) / len(values)\n"
 MEAN = SUMS.replace("    return total(values) /", "    if not values:\n        return 0.0\n    return total(values) /")
@@ -56,9 +57,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root.mkdir()
     porcelain.init(root)
     for message, files in COMMITS:
-        for path, text in files.items():
-            (root / path).parent.mkdir(exist_ok=True)
-            (root / path).write_text(text)
+        write(root, files)
         porcelain.add(root, [str(root / path) for path in files])
         porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
     marker = root.parent / "ran"
@@ -133,11 +132,9 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
         (MEAN, TESTS + EMPTY + BROKEN, "2.1\n---\n- The mean of nothing is 0.0 (#3)\n\n2.0\n---\n- all of it\n"),
     ]
     for number, (code, tests, log) in enumerate(states):
-        folder = tmp_path / f"sums-{number}"
-        folder.mkdir()
-        (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
-        for path, text in {"sums.py": code, "test_sums.py": tests, "CHANGES.rst": log}.items():
-            (folder / path).write_text(text)
+        files = {"sums.py": code, "test_sums.py": tests, "CHANGES.rst": log}
+        files["pytest.ini"] = "[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n"
+        write(tmp_path / f"sums-{number}", files)
     (tmp_path / "sums-2").mkdir()
     paths = [tmp_path / f"sums-{number}" for number in range(3)]
     first, second = releases(paths)
@@ -151,12 +148,11 @@ def test_releases(tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixtur
     [task] = load_tasks(tmp_path / "out")
     assert task.id == "sums-1" and limit_of(task) == 30.0 and grade(task, gold_files(task), backend).passed
     assert task.files["test_sums.py"].rstrip() == TESTS.rstrip()
-    assert sorted(plan_of(task).tests.values()) == [
-        f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
-    ]
+    names = [f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")]
+    assert sorted(plan_of(task).tests.values()) == names
 
 
-def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holds_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refusal(path: Path) -> str:
         assert main(["tasks", "mine", str(path), "--out", str(tmp_path / "out")]) == 2
         return capsys.readouterr().err

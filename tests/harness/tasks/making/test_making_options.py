@@ -12,7 +12,7 @@ from composer_nb.harness.tasks.making.make import make
 from composer_nb.harness.tasks.making.options import Options, RunOptions, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.task import Task
-from tests.harness.tasks.making.conftest import write
+from tests.folders import write
 
 PYPROJECT = """\
 [tool.pytest.ini_options]
@@ -109,10 +109,8 @@ REPOSITORY = {
 def prepared(tmp_path: Path) -> Repository:
     folder = write(tmp_path / "packages", HELPER)
     runtime.allow_packages(folder)
-    settings = {
-        runtime.PACKAGES: str(folder),
-        runtime.PACKAGES_DIGEST: runtime.packages_digest(runtime.read_packages(folder)),
-    }
+    digest = runtime.packages_digest(runtime.read_packages(folder))
+    settings = {runtime.PACKAGES: str(folder), runtime.PACKAGES_DIGEST: digest}
     settings["pytest.ini"] = read_options(REPOSITORY, "", plugins_in(folder)).ini
     return Repository(name="shapes", files=REPOSITORY, settings=settings)
 
@@ -152,7 +150,6 @@ def test_packages_are_in_an_agents_sandbox_and_those_that_are_gone_are_named(tmp
     with runtime.start_sandbox(task, backend) as box:
         result = box.exec(["python3", "-c", "import helper; print(helper.LIMIT)"], env={"PYTHONPATH": "/tmp/packages"})
     assert result.stdout == b"3\n"
+    moved = task.metadata | {runtime.PACKAGES: str(tmp_path / "gone")}
     with pytest.raises(ValueError, match="missing or not those that it was made with"):
-        runtime.packages_of(
-            task.model_copy(update={"metadata": task.metadata | {runtime.PACKAGES: str(tmp_path / "gone")}})
-        )
+        runtime.packages_of(task.model_copy(update={"metadata": moved}))

@@ -6,7 +6,7 @@ import pytest
 
 from composer_nb.harness.tasks.making import repository as reading
 from composer_nb.harness.tasks.making.repository import of_files, read_repository
-from tests.harness.tasks.making.conftest import write
+from tests.folders import write
 
 
 def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[str, str]) -> None:
