@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, WeightFault, WeightState
 from composer_nb.trainer.versions.payload import Decoded, read_link, side_files_of
-from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
+from composer_nb.trainer.versions.store import ANCHORS, Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
 # Number of states kept as bases while acknowledgements are on their way.
 HELD = 4
@@ -51,7 +51,7 @@ def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) 
     """Return the routes to a version, those with fewer bytes first. `have(version, hash)` tells whether weights are available. If
     there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion or ForeignBase; or
     StoreError."""
-    anchors = set(store.anchors())
+    anchors = set(store.folders(ANCHORS))
     ways, deltas, hash = list[Route](), tuple[tuple[str, Manifest], ...](), ""
 
     def manifest(where: str = "") -> Manifest:

@@ -225,25 +225,23 @@ class VersionStore:
         Raises StoreError."""
         path = self._at(name)
         with self._doing(f"{name} cannot be removed"):
-            if self._fs.exists(f"{path}/{MANIFEST}"):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.rm_file(f"{path}/{MANIFEST}")
-            if self._fs.exists(path):
+            with suppress(FileNotFoundError):
                 self._fs.rm(path, recursive=True)
 
     # Versions
 
     def folders(self, inside: str = "") -> list[int]:
-        """Return the numbers of all version folders, ascending, including those without a manifest."""
+        """Return the numbers of all version folders, or of anchors (`inside` ANCHORS), ascending, complete or not."""
         return sorted(int(name[1:]) for name in self.names(inside) if re.fullmatch(r"v\d{6,}", name))
 
     def exists(self, version: int, where: str = "") -> bool:
         """Return whether a version, or its anchor in `where`, was finished. Raises StoreError."""
-        with self._doing("cannot be read"):
-            return bool(self._fs.exists(self._at(f"{where or folder(version)}/{MANIFEST}")))
-
-    def anchors(self) -> list[int]:
-        """Return the versions with a full copy beside their delta, complete or not."""
-        return self.folders(ANCHORS)
+        with self._doing("cannot be read"), suppress(FileNotFoundError):
+            self._fs.info(self._at(f"{where or folder(version)}/{MANIFEST}"))  # its `exists` takes any error for a no
+            return True
+        return False
 
     def manifest(self, version: int, where: str = "") -> Manifest:
         """Read the manifest of a version, or of its anchor in `where`. Raises WeightFault or StoreError."""
@@ -267,7 +265,7 @@ class VersionStore:
         complete = [v for v in sorted({*folders, *needed}) if self.exists(v)]  # the listing may be old
         needed_versions = {*complete[-keep:], *(v for v in complete if v >= since), *needed}
         needed_versions |= {report.version for report in self.reports()} & set(complete[-2 * keep :])
-        anchor_folders = self.anchors()
+        anchor_folders = self.folders(ANCHORS)
         anchors = [v for v in anchor_folders if self.exists(v, anchor(v))]
         retained, anchors_kept = needed_versions & set(complete), set(anchors[-1:])
         try:

@@ -1,12 +1,15 @@
 """Publisher and receivers on real stores: what moves when, who may write, what is kept."""
 
+import errno
 import threading
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from composer_nb.trainer.services.inference import fetch
@@ -284,7 +287,7 @@ def test_an_old_listing_hides_no_version_and_costs_none(url: str, monkeypatch):
         publisher.acknowledge(version, receiver.install(fetch(receiver, version)))
     assert publisher.prune(1) == [0, 1, 2, 3]
     monkeypatch.undo()
-    assert VersionStore(url).folders() == [4, 5, 6, 7, 8] and VersionStore(url).anchors()[-1] == 8
+    assert VersionStore(url).folders() == [4, 5, 6, 7, 8] and VersionStore(url).folders("anchors")[-1] == 8
     assert_right(Receiver(url), 8)
     with pytest.raises(VersionReused):
         Publisher(url, owner="run").publish(8, weights(9), FILES)
@@ -348,12 +351,23 @@ def test_pruning_keeps_what_newer_versions_are_decoded_from(url: str):
     assert_right(Receiver(url), 11)
 
 
-def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str):
+def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str, monkeypatch):
     publisher, receiver, store = Publisher(url, owner="run"), Receiver(url), VersionStore(url)
     for version in (0, 2):
         follow(publisher, receiver, version)
     store.write(f"{folder(1)}/delta.safetensors", b"half")
     store.write(f"{folder(9)}/delta.safetensors", b"not yet ours to judge")
     assert publisher.prune(1) == [1] and store.folders() == [0, 2, 9]
+    info = LocalFileSystem.info
+
+    def stale(fs: LocalFileSystem, path: str, **options: Any) -> dict[str, Any]:
+        if f"{path}".endswith("manifest.json"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return dict(info(fs, path, **options))
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="Stale file handle"):
+        patch.setattr(LocalFileSystem, "info", stale)
+        publisher.prune(1)
+    assert store.folders() == [0, 2, 9], "what cannot be looked at is not taken for unfinished"
     store.write(f"{folder(2)}/manifest.json", b"{}")
     assert publisher.prune(1) == []
