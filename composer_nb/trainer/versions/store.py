@@ -117,7 +117,11 @@ class VersionStore:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            # Libraries of object stores have errors of their own, such as botocore's for a connection that is refused.
+            is_own = self._local or type(error).__module__.partition(".")[0] in ("builtins", "composer_nb")
+            if is_own and not isinstance(error, OSError):
+                raise
             raise StoreError(f"{self.url}: {what}: {error}") from None
 
     @contextmanager
