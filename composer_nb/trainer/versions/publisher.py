@@ -156,22 +156,33 @@ class Publisher:
         if self._form is not None:
             manifests.check_same_form(self._form, entries)
         version_hash = manifests.hash_of(entries)
-        is_repeated = there = self._store.exists(version) or version <= self.last
-        if is_repeated:
-            published = self._store.manifest(version) if self._store.exists(version) else None
-            if published is None or published.hash != version_hash:
-                raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
-            try:
-                for name, file in published.files.items():
-                    check_file(self._store, f"{folder(version)}/{name}", file)
-            except manifests.WeightFault:  # damaged since: it is written again, in full
-                there = False
+        is_repeated = self._store.exists(version) or version <= self.last
+        there = is_repeated and self._intact(version, version_hash)  # otherwise it is written again, in full
         base = None if is_repeated else self._base()
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
             self._store.remove(folder(version))
         where, needs = folder(version), self._needs(version)
         return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
+
+    def _intact(self, version: int, hash: str) -> bool:
+        """Return whether a published version is as it was written. Raises VersionReused if it had another hash, by its manifest
+        or, if that is lost or damaged, by the ledger."""
+        record = f"ledger/{folder(version)}.json"
+        published: manifests.Manifest | Published | None = None
+        with suppress(manifests.WeightFault):
+            published = Published.load(self._store.read(record), record)
+        with suppress(manifests.WeightFault):
+            published = self._store.manifest(version)
+        if published is None or published.hash != hash:
+            raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
+        if isinstance(published, Published):
+            return False
+        with suppress(manifests.WeightFault):
+            for name, file in published.files.items():
+                check_file(self._store, f"{folder(version)}/{name}", file)
+            return True
+        return False
 
     def _base(self) -> manifests.BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
@@ -248,7 +259,7 @@ class Publisher:
         return manifest
 
     def _record(self, line: Published) -> None:
-        """Write a line of the ledger. Nothing depends on it, so a failure is ignored."""
+        """Write a line of the ledger. A failure is ignored: who needs the line is a version whose manifest is lost."""
         self._ledger[line.version] = line
         for version in sorted(self._ledger)[: -4 * HELD]:
             del self._ledger[version]

@@ -184,11 +184,14 @@ def test_a_publisher_that_comes_back_goes_on_with_a_full_version(url: str):
     after = Publisher(url, owner="run")
     assert after.last == 2
     assert after.publish(2, weights(2), FILES).hash == state_hash(weights(2)), "a step done over, with the same result"
-    VersionStore(url).write(f"{folder(2)}/delta.safetensors", b"damaged since")
-    assert after.publish(2, weights(2), FILES).base is None and after.last == 2, "mended, in full"
-    assert_right(Receiver(url), 2)
+    for damaged in ("delta.safetensors", "manifest.json"):
+        VersionStore(url).write(f"{folder(2)}/{damaged}", b"damaged since")
+        assert after.publish(2, weights(2), FILES).base is None and after.last == 2, "mended, in full"
+        assert_right(Receiver(url), 2)
+    VersionStore(url).remove(folder(1))
     with pytest.raises(VersionReused, match="publish as 3 or later"):
         after.publish(1, weights(7), FILES)
+    assert after.publish(1, weights(1), FILES).base is None, "lost, and back"
     assert after.publish(3, weights(3), FILES).base is None
     assert_right(receiver, 3)
 
