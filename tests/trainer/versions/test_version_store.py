@@ -112,7 +112,11 @@ def test_where_one_way_is_broken_the_other_is_taken(url: str):
     publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
     for version in range(6):
         follow(publisher, receiver, version)
-    store = VersionStore(url)
+    store, manifest = VersionStore(url), f"{folder(4)}/manifest.json"
+    data = store.read(manifest)
+    store.remove_file(manifest)
+    assert_right(Receiver(url, name="by the anchor of a lost version"), 5)
+    store.write(manifest, data)
     store.write(f"{anchor(4)}/model.safetensors", b"damaged")
     assert_right(Receiver(url, name="by the chain"), 5)
     store.write(f"{folder(2)}/delta.safetensors", b"damaged")
