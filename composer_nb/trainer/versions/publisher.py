@@ -128,14 +128,16 @@ class Publisher:
 
         def survey() -> Mapping[str, manifests.TensorEntry]:
             require_finite(f"version {version}", not_finite(tensors))
-            self._states[version] = manifests.WeightState.of(version, tensors)
-            return self._states[version].entries
+            return manifests.entries_of(tensors)
 
         surveys = self._on_all(survey)
         plan = self._store.patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
         hashed(plan.hash)
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
+        entries = surveys[self._number]
+        hash = manifests.hash_of(entries)
+        self._states[version] = manifests.WeightState(version=version, tensors=tensors, entries=entries, hash=hash)
         manifest = self._store.patiently(lambda: self._write(plan, files))
         anchor_plan = self._on_first(lambda: self._anchor(manifest))
         if anchor_plan is not None:

@@ -228,6 +228,8 @@ def test_weights_of_another_form_are_refused(url: str, restarted: bool):
     for files in ({}, {**FILES, "../x": b""}, {**FILES, "manifest.json": b""}):
         with pytest.raises(ValueError, match=r"config.json|cannot be a side file"):
             publisher.publish(1, weights(1), files)
+    with pytest.raises(VersionReused):
+        publisher.publish(0, weights(7), FILES)
     assert VersionStore(url).folders() == [0]
     publisher.publish(1, weights(1), FILES)
     assert_right(receiver, 1)
