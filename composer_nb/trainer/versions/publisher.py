@@ -189,14 +189,15 @@ class Publisher:
     def _base(self) -> manifests.BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
         refusals = self._store.names("refused")
+        with self._lock:
+            if refusals:  # before they are removed: the store may then refuse, and all this is done again
+                self._end_chain()
         for name in refusals:  # before the answer is written: a later note refers to the answer
             self._store.remove_file(f"refused/{name}")
         for report in self._store.reports():
             with suppress(manifests.ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)
         with self._lock:
-            if refusals:
-                self._end_chain()
             self._begun = self._chain
             return self._baseline
 

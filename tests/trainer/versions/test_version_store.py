@@ -6,6 +6,7 @@ import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,6 +82,9 @@ def test_the_baseline_moves_on_acknowledgement_alone(url: str):
     publisher.acknowledge(2, state_hash(weights(2)))
     assert base(5) == 3, "a late acknowledgement does not move it back"
     VersionStore(url).write("refused/receiver.json", b"")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreError, match="try again"):
+        patch.setattr(VersionStore, "reports", Mock(side_effect=StoreError("try again")))
+        base(6)
     assert [base(6), base(7)] == [None, None], "a full version starts a chain of its own"
     for version in range(2, 8):
         assert_right(receiver, version)
