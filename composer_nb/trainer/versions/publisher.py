@@ -164,7 +164,8 @@ class Publisher:
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
             self._store.remove(folder(version))
-        where, needs = folder(version), self._needs(version)
+        needs = self._needs(version, *([base.version] if base else []))  # the baseline may have moved on meanwhile
+        where = folder(version)
         return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
 
     def _intact(self, version: int, hash: str) -> bool:
@@ -202,7 +203,7 @@ class Publisher:
             return self._baseline
 
     def _needs(self, *versions: int) -> list[int]:
-        """Return `versions`, the base of the next one, and those that may become it."""
+        """Return `versions`, the base of the next one as of now, and those that may become it."""
         with self._lock:
             return [*versions, *self._pending, *([self._baseline.version] if self._baseline else [])]
 
@@ -211,9 +212,8 @@ class Publisher:
         full_bytes = sum(size_of(entry.torch_form) for entry in manifest.tensors.values())
         if manifest.base is None or (self._deltas < self._full_every and 2 * self._delta_bytes < full_bytes):
             return None
-        version = manifest.version
-        where, needs = anchor(version), self._needs(version)
-        return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
+        version, where = manifest.version, anchor(manifest.version)
+        return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=self._needs(version))
 
     def _write(self, plan: VersionPlan, files: manifests.SideFiles) -> manifests.Manifest:
         """Write the files of all ranks and the manifest; after an error, remove them."""

@@ -90,6 +90,16 @@ def test_the_baseline_moves_on_acknowledgement_alone(url: str):
         assert_right(receiver, version)
 
 
+def test_the_base_of_a_version_stays_at_hand_when_the_baseline_moves_on_meanwhile(url: str):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    follow(publisher, receiver, 0)
+    publisher.publish(1, weights(1), FILES)
+    needs, hash = publisher._needs, state_hash(weights(1))
+    publisher._needs = lambda *versions: publisher.acknowledge(1, hash) or needs(*versions)
+    assert publisher.publish(2, weights(2), FILES).base.version == 0
+    assert_right(receiver, 2)
+
+
 def anchors(url: str) -> list[int]:
     return [row["version"] for row in log(url) if row["anchor_bytes"]]
 
