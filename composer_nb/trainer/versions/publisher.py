@@ -86,9 +86,14 @@ class Publisher:
         self._deltas = self._delta_bytes = 0
         self._ledger: dict[int, Published] = {}
         self._form: Mapping[str, manifests.TensorEntry] | None = None
-        self.last = self._on_first(lambda: max((v for v in self._store.folders() if self._store.exists(v)), default=-1))
+        self.last = self._store.patiently(lambda: self._on_first(self._newest))
+
+    def _newest(self) -> int:
+        """Return the newest version, whose form later ones must have; -1 if there is none."""
+        newest = max((v for v in self._store.folders() if self._store.exists(v)), default=-1)
         with suppress(manifests.WeightFault):
-            self._form = self._store.manifest(self.last).tensors
+            self._form = self._store.manifest(newest).tensors
+        return newest
 
     def _on_first(self, act: Callable[[], T]) -> T:
         """Call `act` on the first rank, and return or raise its outcome on all."""

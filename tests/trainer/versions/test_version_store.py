@@ -296,6 +296,8 @@ def test_a_far_store_that_refuses_for_a_while_costs_time_alone(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "info", refuse(informing))
     refusals = iter([1, 1])
     publisher.acknowledge(1, receiver.install(fetch(receiver, 1)))
+    refusals = iter([1, 1])
+    assert Publisher(url, owner="run").last == 1
     refusals = iter([1, 1, 1])
     with pytest.raises(StoreError, match="try again later"):
         publisher.publish(2, weights(2), FILES)
