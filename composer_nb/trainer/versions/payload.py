@@ -7,7 +7,7 @@ v000012/
   manifest.json        written last: a directory without it is no version
 
 With more than 256 MiB of weights, or more than one writer, the payload is several files
-(`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them.
+(`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them, also of one rank.
 
 While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
 """
@@ -97,12 +97,12 @@ def side_names(files: Mapping[str, bytes]) -> None:
 def write_side(
     store: VersionStore, where: str, parts: Sequence[manifests.WriterPart], files: Mapping[str, bytes]
 ) -> dict[str, manifests.PayloadFile]:
-    """Write side files, and the index of a full version in several files. Raises StoreError."""
+    """Write side files, and the index of a full version that is not one `model.safetensors`. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
     side, places = dict(files), dict[str, dict[str, manifests.Form]]()
     for name, entry in tensors.items():
         places.setdefault(entry.file, {})[name] = entry.torch_form
-    if len(places) > 1 and all(file.startswith(FULL) for file in places):
+    if places.keys() - {f"{FULL}{_SUFFIX}"} and all(file.startswith(FULL) for file in places):
         side[INDEX] = index_of(places).encode()
     return {name: store.put(f"{where}/{name}", [data]) for name, data in side.items()}
 
