@@ -339,6 +339,7 @@ class Engine:
         cached_parts = slot.away or tuple(self._parts(slot.index, slot.stored))
         if slot.index >= 0:
             self._free.append(slot.index)
+        self._end_transition()  # without turns under way, nobody may step any more
         records = [np.zeros((token_count, *record.shape[2:]), record.dtype) for record in self._records]
         for record, part in zip(records, cached_parts if slot.stored else (), strict=False):
             record[: slot.stored] = part

@@ -207,6 +207,11 @@ def test_in_a_synchronous_transition_turns_have_one_version_each(make_model):
         assert alone.generate([ask(0, [1, 2, 3], len(turn.token_ids))])[0].token_ids == turn.token_ids
     engine.swap(old, 2)
     assert engine.version == 2, "at once where nothing is under way"
+    engine.submit(ask(3, [1, 2], 4))
+    engine.step()
+    engine.swap(new, 3)
+    assert engine.version == 2 and engine.release(3).route_valid.tolist() == [True, True, False]
+    assert engine.version == 3, "with the last turn under way, also if it is given up"
 
 
 # What is refused, and that a refusal changes nothing
