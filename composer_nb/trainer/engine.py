@@ -173,8 +173,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Begin a turn. A refused request changes nothing. Raises ValueError for a rollout that is in a turn, for sampling
-        settings out of range, and for a turn without a token or without room; RuntimeError if rollouts of its priority have all
-        slots."""
+        settings or tokens out of range, and for a turn without a token or without room; RuntimeError if rollouts of its
+        priority have all slots."""
         slot = self._live.get(request.rollout)
         if slot is not None and not slot.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
@@ -194,6 +194,9 @@ class Engine:
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
                 f"{len(pending_tokens)} tokens, max_tokens={request.max_tokens}"
             )
+        vocabulary = self.model.config.vocab_size
+        if min(pending_tokens) < 0 or max(pending_tokens) >= vocabulary:
+            raise ValueError(f"rollout {request.rollout}: the model reads tokens from 0 to {vocabulary - 1} alone")
         needed_tokens = (slot.length if slot else 0) + len(pending_tokens) + request.max_tokens
         if needed_tokens > self.max_length:
             raise ValueError(f"the turn may reach {needed_tokens} tokens, past limits.tokens={self.max_length}")

@@ -222,6 +222,9 @@ def test_a_turn_that_can_not_fit_is_refused_and_leaves_no_trace(make_model):
     engine = Engine(model, stop=NEVER, slots=2, max_length=20, temperature=0.0)
     with pytest.raises(ValueError, match="may reach 21 tokens, past .*20"):
         engine.submit(ask(0, [1] * 13, 8))
+    for outside in (-1, 61):
+        with pytest.raises(ValueError, match="tokens from 0 to 60 alone"):
+            engine.submit(ask(0, [1, outside], 8))
     assert engine.step() == [] and not engine._live and len(engine._free) == 2
     assert len(engine.release(0).routes) == 0, "an agent that was refused can be closed"
     [turn] = engine.generate([ask(0, [1] * 12, 8)])
