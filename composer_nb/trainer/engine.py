@@ -127,8 +127,8 @@ class Engine:
                 f"max_length={max_length} exceeds model.max_position_embeddings={c.max_position_embeddings}; "
                 "lower limits.tokens or raise it"
             )
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be finite and not negative; 0 is greedy")
         if step_tokens < slots:
             raise ValueError(f"engine.step_tokens={step_tokens} is below engine.slots={slots}: raise it")
         self.model, self.stop, self.max_length, self.step_tokens = model, stop, max_length, step_tokens
@@ -184,10 +184,11 @@ class Engine:
         pending_tokens = [*(slot.pending if slot else ()), *request.token_ids]
         temperature = self.temperature if request.temperature is None else request.temperature
         sampling = temperature, request.top_p, request.top_k, request.min_p
-        if min(temperature, request.top_k, request.min_p, 1 - request.min_p) < 0 or not 0 < request.top_p <= 1:
+        is_temperature = temperature == 0 or 1e-30 <= temperature <= 1e30  # float32 has the logits divided by it
+        if not (is_temperature and 0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
             raise ValueError(
                 f"temperature={temperature}, top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}: "
-                "at least 0, above 0 up to 1, at least 0, from 0 to 1"
+                "0 or from 1e-30 to 1e30, above 0 up to 1, at least 0, from 0 to 1"
             )
         if not pending_tokens or request.max_tokens < 1:
             raise ValueError(

@@ -78,8 +78,10 @@ def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperatur
         assert {token for token, _ in draws} == {ranked[0]}
     elif len(nucleus) > 1:
         assert len(draws) > 1
-    with pytest.raises(ValueError, match="top_p=1.5"):
-        engine.submit(replace(ask(99, [1]), top_p=1.5))
+    beyond = [("top_p", 1.5), ("min_p", math.nan)] + [("temperature", t) for t in (math.nan, math.inf, 1e-40)]
+    for name, value in beyond:
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            engine.submit(replace(ask(99, [1]), **{name: value}))
 
 
 # Rollouts alike are forwarded once; what a rollout draws is its own affair
