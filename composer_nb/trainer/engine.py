@@ -522,13 +522,9 @@ def pack(model: Model) -> DecodeWeights | None:
     c = model.config
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     is_supported = fused("decode") and not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
+    has_float32_router = model.router_dtype in (None, torch.float32)
     weight_bytes = sum(4 * p.numel() for p in model.parameters())
-    if not (
-        is_float32_on_cpu
-        and is_supported
-        and weight_bytes <= PACKED_BYTES
-        and model.router_dtype in (None, torch.float32)
-    ):
+    if not (is_float32_on_cpu and has_float32_router and is_supported and weight_bytes <= PACKED_BYTES):
         return None
 
     def array(tensor: Tensor) -> NDArray[np.float32]:

@@ -169,8 +169,8 @@ class Publisher:
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
             self._store.remove(folder(version))
-        needs = self._needs(version, *([base.version] if base else []))  # the baseline may have moved on meanwhile
-        where = folder(version)
+        # An acknowledgement may have moved the baseline on meanwhile.
+        where, needs = folder(version), self._needs(version, *([base.version] if base else []))
         return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
 
     def _intact(self, version: int, hash: str) -> bool:
@@ -184,10 +184,8 @@ class Publisher:
             published = self._store.manifest(version)
         if published is None or published.hash != hash:
             raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
-        if isinstance(published, Published):
-            return False
         with suppress(manifests.WeightFault):
-            for name, file in published.files.items():
+            for name, file in self._store.manifest(version).files.items():
                 check_file(self._store, f"{folder(version)}/{name}", file)
             return True
         return False
