@@ -1,16 +1,13 @@
 """Publisher and receivers on real stores: what moves when, who may write, what is kept."""
 
-import errno
 import threading
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
@@ -77,8 +74,10 @@ def test_the_baseline_moves_on_acknowledgement_alone(url: str):
 
     assert [base(0), base(1)] == [None, None], "nothing is acknowledged yet"
     publisher.acknowledge(1, receiver.install(receiver.fetch(1)))
-    assert [base(2), base(3), base(4)] == [1, 1, 1]
-    publisher.acknowledge(3, state_hash(weights(3)))
+    assert [base(2), base(3)] == [1, 1]
+    needs, hash = publisher._needs, state_hash(weights(3))
+    publisher._needs = lambda *versions: publisher.acknowledge(3, hash) or needs(*versions)
+    assert base(4) == 1, "acknowledged while its base was in use"
     publisher.acknowledge(2, state_hash(weights(2)))
     assert base(5) == 3, "a late acknowledgement does not move it back"
     VersionStore(url).write("refused/receiver.json", b"")
@@ -88,20 +87,6 @@ def test_the_baseline_moves_on_acknowledgement_alone(url: str):
     assert [base(6), base(7)] == [None, None], "a full version starts a chain of its own"
     for version in range(2, 8):
         assert_right(receiver, version)
-
-
-def test_the_base_of_a_version_stays_at_hand_when_the_baseline_moves_on_meanwhile(url: str):
-    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
-    follow(publisher, receiver, 0)
-    publisher.publish(1, weights(1), FILES)
-    needs, hash = publisher._needs, state_hash(weights(1))
-    publisher._needs = lambda *versions: publisher.acknowledge(1, hash) or needs(*versions)
-    assert publisher.publish(2, weights(2), FILES).base.version == 0
-    assert_right(receiver, 2)
-
-
-def anchors(url: str) -> list[int]:
-    return [row["version"] for row in log(url) if row["anchor_bytes"]]
 
 
 def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
@@ -118,8 +103,8 @@ def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
         publisher.acknowledge(version, receiver.install(receiver.fetch(version)))
     rows = {row["version"]: row["bytes"] for row in log(url)}
     due = next(v for v in range(1, 8) if 2 * sum(rows[n] for n in range(1, v + 1)) >= 500 * 16 * 4)
-    assert due in (2, 3) and anchors(url)[0] == due
-    assert len(anchors(url)) == 7 // due
+    anchors = [row["version"] for row in log(url) if row["anchor_bytes"]]
+    assert due in (2, 3) and anchors[0] == due and len(anchors) == 7 // due
 
 
 def test_where_one_way_is_broken_the_other_is_taken(url: str):
@@ -200,7 +185,6 @@ def test_a_publisher_that_comes_back_goes_on_with_a_full_version(url: str):
     for version in range(3):
         follow(before, receiver, version)
     after = Publisher(url, owner="run")
-    assert after.last == 2
     assert after.publish(2, weights(2), FILES).hash == state_hash(weights(2)), "a step done over, with the same result"
     for damaged in ("delta.safetensors", "manifest.json"):
         VersionStore(url).write(f"{folder(2)}/{damaged}", b"damaged since")
@@ -266,8 +250,7 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
         patch.setattr(VersionStore, "_placing", full)
         with pytest.raises(StoreError, match="cannot be written .make room.*No space left"):
             publisher.publish(1, weights(1), FILES)
-    assert VersionStore(url).folders() == [0], "what was begun is removed"
-    assert receiver.newest() == 0 and publisher.last == 0
+    assert VersionStore(url).folders() == [0] and publisher.last == 0, "what was begun is removed"
     manifest = publisher.publish(1, weights(1), FILES)
     assert manifest.base is not None and manifest.base.version == 0
     assert_right(receiver, 1)
@@ -302,6 +285,10 @@ def test_a_far_store_that_refuses_for_a_while_costs_time_alone(monkeypatch):
     with pytest.raises(StoreError, match="try again later"):
         publisher.publish(2, weights(2), FILES)
     assert publisher.publish(2, weights(2), FILES).base.version == 1
+    refusals = iter([1] * 9)
+    with pytest.raises(StoreError, match="try again later"):
+        publisher.prune(1)
+    assert VersionStore(url).folders() == [0, 1, 2], "what cannot be looked at is not taken for unfinished"
 
 
 def test_an_old_listing_hides_no_version_and_costs_none(url: str, monkeypatch):
@@ -318,7 +305,8 @@ def test_an_old_listing_hides_no_version_and_costs_none(url: str, monkeypatch):
     assert publisher.prune(1) == [0, 1, 2, 3]
     monkeypatch.undo()
     assert VersionStore(url).folders() == [4, 5, 6, 7, 8] and VersionStore(url).folders("anchors")[-1] == 8
-    assert_right(Receiver(url), 8)
+    for version in range(4, 9):  # what they are decoded from is there
+        assert_right(Receiver(url), version)
     with pytest.raises(VersionReused):
         Publisher(url, owner="run").publish(8, weights(9), FILES)
 
@@ -369,35 +357,12 @@ def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
 # Retention
 
 
-def test_pruning_keeps_what_newer_versions_are_decoded_from(url: str):
-    publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
-    for version in range(11):
-        follow(publisher, receiver, version)
-    assert publisher.prune(2) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert VersionStore(url).folders() == [8, 9, 10]
-    for version in VersionStore(url).folders():
-        assert_right(Receiver(url), version)
-    follow(publisher, receiver, 11)
-    assert_right(Receiver(url), 11)
-
-
-def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str, monkeypatch):
+def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str):
     publisher, receiver, store = Publisher(url, owner="run"), Receiver(url), VersionStore(url)
     for version in (0, 2):
         follow(publisher, receiver, version)
     store.write(f"{folder(1)}/delta.safetensors", b"half")
     store.write(f"{folder(9)}/delta.safetensors", b"not yet ours to judge")
     assert publisher.prune(1) == [1] and store.folders() == [0, 2, 9]
-    info = LocalFileSystem.info
-
-    def stale(fs: LocalFileSystem, path: str, **options: Any) -> dict[str, Any]:
-        if f"{path}".endswith("manifest.json"):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return dict(info(fs, path, **options))
-
-    with monkeypatch.context() as patch, pytest.raises(StoreError, match="Stale file handle"):
-        patch.setattr(LocalFileSystem, "info", stale)
-        publisher.prune(1)
-    assert store.folders() == [0, 2, 9], "what cannot be looked at is not taken for unfinished"
     store.write(f"{folder(2)}/manifest.json", b"{}")
     assert publisher.prune(1) == []
