@@ -127,8 +127,8 @@ class Engine:
                 f"max_length={max_length} exceeds model.max_position_embeddings={c.max_position_embeddings}; "
                 "lower limits.tokens or raise it"
             )
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be finite and not negative; 0 is greedy")
         if step_tokens < slots:
             raise ValueError(f"engine.step_tokens={step_tokens} is below engine.slots={slots}: raise it")
         self.model, self.stop, self.max_length, self.step_tokens = model, stop, max_length, step_tokens
@@ -173,8 +173,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Begin a turn. A refused request changes nothing. Raises ValueError for a rollout that is in a turn, for sampling
-        settings out of range, and for a turn without a token or without room; RuntimeError if rollouts of its priority have all
-        slots."""
+        settings or tokens out of range, and for a turn without a token or without room; RuntimeError if rollouts of its
+        priority have all slots."""
         slot = self._live.get(request.rollout)
         if slot is not None and not slot.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
@@ -184,16 +184,20 @@ class Engine:
         pending_tokens = [*(slot.pending if slot else ()), *request.token_ids]
         temperature = self.temperature if request.temperature is None else request.temperature
         sampling = temperature, request.top_p, request.top_k, request.min_p
-        if min(temperature, request.top_k, request.min_p, 1 - request.min_p) < 0 or not 0 < request.top_p <= 1:
+        is_temperature = temperature == 0 or 1e-30 <= temperature <= 1e30  # float32 has the logits divided by it
+        if not (is_temperature and 0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
             raise ValueError(
                 f"temperature={temperature}, top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}: "
-                "at least 0, above 0 up to 1, at least 0, from 0 to 1"
+                "0 or from 1e-30 to 1e30, above 0 up to 1, at least 0, from 0 to 1"
             )
         if not pending_tokens or request.max_tokens < 1:
             raise ValueError(
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
                 f"{len(pending_tokens)} tokens, max_tokens={request.max_tokens}"
             )
+        vocabulary = self.model.config.vocab_size
+        if min(pending_tokens) < 0 or max(pending_tokens) >= vocabulary:
+            raise ValueError(f"rollout {request.rollout}: the model reads tokens from 0 to {vocabulary - 1} alone")
         needed_tokens = (slot.length if slot else 0) + len(pending_tokens) + request.max_tokens
         if needed_tokens > self.max_length:
             raise ValueError(f"the turn may reach {needed_tokens} tokens, past limits.tokens={self.max_length}")
@@ -339,6 +343,7 @@ class Engine:
         cached_parts = slot.away or tuple(self._parts(slot.index, slot.stored))
         if slot.index >= 0:
             self._free.append(slot.index)
+        self._end_transition()  # without turns under way, nobody may step any more
         records = [np.zeros((token_count, *record.shape[2:]), record.dtype) for record in self._records]
         for record, part in zip(records, cached_parts if slot.stored else (), strict=False):
             record[: slot.stored] = part
@@ -517,13 +522,9 @@ def pack(model: Model) -> DecodeWeights | None:
     c = model.config
     is_float32_on_cpu = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     is_supported = fused("decode") and not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
+    has_float32_router = model.router_dtype in (None, torch.float32)
     weight_bytes = sum(4 * p.numel() for p in model.parameters())
-    if not (
-        is_float32_on_cpu
-        and is_supported
-        and weight_bytes <= PACKED_BYTES
-        and model.router_dtype in (None, torch.float32)
-    ):
+    if not (is_float32_on_cpu and has_float32_router and is_supported and weight_bytes <= PACKED_BYTES):
         return None
 
     def array(tensor: Tensor) -> NDArray[np.float32]:

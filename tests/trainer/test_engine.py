@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import NEVER, Played, ask, prompt, same
 
-from composer_nb.harness.policy import Completion, SampledToken, Trace, route_checks
+from composer_nb.harness.policy import Completion, SampledToken, route_checks
 from composer_nb.trainer.engine import Engine, _logprobs
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 
@@ -48,7 +48,6 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
         np.testing.assert_array_equal(trace.routes[:-1], routes)
         np.testing.assert_allclose(trace.gates[:-1], gates, atol=3e-5)
         assert (trace.margins[:-1] > 0).all()
-        assert trace.route_valid[:-1].all() and not trace.route_valid[-1], "the last token was never forwarded"
         checks = route_checks(np.arange(len(segment.token_ids)), segment.token_ids, trace.routes)
         np.testing.assert_array_equal(trace.checks[:-1], checks[:-1])
 
@@ -78,14 +77,16 @@ def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperatur
         assert {token for token, _ in draws} == {ranked[0]}
     elif len(nucleus) > 1:
         assert len(draws) > 1
-    with pytest.raises(ValueError, match="top_p=1.5"):
-        engine.submit(replace(ask(99, [1]), top_p=1.5))
+    beyond = [("top_p", 1.5), ("min_p", math.nan)] + [("temperature", t) for t in (math.nan, math.inf, 1e-40)]
+    for name, value in beyond:
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            engine.submit(replace(ask(99, [1]), **{name: value}))
 
 
 # Rollouts alike are forwarded once; what a rollout draws is its own affair
 
 
-def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> dict[int, tuple[list[int], list[float], Trace]]:
+def play(engine: Engine, numbers: Sequence[int], turns: int = 3) -> Played:
     """Play rollouts that get the same prompt and observations, and differ by their sampled tokens."""
     ids: dict[int, list[int]] = {number: [] for number in numbers}
     logprobs: dict[int, list[float]] = {number: [] for number in numbers}
@@ -104,15 +105,10 @@ def test_rollouts_alike_are_forwarded_once_and_come_out_as_if_each_were_alone(ma
     together = Engine(model, stop=NEVER, slots=12, max_length=60, seed=5)
     rollouts = play(together, range(12))
     forwarded = 0
-    for number, (ids, logprobs, trace) in rollouts.items():
+    for number, rollout in rollouts.items():
         alone = Engine(model, stop=NEVER, slots=1, max_length=60, seed=5)
-        [(expected_ids, expected_logprobs, expected)] = play(alone, [number]).values()
+        same({number: rollout}, play(alone, [number]))
         forwarded += alone.forwarded
-        assert ids == expected_ids
-        np.testing.assert_allclose(logprobs, expected_logprobs, atol=3e-5)
-        np.testing.assert_array_equal(trace.routes, expected.routes)
-        np.testing.assert_allclose(trace.gates, expected.gates, atol=3e-5)
-        np.testing.assert_allclose(trace.margins, expected.margins, atol=3e-5)
     distinct = {tuple(ids[:end]) for ids, _, _ in rollouts.values() for end in range(1, len(ids))}
     assert 1 < len({tuple(ids) for ids, _, _ in rollouts.values()}), "they differ in the end"
     assert together.forwarded == len(distinct) < forwarded / 2, "each distinct beginning was forwarded once"
@@ -138,23 +134,6 @@ def test_a_beginning_that_was_forwarded_before_is_taken_over_bit_for_bit(make_mo
     before = engine.forwarded
     engine.generate([ask(9, prompts[0], 4)])
     assert engine.forwarded - before == 32 + 3, "other weights begin anew"
-
-
-def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike(make_model):
-    first, second = make_model(3), make_model(4)
-    engine = Engine(first, stop=NEVER, slots=2, max_length=40, temperature=0.0)
-    engine.submit(ask(0, [1, 2, 3], 4))
-    engine.step()
-    engine.swap(second, 1)
-    engine.submit(ask(1, [1, 2, 3], 4))
-    turns = {}
-    while len(turns) < 2:
-        turns |= {completion.rollout: completion for completion in engine.step()}
-    assert turns[0].policy_versions == [0, 1, 1, 1] and turns[1].policy_versions == [1] * 4
-    alone = Engine(second, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    [expected] = alone.generate([ask(0, [1, 2, 3], 4)])
-    assert turns[1].token_ids == expected.token_ids
-    np.testing.assert_allclose(turns[1].logprobs, expected.logprobs, atol=3e-5)
 
 
 @pytest.mark.parametrize("reset", ["all", "none", "new_session"])
@@ -207,6 +186,11 @@ def test_in_a_synchronous_transition_turns_have_one_version_each(make_model):
         assert alone.generate([ask(0, [1, 2, 3], len(turn.token_ids))])[0].token_ids == turn.token_ids
     engine.swap(old, 2)
     assert engine.version == 2, "at once where nothing is under way"
+    engine.submit(ask(3, [1, 2], 4))
+    engine.step()
+    engine.swap(new, 3)
+    assert engine.version == 2 and engine.release(3).route_valid.tolist() == [True, True, False]
+    assert engine.version == 3, "with the last turn under way, also if it is given up"
 
 
 # What is refused, and that a refusal changes nothing
@@ -217,6 +201,9 @@ def test_a_turn_that_can_not_fit_is_refused_and_leaves_no_trace(make_model):
     engine = Engine(model, stop=NEVER, slots=2, max_length=20, temperature=0.0)
     with pytest.raises(ValueError, match="may reach 21 tokens, past .*20"):
         engine.submit(ask(0, [1] * 13, 8))
+    for outside in (-1, 61):
+        with pytest.raises(ValueError, match="tokens from 0 to 60 alone"):
+            engine.submit(ask(0, [1, outside], 8))
     assert engine.step() == [] and not engine._live and len(engine._free) == 2
     assert len(engine.release(0).routes) == 0, "an agent that was refused can be closed"
     [turn] = engine.generate([ask(0, [1] * 12, 8)])
@@ -267,18 +254,17 @@ def test_any_order_of_turns_keeps_the_books(plan: list[tuple[int, int, int]]):
     for rollout, length in alive.items():
         trace = engine.release(rollout)
         assert trace.route_valid.tolist() == [True] * (length - 1) + [False]
-        np.testing.assert_allclose(trace.gates[:-1].sum(-1), 1, atol=1e-5)
-        assert all(len(set(pair)) == 2 for pair in trace.routes[:-1].reshape(-1, 2).tolist())
     assert len(engine._free) == 4
 
 
-def _engine() -> Engine:
+def _small_model() -> Model:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 1, "moe_intermediate_size": 8, "head_dim": 4}
-    return Engine(Model(ModelConfig(**sizes)), stop=frozenset({0}), slots=4, max_length=24)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8, "head_dim": 4}
+    return Model(ModelConfig(**sizes))
 
 
-ENGINE = _engine()
+MODEL = _small_model()
+ENGINE = Engine(MODEL, stop=frozenset({0}), slots=4, max_length=24)
 
 
 # Priorities
@@ -294,7 +280,7 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
         return {n: (turn.token_ids, turn.logprobs, engine.release(n)) for n, turn in turns.items()}
 
     def loaded_engine() -> Engine:
-        engine = Engine(ENGINE.model, stop=frozenset(), slots=slots, max_length=24, seed=4)
+        engine = Engine(MODEL, stop=frozenset(), slots=slots, max_length=24, seed=4)
         for rollout in range(slots):
             engine.submit(ask(rollout, [5, 6, 7], 12))
         return engine
@@ -338,13 +324,6 @@ def test_what_can_be_drawn(options: dict[str, Any], count: int) -> None:
 # Prompts that are read in parts
 
 
-def _small_model() -> Model:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8, "head_dim": 4}
-    return Model(ModelConfig(**sizes))
-
-
-MODEL = _small_model()
 READS = st.tuples(st.integers(1, 25), st.integers(0, 1), st.integers(0, 2), st.integers(0, 4))
 """Size of a prompt, its seed, whose it is (0: a user's), and the step at which it comes."""
 

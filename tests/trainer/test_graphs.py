@@ -52,7 +52,9 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
             if len(completions) == 4:
                 return completions, getattr(policy, "accepted", 0)
 
-    assert run(True) == run(False) and all(token % 2 == n % 2 for n, token in enumerate(run(True)[0][1][0]))
+    turns, accepted = run(True)
+    assert (turns, accepted) == run(False) and all(token % 2 == n % 2 for n, token in enumerate(turns[1][0]))
+    assert [*dict.fromkeys(turns[-1][1])] == [0, 1], "each token says which weights drew it"
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from composer_nb.trainer.versions.manifest import (
     seal,
     state_hash,
 )
-from composer_nb.trainer.versions.payload import Decoded, read_link, write_part
+from composer_nb.trainer.versions.payload import Decoded, read_link, write_part, write_side
 from composer_nb.trainer.versions.store import VersionStore
 from composer_nb.trainer.weights import apply_delta, delta_sizes, encode_delta, verify
 
@@ -84,6 +84,13 @@ def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, T
     tensors = through(store, "delta", target, base, shard_bytes)
     assert same_bits(tensors, pair[1]) and state_hash(tensors) == target.hash
     assert same_bits(through(store, "full", target, None, shard_bytes), pair[1])
+
+
+def test_a_full_version_by_one_rank_is_a_checkpoint(tmp_path: Path):
+    store, state = VersionStore(tmp_path), WeightState.of(0, {"w": torch.arange(4.0)})
+    write_side(store, "v", [write_part(store, "v", state, None, rank="rank00000")], {})
+    [[entry]] = shards.read_shards(tmp_path / "v")
+    assert torch.equal(shards.mapped(entry), state.tensors["w"])
 
 
 def test_a_frame_that_claims_to_be_huge_is_not_expanded():

@@ -7,7 +7,7 @@ v000012/
   manifest.json        written last: a directory without it is no version
 
 With more than 256 MiB of weights, or more than one writer, the payload is several files
-(`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them.
+(`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them, also of one rank.
 
 While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
 """
@@ -97,12 +97,12 @@ def side_names(files: Mapping[str, bytes]) -> None:
 def write_side(
     store: VersionStore, where: str, parts: Sequence[manifests.WriterPart], files: Mapping[str, bytes]
 ) -> dict[str, manifests.PayloadFile]:
-    """Write side files, and the index of a full version in several files. Raises StoreError."""
+    """Write side files, and the index of a full version that is not one `model.safetensors`. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
     side, places = dict(files), dict[str, dict[str, manifests.Form]]()
     for name, entry in tensors.items():
         places.setdefault(entry.file, {})[name] = entry.torch_form
-    if len(places) > 1 and all(file.startswith(FULL) for file in places):
+    if places.keys() - {f"{FULL}{_SUFFIX}"} and all(file.startswith(FULL) for file in places):
         side[INDEX] = index_of(places).encode()
     return {name: store.put(f"{where}/{name}", [data]) for name, data in side.items()}
 
@@ -188,14 +188,12 @@ class Decoded(Mapping[str, Tensor]):
         try:
             form = entry.torch_form
         except KeyError:
-            raise manifests.DamagedVersion(
-                f"{links[-1].what}: {name} is {entry.dtype}, unknown to this release"
-            ) from None
+            raise _damaged(links[-1], name, f"is {entry.dtype}, unknown to this release") from None
         tensor = _resolved(name, form, base, links)
         untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
         actual = base.entries[name].hash if base is not None and untouched else manifests.digest(bits(tensor))
         if actual != entry.hash:
-            raise manifests.DamagedVersion(f"{links[-1].what}: {name} is not what was published")
+            raise _damaged(links[-1], name, "is not what was published")
         return tensor
 
 
@@ -211,24 +209,23 @@ def _resolved(name: str, form: manifests.Form, base: manifests.WeightState | Non
         payload = link.payload[name]
         if link.manifest.base is None:
             if (payload.dtype, tuple(payload.shape)) != form:
-                raise manifests.DamagedVersion(
-                    f"{link.what}: {name} is {payload.dtype} {tuple(payload.shape)}, the manifest has {entry.form}"
-                )
+                actual = f"is {payload.dtype} {tuple(payload.shape)}, the manifest has {entry.form}"
+                raise _damaged(link, name, actual)
             tensor, current_bits = payload, bits(payload)
             continue
         if entry.encoding not in CODECS:
-            raise manifests.DamagedVersion(
-                f"{link.what}: {name} is encoded as {entry.encoding!r}, unknown to this release"
-            )
+            raise _damaged(link, name, f"is encoded as {entry.encoding!r}, unknown to this release")
         if current_bits is None or payload.dtype != torch.uint8:
-            raise manifests.DamagedVersion(
-                f"{link.what}: {name} has no weights to begin with, or a payload that is none"
-            )
+            raise _damaged(link, name, "has no weights to begin with, or a payload that is none")
         try:
             current_bits = CODECS[entry.encoding].decode(current_bits, payload.numpy().tobytes(), entry.dtype)
         except ValueError as error:
-            raise manifests.DamagedVersion(f"{link.what}: {name} is not what was published ({error})") from None
+            raise _damaged(link, name, f"is not what was published ({error})") from None
         tensor = torch.from_numpy(current_bits.view(np.uint8)).view(form[0]).reshape(form[1])
     if tensor is None:
-        raise manifests.DamagedVersion(f"{links[-1].what}: {name} is unchanged, but there is nothing before it")
+        raise _damaged(links[-1], name, "is unchanged, but there is nothing before it")
     return tensor
+
+
+def _damaged(link: Link, name: str, problem: str) -> manifests.DamagedVersion:
+    return manifests.DamagedVersion(f"{link.what}: {name} {problem}")

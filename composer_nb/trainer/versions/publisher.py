@@ -86,9 +86,14 @@ class Publisher:
         self._deltas = self._delta_bytes = 0
         self._ledger: dict[int, Published] = {}
         self._form: Mapping[str, manifests.TensorEntry] | None = None
-        self.last = self._on_first(lambda: max((v for v in self._store.folders() if self._store.exists(v)), default=-1))
+        self.last = self._store.patiently(lambda: self._on_first(self._newest))
+
+    def _newest(self) -> int:
+        """Return the newest version, whose form later ones must have; -1 if there is none."""
+        newest = max((v for v in self._store.folders() if self._store.exists(v)), default=-1)
         with suppress(manifests.WeightFault):
-            self._form = self._store.manifest(self.last).tensors
+            self._form = self._store.manifest(newest).tensors
+        return newest
 
     def _on_first(self, act: Callable[[], T]) -> T:
         """Call `act` on the first rank, and return or raise its outcome on all."""
@@ -128,14 +133,16 @@ class Publisher:
 
         def survey() -> Mapping[str, manifests.TensorEntry]:
             require_finite(f"version {version}", not_finite(tensors))
-            self._states[version] = manifests.WeightState.of(version, tensors)
-            return self._states[version].entries
+            return manifests.entries_of(tensors)
 
         surveys = self._on_all(survey)
         plan = self._store.patiently(lambda: self._on_first(lambda: self._begin(version, surveys, files)))
         hashed(plan.hash)
         if plan.there:
             return self._on_first(lambda: self._store.manifest(version))
+        entries = surveys[self._number]
+        hash = manifests.hash_of(entries)
+        self._states[version] = manifests.WeightState(version=version, tensors=tensors, entries=entries, hash=hash)
         manifest = self._store.patiently(lambda: self._write(plan, files))
         anchor_plan = self._on_first(lambda: self._anchor(manifest))
         if anchor_plan is not None:
@@ -156,39 +163,50 @@ class Publisher:
         if self._form is not None:
             manifests.check_same_form(self._form, entries)
         version_hash = manifests.hash_of(entries)
-        is_repeated = there = self._store.exists(version) or version <= self.last
-        if is_repeated:
-            published = self._store.manifest(version) if self._store.exists(version) else None
-            if published is None or published.hash != version_hash:
-                raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
-            try:
-                for name, file in published.files.items():
-                    check_file(self._store, f"{folder(version)}/{name}", file)
-            except manifests.WeightFault:  # damaged since: it is written again, in full
-                there = False
+        is_repeated = self._store.exists(version) or version <= self.last
+        there = is_repeated and self._intact(version, version_hash)  # otherwise it is written again, in full
         base = None if is_repeated else self._base()
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
             self._store.remove(folder(version))
-        where, needs = folder(version), self._needs(version)
+        # An acknowledgement may have moved the baseline on meanwhile.
+        where, needs = folder(version), self._needs(version, *([base.version] if base else []))
         return VersionPlan(version=version, base=base, where=where, hash=version_hash, needs=needs, there=there)
+
+    def _intact(self, version: int, hash: str) -> bool:
+        """Return whether a published version is as it was written. Raises VersionReused if it had another hash, by its manifest
+        or, if that is lost or damaged, by the ledger."""
+        record = f"ledger/{folder(version)}.json"
+        published: manifests.Manifest | Published | None = None
+        with suppress(manifests.WeightFault):
+            published = Published.load(self._store.read(record), record)
+        with suppress(manifests.WeightFault):
+            published = self._store.manifest(version)
+        if published is None or published.hash != hash:
+            raise VersionReused(f"version {version} was other weights; publish as {self.last + 1} or later")
+        with suppress(manifests.WeightFault):
+            for name, file in self._store.manifest(version).files.items():
+                check_file(self._store, f"{folder(version)}/{name}", file)
+            return True
+        return False
 
     def _base(self) -> manifests.BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
         refusals = self._store.names("refused")
+        with self._lock:
+            if refusals:  # before they are removed: the store may then refuse, and all this is done again
+                self._end_chain()
         for name in refusals:  # before the answer is written: a later note refers to the answer
             self._store.remove_file(f"refused/{name}")
         for report in self._store.reports():
             with suppress(manifests.ForeignBase):  # ends the chain
                 self.acknowledge(report.version, report.hash, report.receiver)
         with self._lock:
-            if refusals:
-                self._end_chain()
             self._begun = self._chain
             return self._baseline
 
     def _needs(self, *versions: int) -> list[int]:
-        """Return `versions`, the base of the next one, and those that may become it."""
+        """Return `versions`, the base of the next one as of now, and those that may become it."""
         with self._lock:
             return [*versions, *self._pending, *([self._baseline.version] if self._baseline else [])]
 
@@ -197,9 +215,8 @@ class Publisher:
         full_bytes = sum(size_of(entry.torch_form) for entry in manifest.tensors.values())
         if manifest.base is None or (self._deltas < self._full_every and 2 * self._delta_bytes < full_bytes):
             return None
-        version = manifest.version
-        where, needs = anchor(version), self._needs(version)
-        return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
+        version, where = manifest.version, anchor(manifest.version)
+        return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=self._needs(version))
 
     def _write(self, plan: VersionPlan, files: manifests.SideFiles) -> manifests.Manifest:
         """Write the files of all ranks and the manifest; after an error, remove them."""
@@ -248,7 +265,7 @@ class Publisher:
         return manifest
 
     def _record(self, line: Published) -> None:
-        """Write a line of the ledger. Nothing depends on it, so a failure is ignored."""
+        """Write a line of the ledger. A failure is ignored: who needs the line is a version whose manifest is lost."""
         self._ledger[line.version] = line
         for version in sorted(self._ledger)[: -4 * HELD]:
             del self._ledger[version]

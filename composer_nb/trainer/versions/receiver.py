@@ -7,6 +7,7 @@ publisher for a full one.
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, WeightFault, WeightState
 from composer_nb.trainer.versions.payload import Decoded, read_link, side_files_of
-from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
+from composer_nb.trainer.versions.store import ANCHORS, Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
 # Number of states kept as bases while acknowledgements are on their way.
 HELD = 4
@@ -51,7 +52,7 @@ def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) 
     """Return the routes to a version, those with fewer bytes first. `have(version, hash)` tells whether weights are available. If
     there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion or ForeignBase; or
     StoreError."""
-    anchors = set(store.anchors())
+    anchors = set(store.folders(ANCHORS))
     ways, deltas, hash = list[Route](), tuple[tuple[str, Manifest], ...](), ""
 
     def manifest(where: str = "") -> Manifest:
@@ -64,21 +65,20 @@ def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) 
         return read
 
     try:
+        delta: Manifest | None = manifest()
+        hash = delta.hash
         while True:
-            delta = manifest()
-            hash = hash or delta.hash
             if version in anchors:
-                try:
+                with suppress(WeightFault):  # unfinished or unusable: there are other routes
                     ways.append(Route(((anchor(version), manifest(anchor(version))), *deltas), None))
-                except WeightFault:  # unfinished or unusable: there are other routes
-                    pass
+            delta = delta or manifest()
             deltas, base = ((folder(version), delta), *deltas), delta.base
             if base is None or have(base.version, base.hash):
                 ways.append(Route(deltas, base.version if base else None))
                 break
             if ways and Route(deltas, None).size >= min(route.size for route in ways):
                 break
-            version, hash = base.version, base.hash
+            version, hash, delta = base.version, base.hash, None
     except WeightFault:
         if not ways:
             raise

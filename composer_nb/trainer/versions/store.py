@@ -24,20 +24,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from composer_nb.harness.files import file_digest, replacing
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked
-from composer_nb.trainer.versions.manifest import (
-    BLAKE,
-    MANIFEST,
-    DamagedVersion,
-    Manifest,
-    MisplacedVersion,
-    MissingVersion,
-    PayloadFile,
-    SealedRecord,
-    WeightFault,
-    digest,
-)
+from composer_nb.trainer.versions import manifest as manifests
+from composer_nb.trainer.versions.manifest import DamagedVersion, MisplacedVersion, MissingVersion, WeightFault
 
-R = TypeVar("R", bound=SealedRecord)
+R = TypeVar("R", bound=manifests.SealedRecord)
 T = TypeVar("T")
 ANCHORS = "anchors"
 # Number of bytes in memory while a file is copied or hashed.
@@ -50,7 +40,7 @@ class StoreError(OSError):
     """The store cannot be read or written."""
 
 
-class Note(SealedRecord):
+class Note(manifests.SealedRecord):
     """A version that a receiver could not use, and why."""
 
     receiver: str
@@ -59,7 +49,7 @@ class Note(SealedRecord):
     detail: str
 
 
-class ReceiverReport(SealedRecord):
+class ReceiverReport(manifests.SealedRecord):
     """The version that a receiver runs, with the hash that it computed; −1 and "" before the first."""
 
     receiver: str
@@ -67,7 +57,7 @@ class ReceiverReport(SealedRecord):
     hash: str
 
 
-class Published(SealedRecord):
+class Published(manifests.SealedRecord):
     """A line of the ledger.
 
     Attributes:
@@ -117,7 +107,11 @@ class VersionStore:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            # Libraries of object stores have errors of their own, such as botocore's for a connection that is refused.
+            is_own = self._local or type(error).__module__.partition(".")[0] in ("builtins", "composer_nb")
+            if is_own and not isinstance(error, OSError):
+                raise
             raise StoreError(f"{self.url}: {what}: {error}") from None
 
     @contextmanager
@@ -134,10 +128,10 @@ class VersionStore:
         with self._reading(name) as path:
             return bytes(self._fs.cat_file(path))
 
-    def read_file(self, name: str, file: PayloadFile) -> bytes:
+    def read_file(self, name: str, file: manifests.PayloadFile) -> bytes:
         """Return a file's bytes. Raises DamagedVersion if they are not `file`, MissingVersion or StoreError."""
         data = self.read(name)
-        if (len(data), digest(data)) != (file.bytes, file.hash):
+        if (len(data), manifests.digest(data)) != (file.bytes, file.hash):
             raise DamagedVersion(f"{self.url}/{name} ({len(data)} bytes of {file.bytes}) is not what was published")
         return data
 
@@ -153,16 +147,16 @@ class VersionStore:
         with replacing(path) as part:
             with part.open("wb") as draft:
                 draft.writelines(self.chunks(name))
-            if file_digest(part, BLAKE) != hash:
+            if file_digest(part, manifests.BLAKE) != hash:
                 raise DamagedVersion(f"{self.url}/{name} is not what was published")
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
         self.put(name, [data])
 
-    def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
+    def put(self, name: str, pieces: Iterable[Any]) -> manifests.PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
-        path, byte_count, hasher = self._at(name), 0, BLAKE()
+        path, byte_count, hasher = self._at(name), 0, manifests.BLAKE()
         with self._placing(path) as part:
             with self._fs.open(part, "wb") as stream:
                 for piece in pieces:
@@ -176,9 +170,9 @@ class VersionStore:
                     os.fsync(stream.fileno())
             if part != path:
                 os.replace(part, path)
-        return PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
+        return manifests.PayloadFile(bytes=byte_count, hash=hasher.hexdigest())
 
-    def put_file(self, name: str, path: Path) -> PayloadFile:
+    def put_file(self, name: str, path: Path) -> manifests.PayloadFile:
         """Write a file of this machine. Raises StoreError."""
         with path.open("rb") as content:
             return self.put(name, iter(partial(content.read, CHUNK), b""))
@@ -225,30 +219,29 @@ class VersionStore:
         Raises StoreError."""
         path = self._at(name)
         with self._doing(f"{name} cannot be removed"):
-            if self._fs.exists(f"{path}/{MANIFEST}"):
-                self._fs.rm_file(f"{path}/{MANIFEST}")
-            if self._fs.exists(path):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._fs.rm_file(f"{path}/{manifests.MANIFEST}")
+            with suppress(FileNotFoundError):
                 self._fs.rm(path, recursive=True)
 
     # Versions
 
     def folders(self, inside: str = "") -> list[int]:
-        """Return the numbers of all version folders, ascending, including those without a manifest."""
+        """Return the numbers of all version folders, or of anchors (`inside` ANCHORS), ascending, complete or not."""
         return sorted(int(name[1:]) for name in self.names(inside) if re.fullmatch(r"v\d{6,}", name))
 
     def exists(self, version: int, where: str = "") -> bool:
         """Return whether a version, or its anchor in `where`, was finished. Raises StoreError."""
-        with self._doing("cannot be read"):
-            return bool(self._fs.exists(self._at(f"{where or folder(version)}/{MANIFEST}")))
+        with self._doing("cannot be read"), suppress(FileNotFoundError):
+            # `exists` of fsspec takes any error for a no.
+            return bool(self._fs.info(self._at(f"{where or folder(version)}/{manifests.MANIFEST}")))
+        return False
 
-    def anchors(self) -> list[int]:
-        """Return the versions with a full copy beside their delta, complete or not."""
-        return self.folders(ANCHORS)
-
-    def manifest(self, version: int, where: str = "") -> Manifest:
+    def manifest(self, version: int, where: str = "") -> manifests.Manifest:
         """Read the manifest of a version, or of its anchor in `where`. Raises WeightFault or StoreError."""
         location = where or folder(version)
-        manifest = Manifest.load(self.read(f"{location}/{MANIFEST}"), f"{self.url}/{location}/{MANIFEST}")
+        name = f"{location}/{manifests.MANIFEST}"
+        manifest = manifests.Manifest.load(self.read(name), f"{self.url}/{name}")
         if manifest.version != version:
             raise MisplacedVersion(f"{self.url}/{location} holds version {manifest.version}")
         if manifest.base is not None and (where or manifest.base.version >= version):
@@ -267,7 +260,7 @@ class VersionStore:
         complete = [v for v in sorted({*folders, *needed}) if self.exists(v)]  # the listing may be old
         needed_versions = {*complete[-keep:], *(v for v in complete if v >= since), *needed}
         needed_versions |= {report.version for report in self.reports()} & set(complete[-2 * keep :])
-        anchor_folders = self.anchors()
+        anchor_folders = self.folders(ANCHORS)
         anchors = [v for v in anchor_folders if self.exists(v, anchor(v))]
         retained, anchors_kept = needed_versions & set(complete), set(anchors[-1:])
         try:
@@ -335,9 +328,9 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
     return totals
 
 
-def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:
+def check_file(store: VersionStore, name: str, file: manifests.PayloadFile) -> None:
     """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
-    byte_count, hasher = 0, BLAKE()
+    byte_count, hasher = 0, manifests.BLAKE()
     for piece in store.chunks(name):
         hasher.update(piece)
         byte_count += len(piece)
