@@ -1,6 +1,5 @@
 """The audit of OpenEnv's environments: faults that are planted, one at a time, in sound ones."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -10,12 +9,32 @@ from pydantic import BaseModel, Field
 
 from composer_nb.production.foreign import ONE, RANDOM, audit_openenv, drawn
 
+LIBRARY = """
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+"""
+STAND_IN = """
+from pydantic import BaseModel
+
+class Action(BaseModel, extra="forbid"):
+    metadata: dict = {}
+
+class Observation(BaseModel, extra="forbid"):
+    done: bool = False
+    reward: bool | int | float | None = None
+    metadata: dict = {}
+
+class State(BaseModel):
+    pass
+
+class Environment:
+    pass
+"""
+# Follows the library's classes, or these.
 BEGIN = """
 import random
 from typing import Annotated, Literal
 from pydantic import Field
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
 
 class Seen(Observation):
     text: str
@@ -106,17 +125,16 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
+    return tmp_path
 
 
 def write_environment(folder: Path, case: str) -> str:
     code, old, new, _ = PLANTED[case]
     assert old in code
     module = f"planted_{[*PLANTED].index(case)}"
-    (folder / f"{module}.py").write_text(BEGIN + (code.replace(old, new) if old else code))
+    (folder / f"{module}.py").write_text(STAND_IN + BEGIN + (code.replace(old, new) if old else code))
     return f"{module}:Env:Act"
 
 

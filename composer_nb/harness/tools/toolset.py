@@ -212,7 +212,7 @@ class ToolSet:
                 text=observation.text,
                 tests_passed=observation.tests_passed,
                 tests_run=observation.tests_run,
-                ends=tool.ends,
+                ends=tool.ends or observation.ends,
             )
         except (SandboxFailure, TooManyBlocked):
             raise
