@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
@@ -95,26 +95,21 @@ def _number(session: Session) -> int:
 
 
 def open_environment(name: str) -> ForeignEnvironment:
-    """Return the environment of a name. Raises ValueError."""
+    """Return the environment of a name, which a number of tasks may end. Raises ValueError."""
     kind, _, rest = name.partition(":")
-    return OpenEnvEpisodes(rest) if kind == "openenv" else VerifiersExamples(rest)
-
-
-def _count(name: str, text: str) -> int:
-    """Return the number at the end of a name, or COUNT without any. Raises ValueError."""
-    if text and not (text.isdecimal() and int(text)):
-        raise ValueError(f"{name}: {text} is no number of tasks")
-    return int(text or COUNT)
+    start, _, end = rest.rpartition(":")
+    rest, count = (start, int(end)) if end.isdecimal() and int(end) else (rest, COUNT)
+    return OpenEnvEpisodes(rest, count) if kind == "openenv" else VerifiersExamples(rest, count)
 
 
 def load_openenv(name: str) -> tuple[Any, type[BaseModel]]:
     """Return an environment, or a client of one, and the class of its actions. Raises ValueError."""
     parts = name.split(":")
-    if len(parts) not in (3, 4):
+    if len(parts) != 3:
         raise ValueError(f"openenv:{name}: write openenv:MODULE:ENVIRONMENT:ACTION, and :COUNT for the number of tasks")
     try:
         module = import_for_user(parts[0])
-        environment, action = (getattr(module, part) for part in parts[1:3])
+        environment, action = (getattr(module, part) for part in parts[1:])
     except (ImportError, AttributeError) as error:
         raise ValueError(f"openenv:{name}: {error} (pip install openenv brings the library)") from None
     return environment(), action
@@ -131,9 +126,13 @@ def _text(result: Any) -> str:
 class OpenEnvEpisodes(ForeignEnvironment):
     """Episodes of an environment of OpenEnv, one for each seed, or for each row of a data set that it lists (`TaskProvider`)."""
 
-    def __init__(self, name: str) -> None:
-        self._name, (environment, self._action) = name, load_openenv(name)
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count, (environment, self._action) = name, count, load_openenv(name)
         _close(environment)
+        if getattr(environment, "REQUIRES_SINGLE_THREAD_EXECUTOR", False):
+            raise ValueError(
+                f"openenv:{name}: keeps to one thread; run it behind its server, and name a client instead"
+            )
         fields: dict[str, Any] = {
             key: (info.annotation, info) for key, info in self._action.model_fields.items() if key != "metadata"
         }
@@ -146,11 +145,12 @@ class OpenEnvEpisodes(ForeignEnvironment):
     def _episodes(self) -> list[tuple[dict[str, Any], str]]:
         """The arguments of `reset`, and the first observation, of each task. Raises ValueError if an episode does not begin twice
         in the same way."""
-        environment, count = load_openenv(self._name)[0], _count(self._name, ":".join(self._name.split(":")[3:]))
+        environment = load_openenv(self._name)[0]
         try:
-            resets: list[dict[str, Any]] = [{"seed": seed} for seed in range(count)]
+            resets: list[dict[str, Any]] = [{"seed": seed} for seed in range(self._count)]
             if hasattr(environment, "num_tasks"):
-                resets = [{"split": "train", "index": n} for n in range(min(count, environment.num_tasks("train")))]
+                row_count = min(self._count, environment.num_tasks("train"))
+                resets = [{"split": "train", "index": index} for index in range(row_count)]
             first, *texts = [_text(environment.reset(**reset)) for reset in (*resets[:1], *resets)]
         finally:
             _close(environment)
@@ -185,39 +185,22 @@ def _close(environment: Any) -> None:
     getattr(environment, "close", lambda: None)()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Example:
-    """An example in one session, with its tools and the calls so far as messages of verifiers."""
-
-    example: Any
-    toolsets: list[Any]
-    messages: list[Any] = field(default_factory=list)
-    loop: asyncio.Runner = field(default_factory=asyncio.Runner)
-
-    def run(self, function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
-        """Return the result of a function, awaited if it has to be."""
-
-        async def result() -> Any:
-            returned = function(*values, **arguments)
-            return await returned if inspect.isawaitable(returned) else returned
-
-        return self.loop.run(result())
-
-    def close(self) -> None:
-        self.loop.close()
+async def _awaited(function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
+    """Return the result of a function, awaited if it has to be."""
+    result = function(*values, **arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 class VerifiersExamples(ForeignEnvironment):
     """Examples of a taskset of verifiers. Raises ValueError for one that only verifiers' own loop can play."""
 
-    def __init__(self, name: str) -> None:
-        self._name, _, count = name.partition(":")
-        limit = _count(f"verifiers:{name}", count)
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
         try:
             self._library = vf = import_module("verifiers.v1")
             self._decorated = import_module("verifiers.v1.utils.decorators").discover_decorated
-            self._taskset = vf.load_taskset(vf.taskset_config_type(self._name)(id=self._name))
-            self.examples = [*self._taskset.take(limit)]
+            self._taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name))
+            self.examples = [*self._taskset.take(count)]
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"verifiers:{name}: {error} (pip install 'verifiers>=0.4' brings the library)") from None
         for example in self.examples:
@@ -275,31 +258,34 @@ class VerifiersExamples(ForeignEnvironment):
             run, description = partial(self._call, index, method.__name__, name), inspect.getdoc(method) or ""
             yield Tool(name=name, description=description, arguments=arguments, run=run, mutates=True)
 
-    def _opened(self, session: Session) -> _Example:
-        """Return the example of a session, whose toolsets are set up on first use."""
+    def _opened(self, session: Session) -> dict[str, Any]:
+        """Return the example of a session with its toolsets, set up on first use, their event loop, and the messages so far."""
         if "example" not in session.custom:
-            example = self.examples[_number(session)]
-            opened = session.custom["example"] = _Example(example=example, toolsets=self._toolsets(example))
-            for index, toolset in enumerate(opened.toolsets):
-                opened.run(toolset.setup)
-                if index < len(type(example).toolsets(example.config)):  # not those of the whole taskset
-                    opened.run(toolset.setup_task, example.data)
-        return cast(_Example, session.custom["example"])
+            example, loop = self.examples[_number(session)], asyncio.Runner()
+            toolsets = self._toolsets(example)
+            session.custom |= {"example": example, "toolsets": toolsets, "loop": loop, "messages": []}
+            try:
+                for index, toolset in enumerate(toolsets):
+                    loop.run(_awaited(toolset.setup))
+                    if index < len(type(example).toolsets(example.config)):  # not those of the whole taskset
+                        loop.run(_awaited(toolset.setup_task, example.data))
+            except Exception as error:  # the code of others
+                raise SandboxFailure(f"verifiers:{self._name}: its tools: {error!r:.300}") from error
+        return session.custom
 
     def _call(self, index: int, method: str, name: str, session: Session, /, **arguments: Any) -> Observation:
         """Call a tool of verifiers. The agent reads its exceptions, as those of verifiers' servers of tools."""
         vf, opened, error = self._library, self._opened(session), ""
         try:
-            result = opened.run(getattr(opened.toolsets[index], method), **arguments)
+            result = opened["loop"].run(_awaited(getattr(opened["toolsets"][index], method), **arguments))
         except Exception as failure:  # the code of others
             result = error = printable(f"{failure!r:.300}")
-        text, call_id = (
-            result if isinstance(result, str) else json.dumps(result, default=str),
-            f"call_{len(opened.messages)}",
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        called = vf.ToolCall(
+            id=f"call_{len(opened['messages'])}", name=name, arguments=json.dumps(arguments, default=str)
         )
-        called = vf.ToolCall(id=call_id, name=name, arguments=json.dumps(arguments, default=str))
-        opened.messages.append(vf.AssistantMessage(tool_calls=[called]))
-        opened.messages.append(vf.ToolMessage(tool_call_id=call_id, content=text, name=name))
+        answered = vf.ToolMessage(tool_call_id=called.id, content=text, name=name)
+        opened["messages"] += [vf.AssistantMessage(tool_calls=[called]), answered]
         if error:
             raise ToolError("UnexpectedEnvironment", error)
         return Observation(text=text)
@@ -308,8 +294,7 @@ class VerifiersExamples(ForeignEnvironment):
         """Score the answer. Raises SandboxFailure if that fails: nothing is known of the policy then."""
         number = _number(session)
         try:
-            opened = self._opened(session)
-            reward = self.score(opened.example, text, opened.messages)
+            reward = self.score(self.examples[number], text, self._opened(session)["messages"])
         except Exception as error:  # the code of others
             raise SandboxFailure(f"verifiers:{self._name}, example {number}: {error!r:.300}") from error
         session.store(EPISODE, _module(number, reward))
@@ -375,16 +360,17 @@ def audit_verifiers(name: str) -> dict[str, Any]:
 
     Return for each kind of answer at how many examples it was tried, and judged wrongly: a lazy one that earns as much as the
     example's `answer` (or more than 0, where it has none), and that answer itself, if it earns no more than an empty one."""
-    environment = VerifiersExamples(name)
-    examples, wrongs = environment.examples[:32], {kind: list[bool]() for kind in ("the answer", *LAZY)}
-    for example in examples:
+    environment, wrongs = VerifiersExamples(name, 32), {kind: list[bool]() for kind in ("the answer", *LAZY)}
+    for example in environment.examples:
         prompt, answer = example.data.prompt_text, getattr(example.data, "answer", None)
         lazy = {kind: environment.score(example, make(prompt)) for kind, make in LAZY.items()}
         gold = environment.score(example, str(answer)) if answer else None
         for kind, reward in lazy.items():
             wrongs[kind].append(reward > 0 and (gold is None or reward >= gold))
         wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
-    return {"examples": len(examples)} | _probed(wrongs, [kind for kind, wrong in wrongs.items() if any(wrong)])
+    return {"examples": len(environment.examples)} | _probed(
+        wrongs, [kind for kind, wrong in wrongs.items() if any(wrong)]
+    )
 
 
 def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class _Choose(Strict):
         return self
 
 
-class _Edit(Strict):
+class _ContextEdit(Strict):
     """An edit of the context: earlier thinking, of which the messages hold none here (`_openai_messages`)."""
 
     type: Literal["clear_thinking_20251015"]
@@ -232,7 +232,7 @@ class Messages(Strict):
     # Accepted with the values that change nothing: a policy thinks as it was trained to.
     thinking: dict[Literal["type", "budget_tokens", "display"], str | int | None] | None = None
     output_config: dict[Literal["effort"], str | None] | None = None
-    context_management: dict[Literal["edits"], list[_Edit]] | None = None
+    context_management: dict[Literal["edits"], list[_ContextEdit]] | None = None
     cache_control: dict[str, str] | None = None
     diagnostics: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

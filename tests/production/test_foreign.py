@@ -160,8 +160,7 @@ def test_what_begins_an_episode(counter: str) -> None:
     assert '{"text": "a"}' in load_environment(f"{counter}:Client:Add:1")[0][0].instruction
     for name, why in {
         "Unseeded:Add": "two calls of reset",
-        "Adds:Add:none": "none is no number of tasks",
-        "Adds": "write openenv:MODULE:ENVIRONMENT:ACTION",
+        "Adds:Add:0": "write openenv:MODULE:ENVIRONMENT:ACTION",
         "Adds:Nothing": "Nothing.*pip install openenv",
     }.items():
         with pytest.raises(ValueError, match=why):

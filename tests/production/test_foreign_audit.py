@@ -19,16 +19,11 @@ from pydantic import BaseModel
 class Action(BaseModel, extra="forbid"):
     metadata: dict = {}
 
-class Observation(BaseModel, extra="forbid"):
+class Observation(Action):
     done: bool = False
     reward: bool | int | float | None = None
-    metadata: dict = {}
 
-class State(BaseModel):
-    pass
-
-class Environment:
-    pass
+State = Environment = object
 """
 # Follows the library's classes, or these.
 BEGIN = """
