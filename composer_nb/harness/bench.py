@@ -71,15 +71,12 @@ def _shares(by: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {key: float(np.mean(by[key])) for key in sorted(by)}
 
 
-def _passed(attempt: Attempt) -> float:
-    """Return 1 for a solved attempt and 0 for an unsolved one."""
-    return float(attempt.grade.passed)
-
-
 def scores(
-    graded: Sequence[Attempt], key: Callable[[Attempt], str], score: Callable[[Attempt], float] = _passed
+    graded: Sequence[Attempt],
+    key: Callable[[Attempt], str],
+    score: Callable[[Attempt], float] = lambda attempt: float(attempt.grade.passed),
 ) -> dict[str, list[float]]:
-    """Return the scores of attempts, grouped by `key`."""
+    """Return the scores of attempts, by default 1 for solved and 0 for unsolved ones, grouped by `key`."""
     by_key: dict[str, list[float]] = {}
     for attempt in graded:
         by_key.setdefault(key(attempt), []).append(score(attempt))
@@ -91,7 +88,7 @@ def reward_figures(attempts: Sequence[Attempt], reward: Term, seed: int = 0) -> 
     best of each task's attempts; nothing if no attempt has a grade. Raises like `own_reward`."""
     graded = [attempt for attempt in attempts if attempt.grade.known]
     by_task = scores(graded, lambda attempt: attempt.task.id, partial(own_reward, reward)).values()
-    if not by_task:
+    if not graded:
         return {}
     means = np.array([np.mean(rewards) for rewards in by_task])
     best = float(np.mean([max(rewards) for rewards in by_task]))
@@ -205,9 +202,8 @@ def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
     the attempts; None if a task has fewer than k."""
     by_task: dict[str, list[tuple[bool, bool]]] = {}
     for attempt in attempts:
-        by_task.setdefault(attempt.task.id, []).append(
-            (Course.of(attempt.rollout.turns).accepted, attempt.grade.passed)
-        )
+        accepted = Course.of(attempt.rollout.turns).accepted
+        by_task.setdefault(attempt.task.id, []).append((accepted, attempt.grade.passed))
     if min(map(len, by_task.values())) < k:
         return None
     shares = []

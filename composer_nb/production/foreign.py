@@ -71,10 +71,8 @@ class ForeignEnvironment:
     def tasks(self) -> Iterator[Task]:
         test = render_tests(EPISODE.removesuffix(".py"), "earns", [((SOLVED,), True)])
         for number, instruction in enumerate(self.instructions()):
-            files, tests = {EPISODE: _module(number, 0.0)}, {"test_episode.py": test}
-            yield Task(
-                id=f"episode-{number}", instruction=instruction, files=files, tests=tests, source_scope=(EPISODE,)
-            )
+            fields: dict[str, Any] = {"files": {EPISODE: _module(number, 0.0)}, "tests": {"test_episode.py": test}}
+            yield Task(id=f"episode-{number}", instruction=instruction, source_scope=(EPISODE,), **fields)
 
     def reward(self, rollout: Rollout, grade: Grade) -> float:
         return float(_constant(rollout.files[EPISODE], "REWARD"))
@@ -130,12 +128,9 @@ class OpenEnvEpisodes(ForeignEnvironment):
         self._name, self._count, (environment, self._action) = name, count, load_openenv(name)
         _close(environment)
         if getattr(environment, "REQUIRES_SINGLE_THREAD_EXECUTOR", False):
-            raise ValueError(
-                f"openenv:{name}: keeps to one thread; run it behind its server, and name a client instead"
-            )
-        fields: dict[str, Any] = {
-            key: (info.annotation, info) for key, info in self._action.model_fields.items() if key != "metadata"
-        }
+            raise ValueError(f"openenv:{name}: keeps to one thread; run it behind its server, and name a client")
+        fields: dict[str, Any] = {key: (info.annotation, info) for key, info in self._action.model_fields.items()}
+        fields.pop("metadata", None)
         arguments = create_model("act", __base__=Arguments, **fields)
         description = "Act in the environment, which answers with an observation."
         act = Tool(name="act", description=description, arguments=arguments, run=self._act, mutates=True)
@@ -149,8 +144,8 @@ class OpenEnvEpisodes(ForeignEnvironment):
         try:
             resets: list[dict[str, Any]] = [{"seed": seed} for seed in range(self._count)]
             if hasattr(environment, "num_tasks"):
-                row_count = min(self._count, environment.num_tasks("train"))
-                resets = [{"split": "train", "index": index} for index in range(row_count)]
+                count = min(self._count, environment.num_tasks("train"))
+                resets = [{"split": "train", "index": index} for index in range(count)]
             first, *texts = [_text(environment.reset(**reset)) for reset in (*resets[:1], *resets)]
         finally:
             _close(environment)
@@ -205,9 +200,7 @@ class VerifiersExamples(ForeignEnvironment):
             raise ValueError(f"verifiers:{name}: {error} (pip install 'verifiers>=0.4' brings the library)") from None
         for example in self.examples:
             if obstacle := self._obstacle(example):
-                raise ValueError(
-                    f"verifiers:{name}: example {example.data.idx} needs {obstacle}; only verifiers plays it"
-                )
+                raise ValueError(f"verifiers:{name}: example {example.data.idx} needs {obstacle}: verifiers plays it")
         answer = Tool(
             name="answer",
             description="Give your final answer, in the form that the task asks for. It ends the task.",
@@ -228,18 +221,17 @@ class VerifiersExamples(ForeignEnvironment):
         vf, data, kind = self._library, example.data, type(example)
         state_of = import_module("verifiers.v1.state").state_cls
         changed = [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
-        scorers = [
-            inspect.signature(score).parameters for name in ("reward", "metric") for score in example.hooks(name)
-        ]
-        runtimes = [parameters["runtime"] for parameters in scorers if "runtime" in parameters]
-        prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or [None]
-        is_text = all(getattr(m, "role", "") in ("system", "user") and isinstance(m.content, str) for m in prompt)
+        scores = [*example.hooks("reward"), *example.hooks("metric")]
+        runtimes = [inspect.signature(score).parameters.get("runtime") for score in scores]
+        needs_runtime = any(p and p.default is p.empty for p in runtimes)
+        request = self._request(example) if data.prompt else []
+        texts = [m.content for m in request if m.role != "assistant" and isinstance(m.content, str)]
         obstacles = {
             "a loop of its own": vf.environment_class(self._name) is not vf.SingleAgentEnv,
-            "a runtime": kind.NEEDS_CONTAINER or data.image or changed or any(p.default is p.empty for p in runtimes),
+            "a runtime": kind.NEEDS_CONTAINER or data.image or changed or needs_runtime,
             "hooks in its conversation": example.hooks("stop") or self._decorated(example, "intercept"),
             "a state of its own": {state_of(kind), *map(state_of, map(type, self._toolsets(example)))} != {vf.State},
-            "a user who begins, or a prompt that is more than text": not is_text,
+            "a user who begins, or a prompt that is more than text": not texts or len(texts) < len(request),
         }
         return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
@@ -248,11 +240,8 @@ class VerifiersExamples(ForeignEnvironment):
         for method in self._decorated(toolset, "tool"):
             name = "_".join(filter(None, (toolset.server_name, getattr(method, "tool_name", None) or method.__name__)))
             fields: dict[str, Any] = {
-                parameter.name: (
-                    parameter.annotation,
-                    ... if parameter.default is parameter.empty else parameter.default,
-                )
-                for parameter in inspect.signature(method, eval_str=True).parameters.values()
+                name: (p.annotation, ... if p.default is p.empty else p.default)
+                for name, p in inspect.signature(method, eval_str=True).parameters.items()
             }
             arguments = create_model(name, __base__=Arguments, **fields)
             run, description = partial(self._call, index, method.__name__, name), inspect.getdoc(method) or ""
@@ -281,10 +270,9 @@ class VerifiersExamples(ForeignEnvironment):
         except Exception as failure:  # the code of others
             result = error = printable(f"{failure!r:.300}")
         text = result if isinstance(result, str) else json.dumps(result, default=str)
-        called = vf.ToolCall(
-            id=f"call_{len(opened['messages'])}", name=name, arguments=json.dumps(arguments, default=str)
-        )
-        answered = vf.ToolMessage(tool_call_id=called.id, content=text, name=name)
+        call_id, written = f"call_{len(opened['messages'])}", json.dumps(arguments, default=str)
+        called = vf.ToolCall(id=call_id, name=name, arguments=written)
+        answered = vf.ToolMessage(tool_call_id=call_id, content=text, name=name)
         opened["messages"] += [vf.AssistantMessage(tool_calls=[called]), answered]
         if error:
             raise ToolError("UnexpectedEnvironment", error)
@@ -316,10 +304,8 @@ class VerifiersExamples(ForeignEnvironment):
             parent = len(nodes) - 1 if nodes else None
             nodes.append(vf.MessageNode(parent=parent, message=message, sampled=message.role == "assistant"))
         task = vf.TraceTask(type=type(example).__name__, data=example.data, key=example.key, hash=example.hash)
-        agent = vf.AgentInfo(config=vf.AgentConfig())
-        trace = vf.Trace(
-            task=task, agent=agent, nodes=nodes, is_completed=True, ok=True, stop_condition="agent_completed"
-        )
+        trace = vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, ok=True)
+        trace.stop("agent_completed")
         asyncio.run(example.score(trace))
         return float(trace.reward)
 
@@ -368,9 +354,8 @@ def audit_verifiers(name: str) -> dict[str, Any]:
         for kind, reward in lazy.items():
             wrongs[kind].append(reward > 0 and (gold is None or reward >= gold))
         wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
-    return {"examples": len(environment.examples)} | _probed(
-        wrongs, [kind for kind, wrong in wrongs.items() if any(wrong)]
-    )
+    faults = [kind for kind, flags in wrongs.items() if any(flags)]
+    return {"examples": len(environment.examples)} | _probed(wrongs, faults)
 
 
 def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
@@ -413,9 +398,8 @@ def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: 
         wrongs["the same environment"].append(repr(reused) != repr(repeated) and not differs)
         tasks[repr(episodes)], all_episodes = played, [*all_episodes, *episodes, repeated, *extra]
     unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in all_episodes]
-    wrongs["no reward"] = [
-        is_unpaid or not math.isfinite(outcome.total) for is_unpaid, outcome in zip(unpaid, all_episodes, strict=True)
-    ]
+    totals = [outcome.total for outcome in all_episodes]
+    wrongs["no reward"] = [no or not math.isfinite(total) for no, total in zip(unpaid, totals, strict=True)]
     wrongs["an exception"] = [bool(episode.error) for episode in all_episodes]
     faults = [kind for kind, flags in wrongs.items() if any(flags)]
     wrongs["no end"] = [not (episode.ended or episode.error) for episode in all_episodes]

@@ -29,87 +29,70 @@ COUNTER = """
 class Add(Action):
     number: int
     note: str | int | None = None
-
 class Adds(Base):
     open = 0
-
     def __init__(self):
         Adds.open += 1
-
     def reset(self, seed=None, **kwargs):
         self.sum, self.steps = seed, 0
         return Seen(text=str(self.sum))
-
     def step(self, action, **kwargs):
         self.sum, self.steps = self.sum + action.number, self.steps + 1
         return self.over(str(self.sum), action.number, self.steps == 3)
-
     def close(self):
         Adds.open -= 1
-
 class Unseeded(Adds):
     def reset(self, seed=None, **kwargs):
         return super().reset(seed=random.random())
-
 class Rows(Adds):
     def num_tasks(self, split):
         return {"train": 4}[split]
-
     def reset(self, split=None, index=None, **kwargs):
         return super().reset(seed=100 + index)
-
 class Client:
     def reset(self, **kwargs):
         return type("StepResult", (), {"observation": {"text": "a"}, "reward": None, "done": False})
 """
 SUMS = """
 import verifiers.v1 as vf
-
 class Data(vf.TaskData):
     answer: str
-
 class Adder(vf.Toolset[vf.ToolsetConfig]):
     async def setup_task(self, task):
         self.most = int(task.answer)
-
     @vf.tool
     async def add(self, a: int, b: int = 0) -> int:
         "Add two numbers."
         if a + b > self.most:
             raise ValueError("too much")
         return a + b
-
 class Sum(vf.Task[Data]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
         return float(self.data.answer == trace.last_reply)
-
     @vf.reward(weight=0.25)
     async def careful(self, trace: vf.Trace) -> float:
         return float(len(trace.tool_messages))
-
     @classmethod
     def toolsets(cls, config):
         return [Adder(vf.ToolsetConfig())]
-
 class Sums(vf.Taskset[Sum]):
     def load(self):
         for n in range(5, 9):
             yield Sum(Data(prompt=f"What is {n} + {n}?", answer=str(2 * n)))
-
 __all__ = ["Sums"]
 """
 
 
-@pytest.fixture(params=["stand-in", "openenv"])
+@pytest.fixture(params=["doubles", "openenv"])
 def counter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name the module of an environment, of the library and of classes with the same fields and methods."""
     if request.param == "openenv":
         pytest.importorskip("openenv.core", reason="pip install openenv brings it")
-    module = f"counter_of_{request.param.replace('-', '_')}"
-    (tmp_path / f"{module}.py").write_text((LIBRARY if request.param == "openenv" else STAND_IN) + BEGIN + COUNTER)
+    text = (LIBRARY if request.param == "openenv" else STAND_IN) + BEGIN + COUNTER
+    (tmp_path / f"counter_of_{request.param}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return f"openenv:{module}"
+    return f"openenv:counter_of_{request.param}"
 
 
 def sample(name: str, *scripts: list[ToolCall]) -> tuple[list[Attempt], Any]:
@@ -145,10 +128,8 @@ def test_eval_reports_the_reward(counter: str, tmp_path: Path, capsys: pytest.Ca
     for number, (values, reward) in enumerate({(2, 2, 2): 6.0, (1,): 1.0, ("x",): 0.0}.items()):
         steps: list[Any] = [{"calls": [{"name": "act", "arguments": {"number": value}}]} for value in values]
         (script := tmp_path / f"{number}.json").write_text(json.dumps([*steps, {"text": "done"}]))
-        line = (
-            f"eval --policy scripted:{script} --tasks {counter}:Adds:Add:3 --samples 2 --out {tmp_path}/{number} --json"
-        )
-        assert main(line.split()) == 0
+        line = f"--policy scripted:{script} --tasks {counter}:Adds:Add:3 --samples 2 --out {tmp_path}/{number} --json"
+        assert main(["eval", *line.split()]) == 0
         row = json.loads(capsys.readouterr().out)["arms"]["all"]
         assert (row["reward"], row["reward_ci95"], row["n_tasks"]) == (reward, [reward, reward], 3)
         assert row["pass_at_1"] == float(reward >= 1)
@@ -179,17 +160,11 @@ def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_rl_samples_groups_of_examples_with_their_tools(sums: str) -> None:
-    scripts = (
-        [call("adder_add", a=6, b=6), call("adder_add", a=13), call("answer", text="12")],
-        [call("answer", text="1")],
-    )
-    group, environment = sample(f"{sums}:3", *scripts)
+    right = [call("adder_add", a=6, b=6), call("adder_add", a=13), call("answer", text="12")]
+    group, environment = sample(f"{sums}:3", right, [call("answer", text="1")])
     assert [environment.reward(attempt.rollout, attempt.grade) for attempt in group] == [1.5, 0.0]
-    assert [(turn.observation, turn.error) for turn in group[0].rollout.turns] == [
-        ("12", None),
-        ("error: ValueError('too much')", "UnexpectedEnvironment"),
-        ("", None),
-    ]
+    turns = [(turn.observation, turn.error) for turn in group[0].rollout.turns]
+    assert turns == [("12", None), ("error: ValueError('too much')", "UnexpectedEnvironment"), ("", None)]
     assert [attempt.grade.passed for attempt in group] == [True, False]
     with pytest.raises(ValueError, match="example 0 needs a runtime"):
         load_environment("verifiers:boxed_sums")
