@@ -37,6 +37,8 @@ USER_NAMESPACES = (
     ("kernel.unprivileged_userns_clone", "0", "1"),
     ("user.max_user_namespaces", "0", "15000"),
 )
+# Options of `docker run` for the seccomp filter, the AppArmor profile and the masks on /proc that forbid bubblewrap to work.
+IN_CONTAINER = " ".join(f"--security-opt {name}=unconfined" for name in ("seccomp", "apparmor", "systempaths"))
 REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
 NO_SANDBOX = "no sandbox can be made, so no agent can work and nothing is graded"
 # Cost of a missing part, and the command that fixes it.
@@ -233,7 +235,7 @@ def mend_sandbox() -> str:
         file = Path("/proc/sys", name.replace(".", "/"))
         if file.is_file() and file.read_text().strip() == forbidding:
             return f"sudo sysctl -w {name}={allowing}"
-    return "in a container: start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+    return f"in a container: start it with {IN_CONTAINER}"
 
 
 def check_tools() -> CheckResult:

@@ -1,5 +1,6 @@
-"""Recipes for schedulers and the image: what can be checked without a cluster."""
+"""Recipes for schedulers and the image: what can be checked without a cluster, an engine or a network."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from composer_nb.cli import parser
+from composer_nb.doctor import IN_CONTAINER
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
@@ -64,7 +66,21 @@ def test_image_has_what_it_needs() -> None:
     extras = re.findall(r"\.\[([\w,]+)\]", install)[0].split(",")
     assert set(extras) <= set(PROJECT["optional-dependencies"]) and "-c constraints.txt" in install
     assert not [line for line in lines if re.search(r"curl|wget|https?://", line)], "nothing is fetched but packages"
-    container = yaml.safe_load((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert container["build"]["dockerfile"] == "../recipes/Dockerfile" and " ".join(container["runArgs"]) in "\n".join(
-        lines
-    )
+    assert IN_CONTAINER in "\n".join(line for line in lines if line.startswith("#"))
+
+
+def test_a_development_container_is_the_image_from_this_checkout() -> None:
+    folder = ROOT / ".devcontainer"
+    container = json.loads((folder / "devcontainer.json").read_text())
+    dockerfile, context = (folder / container["build"][key] for key in ("dockerfile", "context"))
+    assert dockerfile.resolve() == RECIPES / "Dockerfile" and context.resolve() == ROOT
+    text = re.sub(r"\\\n", " ", dockerfile.read_text())
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] != "#"]
+    instructions = [name for name, _ in steps]
+    assert instructions[0] == "FROM" and {*instructions} <= {"FROM", "RUN", "WORKDIR", "COPY", "EXPOSE", "CMD"}
+    assert json.loads(dict(steps)["CMD"])[:2] == ["jupyter", "lab"]
+    assert container["forwardPorts"] == [int(dict(steps)["EXPOSE"])]
+    assert " ".join(container["runArgs"]) == IN_CONTAINER
+    [packages] = re.findall(r"apt-get install -y --no-install-recommends (.*?) &&", text)
+    programs = {command.split()[0] for command in container["postCreateCommand"].split(" && ")}
+    assert {"bubblewrap", "git", "make"} <= {*packages.split()} and programs <= {*packages.split(), "pip"}

@@ -185,7 +185,10 @@ def play(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = s
 
 def _converse(task: Task, env: Environment, turn_policy: TurnPolicy, session: Session, report: Told) -> Conversation:
     user = env.user(task) if env.user else nobody
-    return converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock, user)
+    try:
+        return converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock, user)
+    finally:
+        session.close()
 
 
 def graded(ended: Attempt, env: Environment) -> Attempt:

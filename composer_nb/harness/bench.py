@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import comb, sqrt
 from statistics import NormalDist
@@ -16,10 +17,11 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
+from composer_nb.harness.rewards import own_reward
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.terms.registry import EDITS, called
+from composer_nb.harness.terms.registry import EDITS, Term, called
 from composer_nb.harness.tool_errors import errors_of
 
 
@@ -69,12 +71,28 @@ def _shares(by: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {key: float(np.mean(by[key])) for key in sorted(by)}
 
 
-def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
-    """Return 1 for solved and 0 for unsolved attempts, grouped by `key`."""
+def scores(
+    graded: Sequence[Attempt],
+    key: Callable[[Attempt], str],
+    score: Callable[[Attempt], float] = lambda attempt: float(attempt.grade.passed),
+) -> dict[str, list[float]]:
+    """Return the scores of attempts, by default 1 for solved and 0 for unsolved ones, grouped by `key`."""
     by_key: dict[str, list[float]] = {}
     for attempt in graded:
-        by_key.setdefault(key(attempt), []).append(float(attempt.grade.passed))
+        by_key.setdefault(key(attempt), []).append(score(attempt))
     return by_key
+
+
+def reward_figures(attempts: Sequence[Attempt], reward: Term, seed: int = 0) -> dict[str, Any]:
+    """Return the mean of a custom environment's reward over tasks, its 95 % interval by bootstrap over tasks, and the mean of the
+    best of each task's attempts; nothing if no attempt has a grade. Raises like `own_reward`."""
+    graded = [attempt for attempt in attempts if attempt.grade.known]
+    by_task = scores(graded, lambda attempt: attempt.task.id, partial(own_reward, reward)).values()
+    if not graded:
+        return {}
+    means = np.array([np.mean(rewards) for rewards in by_task])
+    best = float(np.mean([max(rewards) for rewards in by_task]))
+    return {"reward": float(means.mean()), "reward_ci95": bootstrap(means, seed), "reward_best_of_k": best}
 
 
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, Protocol, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -53,15 +54,31 @@ class CustomEnvironment(Protocol):
 GENERATOR = "composer_nb.tour.environment:Tour"
 
 
+# Beginnings of the names of environments of others, and the module that makes custom ones of them.
+FOREIGN, OPENED_BY = ("openenv:", "verifiers:"), "composer_nb.production.foreign"
+
+
+def import_for_user(module: str) -> ModuleType:
+    """Import a module of the user's. One that is found nowhere else may lie in the current folder. The folder is added to the
+    path only then, and last: it may be untrusted."""
+    first = module.partition(".")[0]
+    if first not in sys.modules and find_spec(first) is None:
+        sys.path += {os.getcwd()} - {*sys.path}
+    return import_module(module)
+
+
+@lru_cache(maxsize=8)
+def _foreign(name: str) -> CustomEnvironment:
+    return cast(CustomEnvironment, import_module(OPENED_BY).open_environment(name))
+
+
 def _own(name: str) -> CustomEnvironment:
-    """Return the single instance of the class that `name` refers to now, since a notebook may redefine it. A module that is found
-    nowhere else may lie in the current folder. The folder is added to the path only then, and last: it may be untrusted."""
+    """Return the single instance of the class that `name` refers to now, since a notebook may redefine it."""
+    if name.startswith(FOREIGN):
+        return _foreign(name)
     module, _, kind = name.partition(":")
     try:
-        first = module.partition(".")[0]
-        if first not in sys.modules and find_spec(first) is None:
-            sys.path += {os.getcwd()} - {*sys.path}
-        return _only(getattr(import_module(module), kind))
+        return _only(getattr(import_for_user(module), kind))
     except (Exception, SystemExit) as error:
         problem = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
         raise ValueError(f"{problem} ({error!r})") from None
@@ -106,7 +123,8 @@ class EnvSettings:
 
     tasks: str = "generated"
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or output of `composer-nb tasks make`; or
-    `MODULE:CLASS`, a custom environment (`CustomEnvironment`)."""
+    `MODULE:CLASS`, a custom environment (`CustomEnvironment`); or one of others, `openenv:MODULE:ENV:ACTION` or
+    `verifiers:NAME` (`production/foreign.py`)."""
     tools: str = "tiny"
     """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the product's tools, which need a sandbox per
     rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, those of the product

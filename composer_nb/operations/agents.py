@@ -52,6 +52,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Score a policy on tasks."""
+    from composer_nb.harness.bench import reward_figures
     from composer_nb.harness.environment import load_environment
     from composer_nb.harness.files import write_json
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
@@ -60,17 +61,12 @@ def evaluate(args: argparse.Namespace) -> int:
     from composer_nb.labs.suites import judged, make_suite
     from composer_nb.production.agents import new_folder
     from composer_nb.production.bench import bench_settings, evaluate, require_attempts
-    from composer_nb.production.foreign import KINDS
     from composer_nb.production.policies import open_endpoint
     from composer_nb.production.show import bench_progress, bench_table
     from composer_nb.views.agent import quality_table
 
     if args.samples < 1 or args.workers < 0:
         raise ValueError(f"--samples {args.samples} --workers {args.workers}: at least 1 and 0 are needed")
-    if str(args.tasks).startswith(KINDS):
-        if args.judge:
-            raise ValueError(f"--judge {args.judge}: {args.tasks} keeps no rollouts that a rubric could judge")
-        return _evaluate_foreign(args)
     if bool(args.tasks) == bool(args.suite):
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
     environment = None
@@ -109,7 +105,11 @@ def evaluate(args: argparse.Namespace) -> int:
             sampled_attempts = attempts[: len(tasks) * args.samples]  # greedy ones come last
             report["arms"][arm]["rubrics"] = rubric_levels(rubrics, sampled_attempts)
         tables.append(_rubric_table(report["arms"]))
-    if args.suite or args.judge:
+    if reward := getattr(environment, "reward", None):
+        for arm, attempts in attempts_by_arm.items():
+            report["arms"][arm] |= (row := reward_figures(attempts[: len(tasks) * args.samples], reward, settings.seed))
+            suite_lines += "".join(f"\n{arm}, {name}: {value}" for name, value in row.items())
+    if args.suite or args.judge or reward:
         write_json(out / "report.json", report)
     _write_pictures(report, tasks, out)
     emit(args, report, lambda: (bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
@@ -176,24 +176,6 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
         cells = ("–" if level is None else f"{level:.3f} (n={n})" for level, n in levels)
         rows.append((arm, *cells, str(sum(rubric["failed"] for rubric in judged))))
     return text_table(rows, ("tools", "pass@1", *names, "no verdict"))
-
-
-def _evaluate_foreign(args: argparse.Namespace) -> int:
-    """Score a policy in a foreign environment. Raises TooManyLost, after the figures, if too many attempts were lost."""
-    from composer_nb.production.bench import LOST, TooManyLost
-    from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
-    from composer_nb.trainer.settings import override
-
-    settings = override(ForeignSettings(), overrides(args.set))
-    figures = evaluate_foreign(args.policy, str(args.tasks), args.samples, settings)
-    low, high = figures["ci95"]
-    line = (
-        f"reward {figures['reward']:.3f} ({low:.3f} to {high:.3f}), best of {figures['k']} {figures['best_of_k']:.3f}"
-    )
-    emit(args, figures, lambda: f"{line}, {figures['n_tasks']} examples, {figures['lost']} attempts lost")
-    if figures["lost"] > LOST * figures["attempts"]:
-        raise TooManyLost(f"{figures['lost']} of {figures['attempts']} attempts were lost: these figures do not count")
-    return 0
 
 
 def _price(text: str, option: str = "--price") -> tuple[float, float] | None:

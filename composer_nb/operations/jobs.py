@@ -65,7 +65,7 @@ def from_run(args: argparse.Namespace) -> int:
     settings, out = absolute(from_dict(run.settings())), args.out or Path(f"{run.path.name}.yml")
     if out.exists():
         raise ValueError(f"{out}: is there already; give another file as --out")
-    module, class_name, _ = (tasks := settings.env.tasks).partition(":")
+    module, class_name, _ = (tasks := settings.env.tasks).removeprefix("openenv:").partition(":")
     if class_name and not Path(tasks).exists() and find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"env.tasks={tasks!r}: a job imports it from another folder; put its folder into PYTHONPATH")
     live = run.changed_live()

@@ -1,43 +1,47 @@
-"""Environments of others: those of `verifiers`, named `verifiers:NAME`, and of OpenEnv, named `openenv:MODULE:ENV:ACTION`.
+"""Environments of others, wherever `MODULE:CLASS` names one: `openenv:MODULE:ENV:ACTION[:COUNT]` and `verifiers:NAME[:COUNT]`.
 
-A verifiers environment keeps its own loop, tools and rubric, and asks an endpoint for turns. An OpenEnv environment gets one
-action a turn: the JSON object that the policy writes. Both run in this process, unlike the tasks of this package, so load only
-what you trust. References: PrimeIntellect's verifiers (0.3), Meta's openenv-core (0.3).
-
-Training on them needs no access to their loop: `composer-nb serve --record` keeps the tokens, `grade` sends the rewards when all
-attempts have ended, and `composer-nb improve` learns from them, the rollouts of an example as a group.
+An episode of OpenEnv is a task whose tool `act` takes an action and answers with the observation. An example of verifiers is a
+task with the tools of its toolsets and a tool `answer`, whose text its rewards score. This package's loop plays both, so RL on
+them has exact tokens, groups and replay. Their code runs in this process, unlike the tasks of this package, so load only what
+you trust. References: Meta's openenv (0.10; `core/env_server/interfaces.py`), PrimeIntellect's verifiers (0.4; `v1/task.py`).
 """
 
 import asyncio
+import inspect
 import json
 import math
-import os
 import time
-import uuid
-from asyncio import Semaphore
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from random import Random
-from typing import Annotated, Any
+from typing import Any
 
-import httpx
-import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, ValidationError, create_model
 
-from composer_nb.harness.agent.chat import User
-from composer_nb.harness.agent.turns import TurnPolicy
-from composer_nb.harness.bench import bootstrap
-from composer_nb.harness.policy import ProviderFailure, TimeIsUp
-from composer_nb.production.policies import equipment, open_endpoint, open_policy, parse_policy
+from composer_nb.harness.environment import import_for_user
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.harbor import first_problem
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.arguments import Arguments, Content, printable
+from composer_nb.harness.tools.session import Observation, Session
+from composer_nb.harness.tools.tool_call import Tool, ToolError, invalid
+from composer_nb.harness.tools.toolset import ToolSet
 
-KINDS = ("verifiers:", "openenv:")
-# Most actions of an episode.
+# Tasks of an environment whose name says no number.
+COUNT = 128
+# Reward from which a task counts as solved.
+SOLVED = 1.0
+# Module in a task's workspace that holds its reward so far.
+EPISODE = "episode.py"
+INTRO = "Call act until the episode ends. The first observation:"
+# Most actions of an audited episode.
 TURNS = 32
-# Rollouts of verifiers side by side.
-AT_ONCE = 16
 # Of an observation, what no policy reads.
 HIDDEN = {"metadata", "done", "reward"}
 # Answers that solve nothing; each is made from the last message of a prompt.
@@ -55,171 +59,255 @@ SOME = 6
 RULE, LEAST = 0.9, 8
 
 
-def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        package = {"verifiers": "'verifiers<0.4'", "openenv.core": "openenv-core"}.get(name)
-        what = f"needs a package: pip install {package}" if package else "cannot be imported"
-        raise ValueError(f"{name}: {what} ({error})") from None
+class ForeignEnvironment:
+    """Tasks, tools and reward of an environment of others. The reward is the one that tools have put into EPISODE, so that
+    stored rollouts can be scored again; the hidden test asks whether it reaches SOLVED."""
+
+    tools: ToolSet
+
+    def instructions(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def tasks(self) -> Iterator[Task]:
+        test = render_tests(EPISODE.removesuffix(".py"), "earns", [((SOLVED,), True)])
+        for number, instruction in enumerate(self.instructions()):
+            fields: dict[str, Any] = {"files": {EPISODE: _module(number, 0.0)}, "tests": {"test_episode.py": test}}
+            yield Task(id=f"episode-{number}", instruction=instruction, source_scope=(EPISODE,), **fields)
+
+    def reward(self, rollout: Rollout, grade: Grade) -> float:
+        return float(_constant(rollout.files[EPISODE], "REWARD"))
 
 
-def load_verifiers(name: str) -> Any:
-    """Return the environment that the installed package `name` has. Raises ValueError."""
-    library = _library("verifiers")
-    if not hasattr(library, "load_environment"):
-        raise ValueError("verifiers: this version has no load_environment; pip install 'verifiers<0.4'")
-    try:
-        return library.load_environment(name)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"verifiers:{name}: {error}") from None
+def _module(number: int, reward: float) -> str:
+    """Return the text of EPISODE."""
+    return f"NUMBER = {number}\nREWARD = {reward!r}\n\n\ndef earns(least):\n    return REWARD >= least\n"
 
 
-def load_openenv(name: str) -> tuple[Any, Any]:
-    """Return an environment and the class of its actions. Raises ValueError."""
+def _constant(text: str, name: str) -> str:
+    """Return the text of a constant in EPISODE."""
+    return text.partition(f"{name} = ")[2].partition("\n")[0]
+
+
+def _number(session: Session) -> int:
+    return int(_constant(session.text(EPISODE), "NUMBER"))
+
+
+def open_environment(name: str) -> ForeignEnvironment:
+    """Return the environment of a name, which a number of tasks may end. Raises ValueError."""
+    kind, _, rest = name.partition(":")
+    start, _, end = rest.rpartition(":")
+    rest, count = (start, int(end)) if end.isdecimal() and int(end) else (rest, COUNT)
+    return OpenEnvEpisodes(rest, count) if kind == "openenv" else VerifiersExamples(rest, count)
+
+
+def load_openenv(name: str) -> tuple[Any, type[BaseModel]]:
+    """Return an environment, or a client of one, and the class of its actions. Raises ValueError."""
     parts = name.split(":")
     if len(parts) != 3:
-        raise ValueError(f"openenv:{name}: write openenv:MODULE:ENVIRONMENT:ACTION")
-    _library("openenv.core")
+        raise ValueError(f"openenv:{name}: write openenv:MODULE:ENVIRONMENT:ACTION, and :COUNT for the number of tasks")
     try:
-        environment, action = (getattr(_library(parts[0]), part) for part in parts[1:])
-    except AttributeError as error:
-        raise ValueError(f"openenv:{name}: {error}") from None
+        module = import_for_user(parts[0])
+        environment, action = (getattr(module, part) for part in parts[1:])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"openenv:{name}: {error} (pip install openenv brings the library)") from None
     return environment(), action
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
-    """One attempt at an example.
-
-    Attributes:
-        rollout: Its name, if it is recorded.
-        reward: None: it was lost.
-        tokens: None: they were not counted.
-    """
-
-    example: Any
-    rollout: str
-    reward: float | None
-    tokens: float | None
+def _text(result: Any) -> str:
+    """Return what a policy reads of an observation, or of the result of a client's step."""
+    observation = result if isinstance(result, BaseModel) else result.observation
+    if isinstance(observation, BaseModel):
+        return observation.model_dump_json(exclude=HIDDEN)
+    return json.dumps(observation, default=str)
 
 
-def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
-    """Return the figures of attempts, with a 95 % interval over examples. Raises ValueError if none has a reward."""
-    rewarded = [attempt for attempt in played if attempt.reward is not None]
-    lost = len(played) - len(rewarded)
-    if not rewarded:
-        raise ValueError(f"no attempt has a reward, {lost} were lost; is the endpoint reachable?")
-    rewards: dict[Any, list[float]] = {}
-    for attempt in rewarded:
-        rewards.setdefault(attempt.example, []).append(attempt.reward or 0.0)
-    means = np.array([np.mean(values) for values in rewards.values()])
-    tokens = [attempt.tokens for attempt in rewarded if attempt.tokens is not None]
-    return {
-        "reward": float(means.mean()),
-        "ci95": bootstrap(means, seed),
-        "best_of_k": float(np.mean([max(values) for values in rewards.values()])),
-        "k": max(map(len, rewards.values())),
-        "n_tasks": len(rewards),
-        "tokens_per_task": float(np.mean(tokens)) if tokens else None,
-        "lost": lost,
-        "attempts": len(played),
-    }
+class OpenEnvEpisodes(ForeignEnvironment):
+    """Episodes of an environment of OpenEnv, one for each seed, or for each row of a data set that it lists (`TaskProvider`)."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count, (environment, self._action) = name, count, load_openenv(name)
+        _close(environment)
+        if getattr(environment, "REQUIRES_SINGLE_THREAD_EXECUTOR", False):
+            raise ValueError(f"openenv:{name}: keeps to one thread; run it behind its server, and name a client")
+        fields: dict[str, Any] = {key: (info.annotation, info) for key, info in self._action.model_fields.items()}
+        fields.pop("metadata", None)
+        arguments = create_model("act", __base__=Arguments, **fields)
+        description = "Act in the environment, which answers with an observation."
+        act = Tool(name="act", description=description, arguments=arguments, run=self._act, mutates=True)
+        self.tools = ToolSet(tools={act.name: act}, terse=True)
+
+    @cached_property
+    def _episodes(self) -> list[tuple[dict[str, Any], str]]:
+        """The arguments of `reset`, and the first observation, of each task. Raises ValueError if an episode does not begin twice
+        in the same way."""
+        environment = load_openenv(self._name)[0]
+        try:
+            resets: list[dict[str, Any]] = [{"seed": seed} for seed in range(self._count)]
+            if hasattr(environment, "num_tasks"):
+                count = min(self._count, environment.num_tasks("train"))
+                resets = [{"split": "train", "index": index} for index in range(count)]
+            first, *texts = [_text(environment.reset(**reset)) for reset in (*resets[:1], *resets)]
+        finally:
+            _close(environment)
+        if first != texts[0]:
+            raise ValueError(f"openenv:{self._name}: two calls of reset with {resets[0]} differ; it must use its seed")
+        return list(zip(resets, texts, strict=True))
+
+    def instructions(self) -> list[str]:
+        return [f"{INTRO}\n{observation}" for _, observation in self._episodes]
+
+    def _act(self, session: Session, **arguments: Any) -> Observation:
+        """Take an action in the session's own environment. Raises ToolError for what is no action, and SandboxFailure if the
+        environment fails: nothing is known of the policy then."""
+        try:
+            action = self._action.model_validate(arguments)
+        except ValidationError as error:
+            raise invalid(printable(first_problem(error))) from None
+        number = _number(session)
+        try:
+            if "environment" not in session.custom:
+                session.custom["environment"] = load_openenv(self._name)[0]
+                session.custom["environment"].reset(**self._episodes[number][0])
+            result = session.custom["environment"].step(action)
+        except Exception as error:  # the code of others
+            raise SandboxFailure(f"openenv:{self._name}, episode {number}: {error!r:.300}") from error
+        total = float(_constant(session.text(EPISODE), "REWARD")) + float(result.reward or 0)
+        session.store(EPISODE, _module(number, total))
+        return Observation(text=_text(result), ends=bool(result.done))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignSettings:
-    """Settings of such an evaluation.
-
-    Attributes:
-        count: Examples of verifiers (0: all), or episodes of OpenEnv (0: 16).
-        grade: Send each reward to the policy's server, which records (`composer-nb serve --record`).
-    """
-
-    count: Annotated[int, Field(ge=0)] = 0
-    temperature: float = 1.0
-    seed: int = 0
-    grade: bool = False
+def _close(environment: Any) -> None:
+    getattr(environment, "close", lambda: None)()
 
 
-def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSettings | None = None) -> dict[str, Any]:
-    """Return the rewards of a policy, `samples` times at each example: the mean with its 95 % interval over examples, and the
-    best of k. Raises ValueError, ProviderFailure."""
-    s = settings or ForeignSettings()
-    kind, _, name = tasks.partition(":")
-    if s.grade:
-        _require_record(policy)
-    played = (_play_openenv if kind == "openenv" else _play_verifiers)(policy, name, samples, s)
-    if s.grade:
-        _grade(policy, tasks, played)
-    return _row(played, s.seed)
+async def _awaited(function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
+    """Return the result of a function, awaited if it has to be."""
+    result = function(*values, **arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
-def _play_openenv(policy: str, name: str, samples: int, s: ForeignSettings) -> list[_Played]:
-    played, batch, limits = list[_Played](), uuid.uuid4().hex[:8], equipment(policy)[1]
-    opened = partial(open_policy, system="", schemas=[], limits=limits, temperature=s.temperature, seed=s.seed)
-    with ExitStack() as stack:
-        shared = None if s.grade else stack.enter_context(opened(policy))
-        for n in range((s.count or 16) * samples):
-            rollout = f"{batch}-{n}"
-            with nullcontext(shared) if shared else opened(f"openai:{_address(policy, rollout)}") as cast:
-                environment = load_openenv(name)
-                reward, tokens = _episode(*environment, cast(None, n), s.seed + n // samples, limits.seconds)
-            played.append(_Played(example=n // samples, rollout=rollout, reward=reward, tokens=tokens))
-    return played
+class VerifiersExamples(ForeignEnvironment):
+    """Examples of a taskset of verifiers. Raises ValueError for one that only verifiers' own loop can play."""
 
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
+        try:
+            self._library = vf = import_module("verifiers.v1")
+            self._decorated = import_module("verifiers.v1.utils.decorators").discover_decorated
+            self._taskset = vf.load_taskset(vf.taskset_config_type(name)(id=name))
+            self.examples = [*self._taskset.take(count)]
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"verifiers:{name}: {error} (pip install 'verifiers>=0.4' brings the library)") from None
+        for example in self.examples:
+            if obstacle := self._obstacle(example):
+                raise ValueError(f"verifiers:{name}: example {example.data.idx} needs {obstacle}: verifiers plays it")
+        answer = Tool(
+            name="answer",
+            description="Give your final answer, in the form that the task asks for. It ends the task.",
+            arguments=create_model("answer", __base__=Arguments, text=(Content, ...)),
+            run=self._answer,
+            ends=True,
+        )
+        toolsets = self._toolsets(self.examples[0]) if self.examples else []
+        tools = [tool for index, toolset in enumerate(toolsets) for tool in self._tools(index, toolset)]
+        self.tools = ToolSet(tools={tool.name: tool for tool in (*tools, answer)}, terse=True)
 
-def _play_verifiers(policy: str, name: str, samples: int, s: ForeignSettings) -> list[_Played]:
-    if parse_policy(policy)[0] != "openai":
-        raise ValueError(f"--policy {policy}: verifiers asks an endpoint, which `composer-nb serve` makes of a folder")
-    env, endpoint = load_verifiers(name), open_endpoint(parse_policy(policy)[1])
-    key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else "COMPOSER_NB_NO_KEY"
-    os.environ.setdefault("COMPOSER_NB_NO_KEY", "none")  # the library refuses an empty one
-    connect = partial(_library("verifiers.types").ClientConfig, api_key_var=key, max_retries=2)
-    batch, rows = uuid.uuid4().hex[:8], env.get_eval_dataset(n=s.count or -1).to_list()
+    def _toolsets(self, example: Any) -> list[Any]:
+        taskset = self._taskset
+        return [*type(example).toolsets(example.config), *type(taskset).toolsets(taskset.config)]
 
-    async def play(number: int, at: Semaphore) -> _Played:
-        rollout, row = f"{batch}-{number}", rows[number // samples]
-        url = _address(policy, rollout).partition("#")[0] if s.grade else endpoint.url
-        sampling = {**(env.sampling_args or {}), "temperature": s.temperature}
-        async with at:
-            result = await env.run_rollout(row, connect(api_base_url=url), endpoint.model, sampling)
-        reward = None if result.get("error") else float(result["reward"])
-        tokens = sum(result["token_usage"].values()) if result.get("token_usage") else None
-        return _Played(example=row["example_id"], rollout=rollout, reward=reward, tokens=tokens)
+    def _obstacle(self, example: Any) -> str:
+        """Return why this package's loop cannot play an example; nothing if it can."""
+        vf, data, kind = self._library, example.data, type(example)
+        state_of = import_module("verifiers.v1.state").state_cls
+        changed = [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
+        scores = [*example.hooks("reward"), *example.hooks("metric")]
+        runtimes = [inspect.signature(score).parameters.get("runtime") for score in scores]
+        needs_runtime = any(p and p.default is p.empty for p in runtimes)
+        request = self._request(example) if data.prompt else []
+        texts = [m.content for m in request if m.role != "assistant" and isinstance(m.content, str)]
+        obstacles = {
+            "a loop of its own": vf.environment_class(self._name) is not vf.SingleAgentEnv,
+            "a runtime": kind.NEEDS_CONTAINER or data.image or changed or needs_runtime,
+            "hooks in its conversation": example.hooks("stop") or self._decorated(example, "intercept"),
+            "a state of its own": {state_of(kind), *map(state_of, map(type, self._toolsets(example)))} != {vf.State},
+            "a user who begins, or a prompt that is more than text": not texts or len(texts) < len(request),
+        }
+        return next((obstacle for obstacle, holds in obstacles.items() if holds), "")
 
-    async def all_of_them() -> list[_Played]:
-        at = Semaphore(AT_ONCE)
-        return await asyncio.gather(*(play(number, at) for number in range(len(rows) * samples)))
+    def _tools(self, index: int, toolset: Any) -> Iterator[Tool]:
+        """Yield the tools of a toolset."""
+        for method in self._decorated(toolset, "tool"):
+            name = "_".join(filter(None, (toolset.server_name, getattr(method, "tool_name", None) or method.__name__)))
+            fields: dict[str, Any] = {
+                name: (p.annotation, ... if p.default is p.empty else p.default)
+                for name, p in inspect.signature(method, eval_str=True).parameters.items()
+            }
+            arguments = create_model(name, __base__=Arguments, **fields)
+            run, description = partial(self._call, index, method.__name__, name), inspect.getdoc(method) or ""
+            yield Tool(name=name, description=description, arguments=arguments, run=run, mutates=True)
 
-    return asyncio.run(all_of_them())
+    def _opened(self, session: Session) -> dict[str, Any]:
+        """Return the example of a session with its toolsets, set up on first use, their event loop, and the messages so far."""
+        if "example" not in session.custom:
+            example, loop = self.examples[_number(session)], asyncio.Runner()
+            toolsets = self._toolsets(example)
+            session.custom |= {"example": example, "toolsets": toolsets, "loop": loop, "messages": []}
+            try:
+                for index, toolset in enumerate(toolsets):
+                    loop.run(_awaited(toolset.setup))
+                    if index < len(type(example).toolsets(example.config)):  # not those of the whole taskset
+                        loop.run(_awaited(toolset.setup_task, example.data))
+            except Exception as error:  # the code of others
+                raise SandboxFailure(f"verifiers:{self._name}: its tools: {error!r:.300}") from error
+        return session.custom
 
+    def _call(self, index: int, method: str, name: str, session: Session, /, **arguments: Any) -> Observation:
+        """Call a tool of verifiers. The agent reads its exceptions, as those of verifiers' servers of tools."""
+        vf, opened, error = self._library, self._opened(session), ""
+        try:
+            result = opened["loop"].run(_awaited(getattr(opened["toolsets"][index], method), **arguments))
+        except Exception as failure:  # the code of others
+            result = error = printable(f"{failure!r:.300}")
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        call_id, written = f"call_{len(opened['messages'])}", json.dumps(arguments, default=str)
+        called = vf.ToolCall(id=call_id, name=name, arguments=written)
+        answered = vf.ToolMessage(tool_call_id=call_id, content=text, name=name)
+        opened["messages"] += [vf.AssistantMessage(tool_calls=[called]), answered]
+        if error:
+            raise ToolError("UnexpectedEnvironment", error)
+        return Observation(text=text)
 
-def _address(policy: str, rollout: str) -> str:
-    """Return the address, and model if one is named, at which a server records what is asked as one rollout."""
-    url, mark, model = parse_policy(policy)[1].partition("#")
-    return f"{url.rstrip('/').removesuffix('/v1')}/rollouts/{rollout}/v1{mark}{model}"
+    def _answer(self, session: Session, text: str) -> Observation:
+        """Score the answer. Raises SandboxFailure if that fails: nothing is known of the policy then."""
+        number = _number(session)
+        try:
+            reward = self.score(self.examples[number], text, self._opened(session)["messages"])
+        except Exception as error:  # the code of others
+            raise SandboxFailure(f"verifiers:{self._name}, example {number}: {error!r:.300}") from error
+        session.store(EPISODE, _module(number, reward))
+        return Observation(text="")
 
+    def _request(self, example: Any) -> list[Any]:
+        """Return the messages that begin the conversation of an example."""
+        vf, data = self._library, example.data
+        system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+        return [*system, *([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt)]
 
-def _verdict(policy: str, rollout: str, **verdict: Any) -> httpx.Response:
-    url = _address(policy, rollout).partition("#")[0].removesuffix("/v1") + "/grade"
-    key = os.environ.get("OPENAI_API_KEY")
-    return httpx.post(url, json=verdict, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+    def instructions(self) -> list[str]:
+        return ["\n\n".join(message.content for message in self._request(example)) for example in self.examples]
 
-
-def _require_record(policy: str) -> None:
-    """Raise ValueError for a policy whose server keeps no rollouts: it would refuse the name of one."""
-    reply = parse_policy(policy)[0] == "openai" and _verdict(policy, "none", reward=0.0)
-    if not reply or "was recorded here" not in reply.text:
-        raise ValueError(f"--set grade=true: {policy} records nothing; serve it with `composer-nb serve --record RUN`")
-
-
-def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
-    for attempt in played:
-        if attempt.reward is not None:
-            reply = _verdict(policy, attempt.rollout, reward=attempt.reward, task=f"{tasks}#{attempt.example}")
-            if reply.is_error:
-                raise ProviderFailure(f"{policy}: did not take the reward of {attempt.rollout}: {reply.text}")
+    def score(self, example: Any, answer: str, calls: Sequence[Any] = ()) -> float:
+        """Return the sum of an example's weighted rewards for a conversation that ends in an answer. Raises what they raise."""
+        vf, nodes = self._library, list[Any]()
+        for message in (*self._request(example), *calls, vf.AssistantMessage(content=answer)):
+            parent = len(nodes) - 1 if nodes else None
+            nodes.append(vf.MessageNode(parent=parent, message=message, sampled=message.role == "assistant"))
+        task = vf.TraceTask(type=type(example).__name__, data=example.data, key=example.key, hash=example.hash)
+        trace = vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, ok=True)
+        trace.stop("agent_completed")
+        asyncio.run(example.score(trace))
+        return float(trace.reward)
 
 
 # Returns the action in a turn from its number and the observation; None ends the episode.
@@ -253,57 +341,21 @@ def _played(env: Any, play: Play, seed: int) -> _Episode:
     return episode
 
 
-def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds: float) -> tuple[float, float]:
-    """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
-    schema, tokens = json.dumps(action.model_json_schema()), 0.0
-    prompt = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
-
-    def play(turn: int, observation: str) -> Any:
-        nonlocal tokens
-        with suppress(ValueError, TimeIsUp):  # a ValueError also for what lies outside of the schema
-            news = User(text=observation if turn else prompt + observation)
-            spoken = turn_policy.say([news], time.monotonic() + seconds)
-            if spoken is not None:
-                tokens += spoken.read + spoken.written
-                text = spoken.message.text
-                return action.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
-        return None
-
-    try:
-        return _played(env, play, seed).total, tokens
-    finally:
-        turn_policy.close()
-        with suppress(AttributeError):
-            env.close()
-
-
 def audit_verifiers(name: str) -> dict[str, Any]:
-    """Score answers whose worth is known with an environment's own rubric.
+    """Score answers whose worth is known with the rewards of a taskset.
 
     Return for each kind of answer at how many examples it was tried, and judged wrongly: a lazy one that earns as much as the
-    example's answer (or more than 0, where it has none), and an answer, word for word, that earns no more than an empty one."""
-    env, types = load_verifiers(name), _library("verifiers.types")
-    rows = [dict(row) for row in env.get_eval_dataset(n=32)]
-
-    async def score(row: Mapping[str, Any], text: str) -> float:
-        example = {"answer": "", "info": {}, **row}
-        state = await env.init_state(example, client=types.ClientConfig(), model="none")
-        state["completion"] = [types.AssistantMessage(content=text)]
-        await env.rubric.score_rollout(state)
-        return float(state["reward"])
-
-    async def tried() -> dict[str, list[bool]]:
-        wrongs: dict[str, list[bool]] = {kind: [] for kind in ("the answer", *LAZY)}
-        for row in rows:
-            lazy = {kind: await score(row, make(row["prompt"][-1]["content"])) for kind, make in LAZY.items()}
-            gold = await score(row, str(row["answer"])) if row.get("answer") else None
-            for kind, reward in lazy.items():
-                wrongs[kind].append(reward > 0 and (gold is None or reward >= gold))
-            wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
-        return wrongs
-
-    results = asyncio.run(tried())
-    return {"examples": len(rows)} | _probed(results, [kind for kind, wrong in results.items() if any(wrong)])
+    example's `answer` (or more than 0, where it has none), and that answer itself, if it earns no more than an empty one."""
+    environment, wrongs = VerifiersExamples(name, 32), {kind: list[bool]() for kind in ("the answer", *LAZY)}
+    for example in environment.examples:
+        prompt, answer = example.data.prompt_text, getattr(example.data, "answer", None)
+        lazy = {kind: environment.score(example, make(prompt)) for kind, make in LAZY.items()}
+        gold = environment.score(example, str(answer)) if answer else None
+        for kind, reward in lazy.items():
+            wrongs[kind].append(reward > 0 and (gold is None or reward >= gold))
+        wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
+    faults = [kind for kind, flags in wrongs.items() if any(flags)]
+    return {"examples": len(environment.examples)} | _probed(wrongs, faults)
 
 
 def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
@@ -346,9 +398,8 @@ def audit_openenv(name: str, seed_count: int = 16, seconds: float = 55.0, seed: 
         wrongs["the same environment"].append(repr(reused) != repr(repeated) and not differs)
         tasks[repr(episodes)], all_episodes = played, [*all_episodes, *episodes, repeated, *extra]
     unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in all_episodes]
-    wrongs["no reward"] = [
-        is_unpaid or not math.isfinite(outcome.total) for is_unpaid, outcome in zip(unpaid, all_episodes, strict=True)
-    ]
+    totals = [outcome.total for outcome in all_episodes]
+    wrongs["no reward"] = [no or not math.isfinite(total) for no, total in zip(unpaid, totals, strict=True)]
     wrongs["an exception"] = [bool(episode.error) for episode in all_episodes]
     faults = [kind for kind, flags in wrongs.items() if any(flags)]
     wrongs["no end"] = [not (episode.ended or episode.error) for episode in all_episodes]

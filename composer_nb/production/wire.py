@@ -206,6 +206,13 @@ class _Choose(Strict):
         return self
 
 
+class _ContextEdit(Strict):
+    """An edit of the context: earlier thinking, of which the messages hold none here (`_openai_messages`)."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
 class Messages(Strict):
     """The body of a request. Parameters that it does not name are refused."""
 
@@ -222,9 +229,16 @@ class Messages(Strict):
     stream: bool | None = None
     rollout: Named | None = None
     metadata: dict[str, str | None] | None = None
-    # Accepted with the values that change nothing.
-    thinking: dict[Literal["type"], Literal["disabled"]] | None = None
+    # Accepted with the values that change nothing: a policy thinks as it was trained to.
+    thinking: dict[Literal["type", "budget_tokens", "display"], str | int | None] | None = None
+    output_config: dict[Literal["effort"], str | None] | None = None
+    context_management: dict[Literal["edits"], list[_ContextEdit]] | None = None
+    cache_control: dict[str, str] | None = None
+    diagnostics: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard", "fast"] | None = None
+    inference_geo: str | None = None
+    container: None = None
 
     @property
     def asked(self) -> RequestBody:
@@ -258,10 +272,11 @@ class Messages(Strict):
 
 
 def _openai_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message in OpenAI's form: results of calls are messages of their own, before the user's text."""
+    """Yield a message in OpenAI's form: results of calls are messages of their own, before the user's text. Earlier thinking, of
+    whatever model, is left out."""
     role, content = message.get("role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if role not in ("user", "assistant") or not isinstance(blocks, list):
+    if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
         raise ValueError(f"messages: this is not a message: {json.dumps(message)[:200]}")
     texts, calls = list[Any](), list[dict[str, Any]]()
     for block in blocks:
@@ -270,6 +285,8 @@ def _openai_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {"role": "tool", "tool_call_id": name, "content": _texts(block.get("content") or "")}
             case "assistant", {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(arguments)}:
                 calls.append(call_on_wire(name, tool, json.dumps(arguments)))
+            case "assistant", {"type": "thinking" | "redacted_thinking"}:
+                pass
             case _:
                 texts.append(block)
     if texts or calls or not blocks or role == "assistant":

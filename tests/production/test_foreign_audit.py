@@ -1,6 +1,5 @@
 """The audit of OpenEnv's environments: faults that are planted, one at a time, in sound ones."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -10,33 +9,40 @@ from pydantic import BaseModel, Field
 
 from composer_nb.production.foreign import ONE, RANDOM, audit_openenv, drawn
 
+LIBRARY = """
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+"""
+STAND_IN = """
+from pydantic import BaseModel
+class Action(BaseModel, extra="forbid"):
+    metadata: dict = {}
+class Observation(Action):
+    done: bool = False
+    reward: bool | int | float | None = None
+State = Environment = object
+"""
+# Follows the library's classes, or these.
 BEGIN = """
 import random
 from typing import Annotated, Literal
 from pydantic import Field
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
 class Seen(Observation):
     text: str
-
 class Base(Environment):
     @property
     def state(self):
         return State()
-
     def over(self, text, reward=None, done=True):
         return Seen(text=text, reward=reward, done=done)
 """
 GUESS = """
 class Act(Action):
     number: Annotated[int, Field(ge=0, le=9)]
-
 class Env(Base):
     def reset(self, seed=None, **kwargs):
         self.wanted, self.bonus = random.Random(seed).randrange(10), 0
         return Seen(text=f"{self.wanted} is wanted")
-
     def step(self, action, **kwargs):
         return self.over("over", float(action.number == self.wanted))
 """
@@ -44,13 +50,11 @@ ASKS = """
 class Act(Action):
     answer: str
     sure: bool = False
-
 class Env(Base):
     def reset(self, seed=None, **kwargs):
         a, b = random.Random(seed).choices(range(5, 100), k=2)
         self.answer, self.left = str(a + b), 3
         return Seen(text=f"What is {a} + {b}?")
-
     def step(self, action, **kwargs):
         right, self.left = action.answer == self.answer, self.left - 1
         return self.over("right" if right else "wrong", float(right), right or not self.left)
@@ -58,12 +62,10 @@ class Env(Base):
 WALK = """
 class Act(Action):
     move: Literal["left", "stay", "right"]
-
 class Env(Base):
     def reset(self, seed=None, **kwargs):
         self.away, self.left = random.Random(seed).choice([-6, -4, -3, 3, 4, 6]), 10
         return Seen(text=str(self.away))
-
     def step(self, action, **kwargs):
         before, self.left = abs(self.away), self.left - 1
         self.away += {"left": 1, "stay": 0, "right": -1}[action.move]
@@ -106,17 +108,16 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
+    return tmp_path
 
 
 def write_environment(folder: Path, case: str) -> str:
     code, old, new, _ = PLANTED[case]
     assert old in code
     module = f"planted_{[*PLANTED].index(case)}"
-    (folder / f"{module}.py").write_text(BEGIN + (code.replace(old, new) if old else code))
+    (folder / f"{module}.py").write_text(STAND_IN + BEGIN + (code.replace(old, new) if old else code))
     return f"{module}:Env:Act"
 
 

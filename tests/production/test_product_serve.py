@@ -110,8 +110,33 @@ def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
 
 def test_messages_in_anthropics_form(scripted: ScriptServer) -> None:
     cached = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+    # What Claude Code sends beside messages and tools; of its edits of the context, those that nothing here needs.
+    code = {
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "output_config": {"effort": "xhigh"},
+        "speed": "fast",
+    }
+    clear: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
+    edits = {"context_management": {"edits": [clear]}, "diagnostics": {"previous_message_id": None}}
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "…", "signature": "s"}, *cached]}
+    turns = [
+        {"role": "user", "content": "x"},
+        thought,
+        {"role": "system", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
     rows: list[tuple[Any, dict[str, Any], int, str]] = [
         (cached, {"system": "y"}, 200, "Done."),
+        (cached, code | edits | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}, 200, "Done."),
+        ("", {"messages": turns}, 200, "Done."),
+        (
+            "x",
+            {"context_management": {"edits": [clear | {"type": "compact_20260112"}]}},
+            400,
+            "context_management.edits.0.type",
+        ),
+        ("x", {"output_config": {"format": {"type": "json_schema"}}}, 400, "output_config.format"),
+        ("x", {"mcp_servers": []}, 400, "mcp_servers: this server does not support it"),
         ([{"type": "image", "source": {}}], {}, 400, "a content must be text, or parts that are texts"),
         ("x", {"rollout": "../x"}, 400, "rollout: String should match pattern"),
         ("x", {"top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),

@@ -121,9 +121,8 @@ def _plain(node: Any, definitions: Mapping[str, Any], dropped: set[str]) -> Any:
     for key, value in node.items():
         if key == "properties":
             plain[key] = {name: _plain(part, definitions, dropped) for name, part in value.items()}
-        elif key == "anyOf":
-            [kind] = [part for part in value if part.get("type") != "null"]
-            plain |= _plain(kind, definitions, dropped)
+        elif key == "anyOf" and len(kinds := [part for part in value if part.get("type") != "null"]) == 1:
+            plain |= _plain(kinds[0], definitions, dropped)
         elif key not in dropped:
             plain[key] = _plain(value, definitions, dropped)
     return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import posixpath
 import re
@@ -39,6 +40,7 @@ _SUMMARY = re.compile(r"=* ?((?:\d{1,9} (?:subtests )?[a-z]+,? )+)in [\d.]+s.*")
 _ERROR = re.compile(r"^E   (\S.*)$", re.M)
 # File system errors that the call itself causes; all others, such as a missing file, depend on the workspace.
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
+log = logging.getLogger(__name__)
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -60,11 +62,13 @@ class Observation:
 
     Attributes:
         tests_passed: Visible tests passed, if the tool ran them.
+        ends: This call ends the rollout.
     """
 
     text: str
     tests_passed: int | None = None
     tests_run: int | None = None
+    ends: bool = False
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class Session:
         left: Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up.
         numbers: Numbers for the names of files in FOLDER.
         beside: Calls that run side by side now, and share the sandbox's CPUs.
+        custom: Values that tools of the user's own keep between calls. Those with a `close` are closed at the end.
     """
 
     concurrent: ClassVar[bool] = True
@@ -119,6 +124,15 @@ class Session:
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
     beside: int = 1
+    custom: dict[str, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Close what custom tools keep. A failure is logged, and takes nothing from the rollout."""
+        for name, value in self.custom.items():
+            try:
+                getattr(value, "close", lambda: None)()
+            except Exception as error:  # the code of others
+                log.warning("%s of a custom tool cannot be closed: %r", name, error)
 
     def abort(self) -> None:
         """End running calls and do not begin waiting ones of this turn, or else of the next. For another thread."""

@@ -201,7 +201,7 @@ class ToolSet:
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
             observation = _called(tool, session, arguments)
-            counts: dict[str, Any]
+            counts, ends = dict[str, Any](), tool.ends
             if isinstance(observation, str):
                 text, counts = observation, tested(observation) if tool.needs == "bash" else {}
             else:
@@ -209,7 +209,8 @@ class ToolSet:
                     wait(before)
                 text = session.fit(observation.text, tool.name)
                 counts = {"tests_passed": observation.tests_passed, "tests_run": observation.tests_run}
-            reply = Reply(call=call, text=text, ends=tool.ends, **counts)
+                ends = ends or observation.ends
+            reply = Reply(call=call, text=text, ends=ends, **counts)
         except (SandboxFailure, TooManyBlocked):
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on
