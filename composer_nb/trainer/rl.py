@@ -194,7 +194,7 @@ def score_groups(
     an environment, which replaces the weighted terms. `ranks` share the batch."""
     scored = []
     for group in groups:
-        share = float(np.mean([a.grade.passed for a in group if a.grade.known] or [0.0]))
+        share = float(np.mean([a.grade.passed for a in group if a.grade.known] or [False]))
         scored.append([(a, reward_of(a, rewards, custom, share), a.grade.passed) for a in group])
     return _scored([[row for row in group if row[1].total is not None] for group in scored], loss, ranks)
 

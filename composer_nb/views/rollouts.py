@@ -23,7 +23,7 @@ FLAGS: Mapping[str, Callable[[StoredRollout], bool]] = {
     "solved": lambda stored: stored.attempt.grade.passed,
     "tampered": lambda stored: stored.attempt.grade.status == "tampered",
     "invalid call": lambda stored: stored.attempt.rollout.invalid_calls > 0,
-    **{words: lambda stored, name=name: DETECTORS[name](stored.attempt) for words, name in _MONITORS.items()},
+    **{words: lambda stored, name=name: DETECTORS[name](stored.attempt) for words, name in _MONITORS.items()},  # type: ignore[misc]
 }
 NAMES = frozenset({"rollout", "from", "group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"})
 

@@ -56,7 +56,7 @@ class Fork:
     @property
     def solved(self) -> float:
         """The share of the futures that solve the task; NaN if all were lost."""
-        return float(np.mean(self.outcomes or [math.nan]))
+        return float(np.mean(self.outcomes)) if self.outcomes else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:

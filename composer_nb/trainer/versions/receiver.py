@@ -65,8 +65,9 @@ def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) 
         return read
 
     try:
-        delta: Manifest | None = manifest()
-        hash = delta.hash
+        newest = manifest()
+        delta: Manifest | None = newest
+        hash = newest.hash
         while True:
             if version in anchors:
                 with suppress(WeightFault):  # unfinished or unusable: there are other routes
