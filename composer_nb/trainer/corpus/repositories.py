@@ -91,7 +91,8 @@ def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
     else:
         folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink() and _own(path.name))
     if any(path.name.endswith(".dist-info") for path in folders):
-        complete = (item for item in metadata.distributions(path=[str(root)]) if item.name)  # pip leaves others behind
+        # pip leaves folders without metadata behind
+        complete = (item for item in metadata.distributions(path=[str(root)]) if item.read_text("METADATA"))
         for distribution in sorted(complete, key=lambda item: item.name):
             names = [file.as_posix() for file in distribution.files or ()]
             plain = [name for name in names if is_plain(name)]

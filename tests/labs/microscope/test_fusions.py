@@ -24,7 +24,7 @@ X, WEIGHT, CACHE = random(TOKENS, 32), random(96, 32), random(2, 2, 8, 16)
 HEADS = X.view(-1, 2, 16)
 SLOTS, ROWS = torch.tensor([0, 1, 1]), torch.arange(TOKENS)
 CASES: dict[str, tuple[Any, str, Any]] = {
-    "norm": (norm, "_norm", lambda: norm.rms_norm(X, X[0], 1e-6)),
+    "norm": (norm, "norm_rows", lambda: norm.rms_norm(X, X[0], 1e-6)),
     "rope": (norm, "_norm_rope", lambda: norm.norm_rope(HEADS, WEIGHT[:2, :16], HEADS[..., :8], 1e-6)),
     "logprob": (logprob, "_LogprobEntropy", lambda: torch.stack(logprob.logprob_entropy(X, WEIGHT, ROWS, ROWS % 96))),
     "attention": (causal, "_Causal", lambda: causal.causal_attention(HEADS, HEADS, HEADS, [TOKENS], 0.25)),

@@ -73,7 +73,7 @@ def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], R
     for part, stage in present.items():
         assert (part in report) == (stage in order[:reached]), part
     Console(file=(run.path / "shown").open("w"), width=130).print(table(report))
-    text = (run.path / "shown").read_text()
+    text = " ".join((run.path / "shown").read_text().split())
     assert "still to come" in text and ("What RL gains is not known yet" in text) == ("gain" not in report)
 
 
