@@ -316,9 +316,11 @@ def calibrate(s: Stages, model: Model, factors: Sequence[float], info: dict[str,
 
     A policy that imitates an expert who tries at random is as unsure as the expert. So RL and its control both start at their
     best, as far as the intervals (`sharpness_ci95`, over tasks) distinguish the factors."""
-    if len(factors) < 2:
-        with torch.no_grad():
-            model.final_norm.mul_(info.setdefault("sharpness", *factors) if factors else 1.0)
+    if not factors:
+        return
+    if len(factors) == 1:
+        info["sharpness"] = factors[0]
+        model.final_norm.data.mul_(factors[0])
         return
     tasks, gain = s.tasks("tune"), model.final_norm
     solved: dict[float, float] = {}
