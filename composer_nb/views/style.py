@@ -112,15 +112,6 @@ def grouped(
     return ax
 
 
-def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], least: float) -> Axes:
-    """Draw grouped bars on a logarithmic axis. Less than `least` is nothing."""
-    finite = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
-    high = max([least * 10, *finite])
-    low = min([high / 10, *(value for value in finite if value > least)])
-    ax.set(yscale="log", ylim=(low / 3, high * 6))
-    return grouped(ax, names, sides, ".1e", low / 3)
-
-
 def log_axis(axis: Axis) -> None:
     """Put a few plain numbers on a logarithmic axis."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -34,10 +34,10 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
 
     book = notebook(BOOK)
     book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 600}')
-    book.run_above("begun = wait_until")
+    book.run_above("early_status = wait_until")
     path = (runs / "watched").resolve()
     assert read_status(path).state == "live"
-    board = book.cell("watching = Dashboard(path)").locator(".jp-OutputArea")
+    board = book.cell("dashboard = Dashboard(path)").locator(".jp-OutputArea")
     board.locator(".desk svg").first.wait_for()
 
     kernel = lab.kernels()[-1]
@@ -51,8 +51,8 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
 
     begun = wait_until(path, lambda status: len(status.steps) >= 2, PATIENCE_S)
     book.replace('run_dir: str = ""', f'run_dir: str = "{path}"')
-    book.run_above("ended = wait_until")
-    attached = book.cell("attached = Dashboard(path)").locator(".jp-OutputArea").first
+    book.run_above("final_status = wait_until")
+    attached = book.cell("second_dashboard = Dashboard(path)").locator(".jp-OutputArea").first
     said_first = attached.inner_text()
     assert "live" in said_first and trained(said_first) >= len(begun.steps)
     page.wait_for_function("([e, old]) => e.innerText !== old", arg=[attached.element_handle(), said_first])
@@ -62,7 +62,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     assert read_status(path).state == "live", "attaching must not end a run"
     for dark in (False, True):
         book.theme(dark)
-        book.cell("attached = Dashboard(path)")
+        book.cell("second_dashboard = Dashboard(path)")
         picture(f"live_run_{'dark' if dark else 'light'}")
     book.theme(False)
 

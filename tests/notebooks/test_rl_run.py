@@ -23,8 +23,8 @@ def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
     cells = [cell for cell in executed.cells if cell.cell_type == "code"]
     errors = [o for cell in cells for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"]
     assert errors == []
-    stills = [o for cell in cells for o in cell.outputs if "data:image/png" in o.get("data", {}).get("text/html", "")]
-    assert len(stills) == 4, "two live boards with their twins, and two still ones"
+    with_picture = {cell.id for cell in cells if "image/png" in str(cell.outputs)}
+    assert with_picture & {"run-15", "run-33", "run-curves"} == {"run-15", "run-curves"}, "one board, and its curves"
     return executed
 
 

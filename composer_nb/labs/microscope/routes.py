@@ -21,8 +21,6 @@ _HUES = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE)
 _MARKS = "oDs^v"
 # Bins of a logarithmic axis of margins, and how many (token, layer) pairs make one worth drawing.
 BINS, ENOUGH = 14, 20
-# A turn of a gradient that is none, as 1 − cosine.
-TURN = 1e-9
 # An axis of gaps. float32 resolves no less of a log-probability around 1.
 LEAST, MOST = 1e-7, 30.0
 
@@ -85,7 +83,7 @@ def route_bytes(layers: int, chosen: int, experts: int) -> dict[str, float]:
 def gaps(pairs: Mapping[str, Comparison]) -> Picture:
     """Draw the share of tokens beyond each size of |Δ log p|, one panel per pair: own routes, the engine's replayed, and the
     floor, tokens whose routes agreed anyway."""
-    picture = Picture(3.3 * max(2, len(pairs)), 3.2)
+    picture = Picture(min(11.0, 3.3 * max(2, len(pairs))), 3.2)
     panels = picture.panels(1, len(pairs), sharey=True)
     for column, (ax, (name, pair)) in enumerate(zip(panels, pairs.items(), strict=True)):
         lines: tuple[tuple[str, Gap, str, str], ...] = (
@@ -152,16 +150,16 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
     return picture
 
 
-def cosines(pairs: Mapping[str, Mapping[str, float]]) -> Picture:
-    """Draw 1 − cosine between the gradient with a mismatch and the one without, one group of bars per pair; “–” where there is no
-    gradient."""
+def angles(pairs: Mapping[str, Mapping[str, float]]) -> Picture:
+    """Draw the angle between the gradient with a mismatch and the one without, from their cosine, one group of bars per pair; “–”
+    where there is no gradient."""
     picture, ax = style.one_panel(7.0, 2.9)
     hues = {"own routes": style.VERMILION, "replayed": style.BLUE}
-    sides = [
-        style.BarSeries(name, hue, [max(1 - pair[name], TURN) for pair in pairs.values()]) for name, hue in hues.items()
-    ]
-    style.log_bars(ax, _names(pairs), sides, TURN)
-    title(ax, "how far the gradient turns", "", "1 − cosine")
+    turns = {name: np.degrees(np.arccos(np.clip([p[name] for p in pairs.values()], -1, 1))) for name in hues}
+    sides = [style.BarSeries(name, hue, turns[name].tolist()) for name, hue in hues.items()]
+    style.grouped(ax, _names(pairs), sides, ".2f")
+    ax.set_ylim(0, 1.15 * max(np.nanmax(np.array([*turns.values()]), initial=0.0), 1e-3))
+    title(ax, "how far the gradient turns", "", "degrees")
     key(ax)
     return picture
 
