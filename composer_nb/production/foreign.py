@@ -92,6 +92,13 @@ def _number(session: Session) -> int:
     return int(_constant(session.text(EPISODE), "NUMBER"))
 
 
+def _pay(session: Session, name: str, number: int, reward: float) -> None:
+    """Store the reward so far. Raises SandboxFailure if it is not finite: nothing is known of the policy then."""
+    if not math.isfinite(reward):
+        raise SandboxFailure(f"{name}, task {number}: its reward is {reward}")
+    session.store(EPISODE, _module(number, reward))
+
+
 def open_environment(name: str) -> ForeignEnvironment:
     """Return the environment of a name, which a number of tasks may end. Raises ValueError."""
     kind, _, rest = name.partition(":")
@@ -172,7 +179,7 @@ class OpenEnvEpisodes(ForeignEnvironment):
         except Exception as error:  # the code of others
             raise SandboxFailure(f"openenv:{self._name}, episode {number}: {error!r:.300}") from error
         total = float(_constant(session.text(EPISODE), "REWARD")) + float(result.reward or 0)
-        session.store(EPISODE, _module(number, total))
+        _pay(session, f"openenv:{self._name}", number, total)
         return Observation(text=_text(result), ends=bool(result.done))
 
 
@@ -285,7 +292,7 @@ class VerifiersExamples(ForeignEnvironment):
             reward = self.score(self.examples[number], text, self._opened(session)["messages"])
         except Exception as error:  # the code of others
             raise SandboxFailure(f"verifiers:{self._name}, example {number}: {error!r:.300}") from error
-        session.store(EPISODE, _module(number, reward))
+        _pay(session, f"verifiers:{self._name}", number, reward)
         return Observation(text="")
 
     def _request(self, example: Any) -> list[Any]:

@@ -49,6 +49,9 @@ class Rows(Adds):
         return {"train": 4}[split]
     def reset(self, split=None, index=None, **kwargs):
         return super().reset(seed=100 + index)
+class Unpaid(Adds):
+    def step(self, action, **kwargs):
+        return self.over("", float("nan"), True)
 class Client:
     def reset(self, **kwargs):
         return type("StepResult", (), {"observation": {"text": "a"}, "reward": None, "done": False})
@@ -133,6 +136,11 @@ def test_eval_reports_the_reward(counter: str, tmp_path: Path, capsys: pytest.Ca
         row = json.loads(capsys.readouterr().out)["arms"]["all"]
         assert (row["reward"], row["reward_ci95"], row["n_tasks"]) == (reward, [reward, reward], 3)
         assert row["pass_at_1"] == float(reward >= 1)
+
+
+def test_a_reward_that_is_no_number_is_no_fault_of_the_policy(counter: str) -> None:
+    [attempt], _ = sample(f"{counter}:Unpaid:Add:2", [call("act", number=1)])
+    assert attempt.rollout.stop == "infrastructure"
 
 
 def test_what_begins_an_episode(counter: str) -> None:

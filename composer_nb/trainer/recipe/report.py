@@ -37,6 +37,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `headroom`         room for RL above its start (`headroom.headroom`)
     `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of midtrained and start
     `midtrain`, `sft`  first and last point of the loss curves; for `sft` also the factor of the logits (`recipe.calibrate`)
+    `finish`           the factor of the final policy's logits
     `extend`           the same for the long-context phase, with the losses on long rows before it
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors, flagged rollouts and timeouts;
@@ -87,8 +88,9 @@ def _built(run: RunDir) -> dict[str, Any]:
     report |= {
         name: _ends(status.supervised[name]) for name in ("midtrain", "extend", "sft") if name in status.supervised
     }
-    if sharpness := {name: value for name, value in infos.get("sft", {}).items() if name.startswith("sharpness")}:
-        report.setdefault("sft", {}).update(sharpness)
+    for name in ("sft", "finish"):
+        if sharpness := {key: value for key, value in infos.get(name, {}).items() if key.startswith("sharpness")}:
+            report.setdefault(name, {}).update(sharpness)
     if "extend" in infos:
         report["extend"]["before"] = {name: infos["extend"][name] for name in ("plain", "stretched")}
     scores = {name: dict(score) for name, score in status.scores.items()}

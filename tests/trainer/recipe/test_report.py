@@ -94,6 +94,14 @@ def test_a_run_that_ends_before_rl_is_complete(tmp_path: Path, changes: dict[str
     assert "still to come" not in (run.path / "shown").read_text()
 
 
+def test_the_factors_of_the_logits_are_reported(tmp_path: Path) -> None:
+    write_json(tmp_path / "settings.json", to_dict(Settings()))
+    (run := RunDir(tmp_path)).finish("sft", 1.0, {"sharpness": 1.4, "seen": 3})
+    run.finish("finish", 1.0, {"sharpness": 0.9})
+    report = build_report(run)
+    assert (report["sft"], report["finish"]) == ({"sharpness": 1.4}, {"sharpness": 0.9})
+
+
 BOTH = {"recovery": 0.5, "runs_tests": 1.0, "calls_per_turn": None}
 
 
