@@ -145,13 +145,17 @@ def behaviour(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count
     return measures([attempts[n] for n in range(count)])
 
 
+def reporting_agent() -> Agent:
+    """Return an agent whose attempts end with a message, and not with a tool."""
+    tools = ToolSet.tiny({*TINY_NAMES} - {"finish"})
+    return Agent(CompactRenderer(TOKENIZER, tools.schemas), tools, Limits(turns=8, turn_tokens=96, tokens=512))
+
+
 def compare(seeds: int, steps: int, taught_steps: int = 300) -> str:
     """Return a table of what each arm makes of one start a seed."""
     measures_by_arm: dict[str, list[dict[str, float]]] = {}
-    tools = ToolSet.tiny({*TINY_NAMES} - {"finish"})  # a text ends the attempt instead
+    agent = reporting_agent()
     with Sandboxes() as sandboxes:
-        limits = Limits(turns=8, turn_tokens=96, tokens=512)
-        agent = Agent(CompactRenderer(TOKENIZER, tools.schemas), tools, limits)
         for seed in range(seeds):
             start = taught(seed, taught_steps, partial(demonstrations, agent, sandboxes))
             for name, arm in {"start": PLAIN, **ARMS}.items():
