@@ -64,16 +64,19 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
 
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
-    """Return runs by what differs between them. Three and more that differ in their seeds alone are one group."""
+    """Return runs by what differs between them. Three and more that differ in their seeds alone, or in nothing, are one group."""
     groups: dict[str, list[tuple[Status, str]]] = {}
     for status, values in zip(statuses, differing_settings(statuses), strict=True):
         alone = label({name: value for name, value in values.items() if name not in SEEDS})
-        groups.setdefault(alone, []).append((status, label(values) or status.path.name))
+        groups.setdefault(alone, []).append((status, label(values)))
     result: dict[str, list[Status]] = {}
     for text, members in groups.items():
         if len(members) > 2:
-            result[", ".join(filter(None, (text, f"{len(members)} seeds")))] = [status for status, _ in members]
+            repeated = len({name for _, name in members}) < len(members)
+            count = f"{len(members)} {'runs' if repeated else 'seeds'}"
+            result[", ".join(filter(None, (text, count)))] = [status for status, _ in members]
         else:
             for status, name in members:
-                result[name if name not in result else f"{name}, {status.path.name}"] = [status]
+                path_name = status.path.name
+                result[(name or path_name) if name not in result else f"{name}, {path_name}"] = [status]
     return result

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.agent.scripts import turn
@@ -131,38 +132,52 @@ def task(number: int) -> Task:
 class Played(Seeker):
     """Rollout k of `talks` says its k-th list of messages."""
 
-    talks: Sequence[Sequence[Sequence[ToolCall]]] = ()
+    talks: Sequence[Sequence[Said]] = ()
 
     def _answer(self, request: Request) -> Completion:
         context = self._contexts.setdefault(request.rollout, [])
         context.append(0)
-        ids = self.renderer.turn(turn(self.talks[request.rollout][len(context) - 1]))
+        ids = self.renderer.turn(self.talks[request.rollout][len(context) - 1])
         none = [0.0] * len(ids)
         return Completion(rollout=request.rollout, token_ids=ids, logprobs=none, policy_versions=[-1] * len(ids))
 
 
-def messages(number: int, habit: bool, parallel: bool) -> list[list[ToolCall]]:
+def messages(habit: bool, parallel: bool) -> list[Said]:
     calls = [
         ToolCall(name="substitute", arguments={"path": "f.py", "old": "x -", "new": "x +"}),
         ToolCall(name="run_tests", arguments={}),
         ToolCall(name="finish", arguments={}),
     ]
     first = [[ToolCall(name="read_file", arguments={"path": MISSING})]] if habit else []
-    return [*first, *([calls] if parallel else [[call] for call in calls])]
+    return [turn(step) for step in (*first, *([calls] if parallel else [[call] for call in calls]))]
+
+
+def played(
+    agent: Agent, sandboxes: Sandboxes, talks: Sequence[Sequence[Said]], task: Callable[[int], Task]
+) -> list[Attempt]:
+    """Return attempts at tasks 0, 1, …, in which the agent says what `talks` has for them."""
+    policy = Played(agent.renderer)
+    policy.talks = talks
+    attempts = dict(drive([agent.attempt(task(n), n) for n in range(len(talks))], policy, sandboxes.functions))
+    return [attempts[n] for n in range(len(talks))]
+
+
+def row_of(attempt: Attempt) -> TokenRow:
+    """Return a demonstration of one segment as an example; what the agent reads weighs a tenth."""
+    [segment] = attempt.rollout.segments
+    return TokenRow(segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32))
 
 
 def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 120) -> list[TokenRow]:
     """Return examples: six in ten with the bad habit, one in seven in one message; a quarter heeds the hint about the read."""
     kinds = [(rng.random() < 0.6, rng.random() < 0.15) for _ in range(count)]
-    policy = Played(agent.renderer)
-    policy.talks = [messages(n, *kind) for n, kind in enumerate(kinds)]
-    attempts = dict(drive([agent.attempt(task(n), n) for n in range(count)], policy, sandboxes.functions))
+    attempts = played(agent, sandboxes, [messages(*kind) for kind in kinds], task)
     bad = next(attempts[n].rollout for n, (habit, _) in enumerate(kinds) if habit)
     [hint] = hints_of(bad, agent.renderer, agent.tools)[0]
     rows = []
     for n, (habit, _) in enumerate(kinds):
-        [segment] = attempts[n].rollout.segments
-        ids, weight = segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)
+        row = row_of(attempts[n])
+        ids, weight = row.token_ids, row.weight
         if not habit and n % 5 < 3:
             ids = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at :]])
             weight = np.concatenate(
@@ -330,7 +345,7 @@ def either(number: int) -> Task:
     )
 
 
-def words(number: int, rng: Random) -> list[list[ToolCall]]:
+def words(number: int, rng: Random) -> list[Said]:
     """Return the messages of a demonstration: often a useless read first, edits of all lines, and one call a message."""
     wordy, habit, apart = (rng.random() < share for share in (0.6, 0.6, 0.8))
     files = either(number).files
@@ -346,17 +361,14 @@ def words(number: int, rng: Random) -> list[list[ToolCall]]:
         steps.append([*([undo] if steps else []), sub(*SIGNS[sign]), test])
     read = [[ToolCall(name="read_file", arguments={"path": "test_f.py"})]] if habit else []
     steps = [*read, *steps, [finish]]
-    return [[call] for step in steps for call in step] if apart else steps
+    return [turn(calls) for calls in ([[call] for step in steps for call in step] if apart else steps)]
 
 
 def effort_demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[TokenRow]:
     """Return demonstrations of easy and hard repairs. All of them succeed."""
-    policy = Played(agent.renderer)
-    policy.talks = [words(n, rng) for n in range(count)]
-    attempts = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
-    assert all(attempt.grade.passed for attempt in attempts.values())
-    segments = [attempts[n].rollout.segments[0] for n in range(count)]
-    return [TokenRow(segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)) for segment in segments]
+    attempts = played(agent, sandboxes, [words(n, rng) for n in range(count)], either)
+    assert all(attempt.grade.passed for attempt in attempts)
+    return [row_of(attempt) for attempt in attempts]
 
 
 def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: int = 96) -> dict[str, float]:

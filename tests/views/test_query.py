@@ -72,6 +72,7 @@ def test_runs_are_named_by_what_differs_and_seeds_are_one_line_with_an_interval(
     three_ranks = replace(first, settings={**first.settings, "ranks": 3})
     groups = grouped([*seeds, three_ranks])
     assert {name: len(runs) for name, runs in groups.items()} == {"ranks 2, 3 seeds": 3, "seed 0, ranks 3": 1}
+    assert [*grouped([*seeds, seeds[0]])] == ["4 runs"], "a repeated seed is none of its own"
     repeated = replace(three_ranks, path=Path("again"))
     assert [*grouped([first, three_ranks, repeated])] == ["ranks 2", "ranks 3", "ranks 3, again"]
     points = [[{"step": 2, "reward": value + 2}, {"step": 1, "reward": value}] for value in (1.0, 2.0, 3.0)]
