@@ -149,7 +149,7 @@ def _arm_row(arm: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def score_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield ("policy", "pass@1, first", "second", "difference", "95 %", "")
+    yield ("policy", "pass@1, first", "second", "difference", "95 %", "tasks")
     for name, part in comparison["eval"].items():
         scores, gap = part["scores"], part.get("difference")
         how = "" if gap is None else "paired by task: {}" if gap["paired"] else "other tasks: {}, {}, not paired"

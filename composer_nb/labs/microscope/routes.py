@@ -146,7 +146,7 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
         ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
     labels = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
     picture.axes[-1].set_xticks(range(tokens), labels, rotation=70, ha="right", fontsize=8)
-    title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 1")
+    title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 1: expert")
     return picture
 
 

@@ -47,6 +47,17 @@ class Numerics:
     matrices: bool = False
     router_dtype: torch.dtype | None = None
 
+    def __str__(self) -> str:
+        """Name the dtype, and what departs from it: `float32, experts in 4 bits`."""
+        dtype, router = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.router_dtype))
+        departures = {
+            f"experts in {self.expert_bits} bits": self.expert_bits,
+            f"routers in {self.router_bits} bits": self.router_bits,
+            "all matrices in int8": self.matrices,
+            f"the router's product in {router}": self.router_dtype,
+        }
+        return ", ".join([dtype, *(name for name, holds in departures.items() if holds)])
+
 
 class VariantPair(NamedTuple):
     engine: Numerics
