@@ -379,6 +379,7 @@ def sweep(
         if min(x) > 0:
             ax.set_xscale("log")
             style.log_axis(ax.xaxis)
+            ax.set_xticks(x, [f"{value:g}" for value in x])
         style.from_zero(title(ax, heading, across))
     key(picture.axes[0])
     return picture

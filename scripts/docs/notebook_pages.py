@@ -23,7 +23,7 @@ from composer_nb.jobs.check import notebook_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "pages"
-LINES, COLOURS, WIDTH = 30, 64, 1100
+LINES, COLOURS, WIDTH = 30, 128, 1100
 """Lines of text that an output keeps; colours of a figure, and its greatest width."""
 RUN, TEXT = "make docs", "scripts/docs/make_docs.py --text"
 """Commands that mend a page after a change of code, and of prose."""

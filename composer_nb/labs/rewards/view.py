@@ -274,11 +274,12 @@ def agreed(result: Agreement, levels: Sequence[str]) -> Picture:
     picture = Picture(9.5, 2.8)
     table, ax = picture.panels(1, 2, width_ratios=(1, 1.3))
     count_KK = np.array([[result.counts.get((k, j), 0) for j in range(len(levels))] for k in range(len(levels))])
+    labels = [text.partition(",")[0][:18] for text in levels]
     table.imshow(count_KK, cmap="Blues", vmax=2 * max(1, count_KK.max()))
     for (k, j), count in np.ndenumerate(count_KK):
         style.note(table, j, k, str(count), ha="center", color=style.DARK)
-    table.set_xticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
-    table.set_yticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
+    table.set_xticks(range(len(levels)), labels, fontsize=8)
+    table.set_yticks(range(len(levels)), labels, fontsize=8)
     table.grid(visible=False)
     title(table, f"{result.n} rollouts, {result.failed} without an answer", "judge", "label")
     style.bars(ax, {"judge": result.accuracy, "a constant": result.constant}, [style.BLUE, style.GREY])
