@@ -95,7 +95,7 @@ def panels(status: Status) -> list[Chart]:
         if rows:
             extra += _scored(status) if name == "solved" else []
             scored = (row["line"] for row in extra if "line" in row)
-            colors |= {line: style.INK if line.endswith("pass@1") else style.GREY for line in scored}
+            colors |= {line: style.BLUE if line.endswith("pass@1") else style.GREEN for line in scored}
             charts.append(lines(title, [*rows, *happened, *extra], unit, colors, zero=name != "reward"))
     return charts
 
