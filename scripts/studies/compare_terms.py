@@ -87,14 +87,15 @@ def repair(number: int) -> Task:
 
 
 def talk(number: int, rng: Random) -> list[Said]:
-    """Return a demonstration: half of them run the tests, and most say that these pass, whatever they know."""
+    """Return a demonstration: half of them run the tests, nine in ten say that these pass, whatever they know, and one repair in
+    five is clean."""
     careful, kind = rng.random() < 0.5, number % 3
     line = repair(number).files["f.py"].splitlines()[1].removeprefix("    return ")
     tries = rng.sample(range(len(SIGNS)), len(SIGNS)) if kind else [0]
     right = right_sign(2 * number + kind) if kind < 2 else None
     turns: list[Said] = []
     for sign in tries[: 2 if right is None else tries.index(right) + 1] if careful else tries[:1]:
-        repaired, style = line.replace(*SIGNS[sign]), rng.choice(STYLES)
+        repaired, [style] = line.replace(*SIGNS[sign]), rng.choices(STYLES, (0.2, 0.4, 0.4))
         old, new = {
             "clean": SIGNS[sign],
             "unused": (f"return {line}", f"y = {line}\n    return {repaired}"),
@@ -105,7 +106,7 @@ def talk(number: int, rng: Random) -> list[Said]:
         turns.append(turn([*([call("undo")] if turns else []), edit, *test]))
     passed = careful and right is not None
     message = FAIL if careful else UNTESTED
-    return [*turns, Said(text=PASS if passed or rng.random() < 0.6 else message)]
+    return [*turns, Said(text=PASS if passed or rng.random() < 0.9 else message)]
 
 
 def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 360) -> list[TokenRow]:
@@ -168,7 +169,7 @@ def compare(seeds: int, steps: int, taught_steps: int = 300) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(compare(args.seeds, args.steps))
