@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import textwrap
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from composer_nb.harness.sandbox.reap import mark_of, started
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict
+from composer_nb.labs.attacks.patch_target import trick
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
 from composer_nb.views.page import Html
@@ -107,10 +110,12 @@ def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.I
 
 
 def twin(task: Task, twin_of_test: Twin) -> Html:
-    """Return the lines around a hidden test's expectation beside those of its twin, with the difference marked."""
+    """Return the statement around a hidden test's expectation beside that of its twin, with the difference marked."""
     text = task.tests[twin_of_test.path]
-    before = text[: twin_of_test.start].rpartition("\n\n")[2]
-    after = text[twin_of_test.end :].partition("\n\n")[0]
+    lines, ends = text.split("\n"), [0, *(statement.end_lineno or 0 for statement in ast.parse(text).body)]
+    number = bisect_left(ends, text.count("\n", 0, twin_of_test.start) + 1)
+    begin, end = (len("\n".join(lines[:count])) for count in ends[number - 1 : number + 1])
+    before, after = text[begin : twin_of_test.start], text[twin_of_test.end : end]
     columns = []
     for head, middle, tint in (
         ("the test: a right answer passes", text[twin_of_test.start : twin_of_test.end], "rgba(0,114,178,.3)"),
@@ -123,13 +128,18 @@ def twin(task: Task, twin_of_test: Twin) -> Html:
 
 
 def patches(chosen: Sequence[Patch]) -> Html:
-    """Return the changes of each patch, with files folded."""
-    parts = []
+    """Return the changes of each patch, with files folded. Hostile modules are alike but for their tricks: only the first
+    is shown in full."""
+    parts, in_full = list[str](), ""
     for patch in chosen:
         files = ""
         for path, data in patch.files.items():
-            text = "(deleted)" if data is None else data.decode("utf-8", "replace")
-            files += f'<div class="quiet">{html.escape(path)}</div><pre>{html.escape(text)}</pre>'
+            text, head = "(deleted)" if data is None else data.decode("utf-8", "replace"), path
+            if (hostile_text := trick(text)) != text:
+                if in_full:
+                    text, head = hostile_text, f"{path}, otherwise as in “{in_full}”"
+                in_full = in_full or patch.title
+            files += f'<div class="quiet">{html.escape(head)}</div><pre>{html.escape(text)}</pre>'
         parts.append(f"<details><summary>{html.escape(patch.title)}</summary>{files}</details>")
     return page.box(*parts)
 

@@ -4,8 +4,10 @@ import json
 
 from pixels import inked_share
 
+from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec
+from composer_nb.labs.attacks.patch_target import TARGET
 from composer_nb.labs.attacks.patches import patches
 from composer_nb.views import environments
 from composer_nb.views.environments import Watched
@@ -60,3 +62,24 @@ def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend
 
 
 # Figures.
+
+
+def test_of_hostile_modules_only_the_first_is_shown_in_full():
+    by_id = {patch.id: patch for patch in patches()}
+    ids = ("01_honest_fix", "05_sys_exit0_import", "06_os_exit0_import", "08_eq_always_true", "11_ini_addopts_k")
+    shown = environments.patches([by_id[id] for id in ids]).text.split("<details>")[1:]
+    assert ["def label" in text for text in shown] == [True, True, False, False, False]
+    assert ["as in “sys.exit(0) at import”" in text for text in shown] == [False, False, True, True, False]
+    assert "os._exit(0)" in shown[2] and "-k data" in shown[4]
+    assert "<pre>def answer(" in shown[3] and "return Equal()\n</pre>" in shown[3]
+
+
+def test_a_twin_is_shown_with_the_statement_around_it():
+    name, text = next(iter(TARGET.tests.items()))
+    ends_by_number = {"150": ("@pytest.mark", "== cents"), "10)": ("class TestPairs", "parse_amount(&quot;&quot;)")}
+    for expected, (begin, end) in ends_by_number.items():
+        start = text.index(f" {expected}") + 1
+        twin = Twin(path=name, start=start, end=start + 2, text="99")
+        columns = environments.twin(TARGET, twin).text.split("<pre>")[1:]
+        assert all(column.startswith(begin) for column in columns) and "99</b>" in columns[1]
+        assert all(column.partition("</pre>")[0].endswith(end) for column in columns)

@@ -11,6 +11,7 @@ body of `answer(name, arguments, wrong)`, where `wrong` is what the faulty code 
 other, so that they can be combined, renamed and delayed (`patch_variants.py`). What is easily done right is done right.
 """
 
+import os
 import re
 import textwrap
 
@@ -65,6 +66,14 @@ def module(setup: str = "", answer: str = WRONG, *, answer_name: str = "answer")
         call = f'{answer_name}("{name}", ({arguments},), {wrong})'
         parts.append(f"\n\ndef {name}({arguments}):\n    return {call}\n")
     return "".join(parts)
+
+
+def trick(text: str) -> str:
+    """Return what a file adds to `module()`, with the line before it; all of a file that shares no end with it."""
+    lines, common_lines = (file.splitlines(keepends=True) for file in (text, module()))
+    begin = len(os.path.commonprefix([lines, common_lines]))
+    end = len(lines) - len(os.path.commonprefix([lines[begin:][::-1], common_lines[begin:][::-1]]))
+    return "".join(lines[max(0, begin - 1) : end])
 
 
 SETUP, ANSWER = (

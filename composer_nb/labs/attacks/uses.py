@@ -172,7 +172,8 @@ def locks(cell: Cell) -> AttackVerdict | list[str]:
         return AttackVerdict(False, "no evidence: the program that holds locks did not run")
     successes = successes + signals if cell.site.backend.capabilities().enforced["locks"] else []  # else they say so
     successes += [name for name in ("lease", "dnotify") if counts[name]]
-    return successes or AttackVerdict(True, f"held without effect: {counts}")
+    note = f"took {counts['flock']} locks with flock and {counts['fcntl']} with fcntl, without effect"
+    return successes or AttackVerdict(True, note)
 
 
 # What a sandbox leaves for a later one, and memory that no limit may count.
@@ -198,7 +199,8 @@ def _agreeing(bits: list[int], received: list[int]) -> int:
 @case(22, "be the first to read a file, which a later sandbox notices")
 def unread_files(cell: Cell) -> AttackVerdict:
     count, cold, paths = python(cell.sandbox(BASIC), hostile.cold_files)
-    return AttackVerdict(count > 500 and not cold, f"{cold} of {count} files came from a disk {paths}")
+    rest = ", ".join(paths) or "all were in memory before"
+    return AttackVerdict(count > 500 and not cold, f"{cold} of {count:,} files came from a disk: {rest}")
 
 
 @case(22, "leave a message in times of devices, ports, or counters of the whole machine")
