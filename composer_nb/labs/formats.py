@@ -47,7 +47,14 @@ def changed_alone(quantize: Quantize, x_TK: Tensor) -> Tensor:
 LINES = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 FIELDS = {"sign": style.VERMILION, "exponent": style.SKY, "mantissa": style.YELLOW}
 # Bits of sign, exponent, mantissa.
-LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8, 0), "e4m3 scale": (1, 4, 3)}
+LAYOUT = {
+    "bf16": (1, 8, 7),
+    "e4m3": (1, 4, 3),
+    "E8M0": (0, 8, 0),
+    "e2m1": (1, 2, 1),
+    "e4m3 scale": (1, 4, 3),
+    "float32 scale": (1, 8, 23),
+}
 
 
 def bits_of(x_K: Tensor, mx: microscaling.MXTensor, four: microscaling.NVFP4Tensor) -> dict[str, list[int]]:
@@ -58,6 +65,7 @@ def bits_of(x_K: Tensor, mx: microscaling.MXTensor, four: microscaling.NVFP4Tens
         "E8M0": mx.scale.flatten()[:1].tolist(),
         "e2m1": microscaling.unpack_e2m1(four.qdata).flatten()[:4].tolist(),
         "e4m3 scale": four.scale.view(torch.uint8).flatten()[:1].tolist(),
+        "float32 scale": four.global_scale.view(torch.int32).flatten()[:1].tolist(),
     }
 
 
@@ -65,14 +73,17 @@ def decimal(name: str, number: int) -> float:
     """Return the value of stored bits."""
     if name == "bf16":
         return float(torch.tensor(number, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
+    if name == "float32 scale":
+        return float(torch.tensor(number, dtype=torch.int32).view(torch.float32))
     byte = torch.tensor(number, dtype=torch.uint8)
     if name.startswith("e4m3"):
         return float(byte.view(torch.float8_e4m3fn))
     return float(microscaling.e8m0_to_float(byte) if name == "E8M0" else microscaling.e2m1_to_float(byte))
 
 
-def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
-    """Draw one box per bit, coloured by its meaning, one row per format and one group of boxes per number, with its value."""
+def bits(stored: Mapping[str, Sequence[int]], restored: Mapping[str, Sequence[float]]) -> Picture:
+    """Draw one box per bit, coloured by its meaning, one row per format and one group of boxes per number, with its value. An
+    arrow leads to what a code stands for, its product with the scales (`restored`)."""
     picture, ax = style.one_panel(9.5, 0.5 * len(stored) + 0.6)
     for row, (name, numbers) in enumerate(stored.items()):
         widths = LAYOUT[name]
@@ -83,7 +94,8 @@ def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
                 ax.add_patch(Rectangle((at, -row - 0.4), 0.92, 0.8, color=FIELDS[kind]))
                 bit = number >> (len(kinds) - 1 - position) & 1
                 ax.text(at + 0.46, -row, str(bit), ha="center", va="center", fontsize=7.5, color=style.DARK)
-            style.note(ax, index * 22 + len(kinds), -row, f" = {decimal(name, number):.3g}")
+            product = f" → {restored[name][index]:.3g}" if name in restored else ""
+            style.note(ax, index * 22 + len(kinds), -row, f" = {decimal(name, number):.3g}{product}", fontsize=8)
     ax.set(xlim=(-0.5, 22 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
     ax.set_yticks([-row for row in range(len(stored))], list(stored))
     ax.grid(False)
@@ -92,20 +104,25 @@ def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
     return picture
 
 
-def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Picture:
-    """Draw the relative error of a number by its size, in a block whose largest is `largest`: the saw of a short mantissa, the
-    slope below the smallest normal number, and total loss below that. The thick line is the largest error of 40 neighbours."""
-    sizes = torch.logspace(-decades, 0, 4000) * largest
+def beside(name: str, sizes: Tensor, largest: float = 1.0) -> Tensor:
+    """Return what a format stores of numbers of these sizes, of each in a block whose largest number is `largest`."""
     x = torch.zeros(len(sizes), 128)
     x[:, 0], x[:, 1] = largest, sizes
+    return FORMATS[name](x).dequantize()[:, 1]
+
+
+def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Picture:
+    """Draw the relative error of a number by its size in a block whose largest is `largest`: the saw of a short mantissa, the
+    slope below the smallest normal number, and total loss below that. A point is the largest error of 40 neighbouring sizes."""
+    shares = torch.logspace(-decades, 0, 4000)
     picture, ax = style.one_panel(9.5, 3.0)
     for name, color in zip(names, LINES, strict=False):
-        error = (FORMATS[name](x).dequantize()[:, 1] - sizes).abs() / sizes
-        ax.plot(sizes, error, color=color, linewidth=0.5, alpha=0.4)
-        ax.plot(sizes[20::40], error.view(-1, 40).amax(1), color=color, linewidth=1.8, label=name)
-    ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.5))
-    across = f"size (the largest of the block is {largest:g})"
-    title(ax, "what rounding does to a number beside a larger one", across, "relative error")
+        error = (beside(name, shares * largest, largest) / (shares * largest) - 1).abs()
+        ax.plot(shares[20::40], error.view(-1, 40).amax(1), color=color, linewidth=1.8, label=name)
+    ax.set(xscale="log", yscale="log", ylim=(0.02, 1.5))
+    style.log_axis(ax.yaxis)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    title(ax, "largest error of a number by its size", "size, as a share of the largest number of its block", "error")
     key(ax)
     return picture
 

@@ -1,5 +1,6 @@
 """Views of an agent with the product's tools: its conversation, its diff with a verdict, the arms of the bench, their
-score against cost, what a plan is worth, the quality of changes, sizes of tasks, what a bench can show, the gate of an update."""
+score against cost, what a plan is worth, the quality of changes, verdicts on candidates for tasks, sizes of tasks, what a bench
+can show, the gate of an update."""
 
 from __future__ import annotations
 
@@ -27,6 +28,39 @@ if TYPE_CHECKING:
 
 _POINTS = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 _LINES = {"+": "background:#00996622", "-": "background:#d55e0022", "@": "opacity:.6"}
+
+
+# Verdicts on a change of a repository (`NoTask` in making/trial.py), and what they mean.
+VERDICTS = {
+    "kept": "tests notice it, each time",
+    "unseen": "no test notices it",
+    "too much": "too many tests fail",
+    "silent": "no symptom to report",
+    "flaky": "no test fails each time",
+    "endless": "the tests do not end",
+    "ends early": "the tests are cut short",
+    "copied": "the answer stands elsewhere",
+    "ungraded": "the grader errs on it",
+}
+
+
+def verdicts(kinds: Sequence[Mapping[str, Any]]) -> Picture:
+    """Draw the changes that were tried as tasks (`kinds` of the summary of `make`): a bar for each verdict, whose parts are kinds
+    of change. A part has its name where there is room."""
+    counts = {name: {row["kind"]: row["verdicts"].get(name, 0) for row in kinds} for name in VERDICTS}
+    counts = {name: by_kind for name, by_kind in counts.items() if any(by_kind.values())}
+    most = max(sum(by_kind.values()) for by_kind in counts.values())
+    picture, ax = one_panel(9.5, 0.6 + 0.45 * len(counts))
+    for row, (name, by_kind) in enumerate(counts.items()):
+        left, color = 0, style.SKY if name == "kept" else style.ORANGE
+        for kind, count in by_kind.items():
+            ax.barh(row, count, left=left, color=color, edgecolor="white", height=0.7)
+            if 6.5 * count / most > 0.07 * len(kind):  # inches
+                style.note(ax, left + count / 2, row, kind, ha="center", color=style.DARK)
+            left += count
+    style.rows(ax, [f"{name} ({sum(by_kind.values())}): {VERDICTS[name]}" for name, by_kind in counts.items()])
+    style.whole_steps(title(ax, "changes that were tried, by verdict"))
+    return picture
 
 
 def conversation(turns: Sequence[Turn]) -> Html:

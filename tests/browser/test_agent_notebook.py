@@ -16,10 +16,10 @@ def test_a_click_accepts_what_the_agent_did(
 
     path = lab.folder / BOOK
     text = path.read_text()
-    assert 'verdict: str = \\"accept\\"' in text and "tasks_wanted: int = 12" in text
+    assert 'verdict: str = \\"accept\\"' in text and "tasks_wanted: int = 10" in text
     path.write_text(
         text.replace('verdict: str = \\"accept\\"', 'verdict: str = \\"later\\"').replace(
-            "tasks_wanted: int = 12", "tasks_wanted: int = 8"
+            "tasks_wanted: int = 10", "tasks_wanted: int = 8"
         )
     )
     book = notebook(BOOK)

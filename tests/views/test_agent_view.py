@@ -35,6 +35,20 @@ def test_a_conversation_and_a_diff_are_text_and_nothing_else(work: Work) -> None
     assert "+a = 1 &lt; 2" in (text := agent.diff(work.diff).text) and "#00996622" in text
 
 
+def test_changes_are_drawn_by_verdict_with_their_kinds() -> None:
+    kinds = [
+        {"kind": "loop", "verdicts": {"kept": 2, "unseen": 1}},
+        {"kind": "swap", "verdicts": {"kept": 1}},
+        {"kind": "operator", "verdicts": {"too much": 90}},
+    ]
+    picture = agent.verdicts(kinds[:2])
+    [ax] = picture.axes
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == ["kept (3): tests notice it, each time", "unseen (1): no test notices it"]
+    assert [text.get_text() for text in ax.texts] == ["loop", "swap", "loop"] and inked_share(picture.png()) > 0.1
+    assert [text.get_text() for text in agent.verdicts(kinds).axes[0].texts] == ["operator"]
+
+
 @pytest.mark.parametrize("clicked", ["Accept", "Reject"])
 def test_a_click_decides_once(work: Work, clicked: str) -> None:
     widget = agent.verdict(work)

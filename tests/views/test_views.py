@@ -214,7 +214,7 @@ def test_a_task_card_marks_the_wrong_line_and_calls_are_shown_as_calls(tiny_run:
 FIGURES = {
     "experts": lambda run, report: rollout.experts(run),
     "nothing": lambda run, report: style.empty("there is nothing to draw yet"),
-    "bits": lambda run, report: formats.bits({"bf16": [0x3F80, 0x0001], "E8M0": [127]}),
+    "bits": lambda run, report: formats.bits({"bf16": [0x3F80, 0x0001], "E8M0": [127]}, {"bf16": [1, 0]}),
     "codecs": lambda run, report: weights.sizes({"raw": [800.0, 90.0]}, ["1e-6", "1e-5"]),
 }
 

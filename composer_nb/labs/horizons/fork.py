@@ -28,6 +28,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.requests import Executor
+from composer_nb.harness.terms.registry import EDITS, called
 from composer_nb.labs.rewards.judges import JudgeModel
 from composer_nb.tour.expert import unsampled
 from composer_nb.trainer.learning.learner import divergence, sides
@@ -74,6 +75,12 @@ def verdict(first: Fork, second: Fork) -> str:
     return "these futures distinguish the two" if apart else "these futures do not distinguish the two"
 
 
+def pool(forks: Sequence[Fork]) -> Fork:
+    """Return the futures of forks from the same turn as one fork."""
+    attempts = tuple(attempt for branch in forks for attempt in branch.attempts)
+    return Fork(turn=forks[0].turn, attempts=attempts, exact=all(branch.exact for branch in forks))
+
+
 def fork(
     attempt: Attempt,
     turn: int,
@@ -114,6 +121,12 @@ def turns_of(rollout: Rollout) -> list[tuple[int, int]]:
         for places in segment.messages
         if segment.kind[places[-1]] != Kind.SUMMARY
     ]
+
+
+def first_edit(rollout: Rollout) -> int:
+    """Return the turn that holds the first edit; 0 if there is none."""
+    edits = [number for number, call in enumerate(rollout.turns) if called(call)[0] in EDITS]
+    return sum(not call.beside for call in rollout.turns[: edits[0] + 1]) - 1 if edits else 0
 
 
 def head_before(rollout: Rollout, turn: int) -> list[list[int]]:

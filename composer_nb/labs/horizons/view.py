@@ -115,14 +115,16 @@ def outcomes(forks: Mapping[str, Fork]) -> Picture:
 
 def nudged(hint: Nudge) -> Picture:
     """Draw, for each token of a turn, the KL between the policy without a hint and with it, and whether the token that was said
-    becomes likelier (blue) or less likely; above it the token that the hint raises most."""
+    becomes likelier (blue) or less likely. Above a high bar stand the token that the hint raises most, and its probability
+    without the hint and with it."""
     picture, ax = style.one_panel(9.0, 2.8)
     colors = [style.BLUE if gain >= 0 else style.VERMILION for gain in hint.gain]
     ax.bar(range(len(hint.kl)), hint.kl, color=colors, width=0.75)
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": style.INK}
-    for at, (kl, raised) in enumerate(zip(hint.kl, hint.raised, strict=True)):
+    for at, (kl, raised, (without, with_hint)) in enumerate(zip(hint.kl, hint.raised, hint.chance, strict=True)):
         if kl > 0.1 * max(hint.kl):
-            ax.annotate(raised.strip(), (at, kl), (0, 2), **above)
+            ax.annotate(f"{raised.strip()}\n{without:.2f} → {with_hint:.2f}", (at, kl), (0, 2), **above)
+    ax.margins(y=0.2)  # room for two lines
     ax.set_xticks(range(len(hint.tokens)), [token.strip() or "␣" for token in hint.tokens], fontsize=7.5, rotation=60)
     title(ax, "what the hint would move", "the turn as it was said", "KL, nats")
     from_zero(ax)

@@ -14,11 +14,12 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Request
+from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.fork import Fork, ablate, fork, summary_before, turns_of
+from composer_nb.labs.horizons.fork import Fork, ablate, first_edit, fork, pool, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import to_streams
@@ -101,6 +102,24 @@ def test_a_future_without_a_grade_says_nothing_of_its_turn(stored) -> None:
     grades = [Grade(status="graded", tests={"t": passed}) for passed in (True, False)]
     futures = tuple(replace(stored, grade=grade) for grade in (*grades, *[Grade(status="infra_error")] * 2))
     assert str(Fork(turn=0, attempts=futures, exact=True)) == "50% (9% to 91%)", "Wilson's of one in two"
+
+
+def test_futures_of_several_forks_are_one_fork(stored) -> None:
+    grades = [Grade(status="graded", tests={"t": passed}) for passed in (True, False, True)]
+    first, *others = (replace(stored, grade=grade) for grade in grades)
+    forks = [Fork(turn=2, attempts=(first,), exact=True), Fork(turn=2, attempts=tuple(others), exact=False)]
+    assert pool(forks[:1]) == forks[0]
+    assert pool(forks).outcomes == [True, False, True] and pool(forks).turn == 2 and not pool(forks).exact
+
+
+def test_the_turn_of_the_first_edit_counts_messages(stored) -> None:
+    def rollout(*calls: tuple[str, bool]) -> Rollout:
+        turns = [Turn(call=f'{{"name": "{name}"}}', observation="", beside=beside) for name, beside in calls]
+        return replace(stored.rollout, turns=tuple(turns))
+
+    calls = [("run_tests", False), ("grep", False), ("undo", True), ("substitute", False), ("substitute", False)]
+    assert first_edit(rollout(*calls)) == 2 and first_edit(rollout(*calls[:3])) == 0
+    assert first_edit(rollout(*calls[:2], ("substitute", True))) == 1
 
 
 class Reader(WithoutModel):
