@@ -261,7 +261,7 @@ class Session:
     def keep(self, path: str, text: str) -> None:
         """Write a file in FOLDER. Raises OSError."""
         self.sandbox.write(f"{FOLDER}/.gitignore", b"*\n")
-        self.sandbox.write(path, text.encode())
+        self.sandbox.write(path, text.encode("utf-8", "replace"))
 
 
 def summary_counts(line: str) -> dict[str, int]:

@@ -25,8 +25,8 @@ def read_file(session: Session, path: str) -> Observation:
 
     path: relative path
     """
-    text = _text(session, path).encode("utf-8", "replace").decode().translate(CONTROLS)
-    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(file_lines(text), 1)))
+    lines = enumerate(file_lines(_text(session, path).translate(CONTROLS)), 1)
+    return Observation(text="\n".join(f"{number}{line}" for number, line in lines))
 
 
 @tool(mutates=True)

@@ -217,7 +217,8 @@ class ToolSet:
             error, text = _failure(failed)
             text = printable(text) if error == "InvalidArguments" and not self.terse else text
             reply = Reply(call=call, text=text, error=error)
-        return replace(reply, seconds=time.monotonic() - began if session.concurrent else 0.0)
+        text = reply.text.encode("utf-8", "replace").decode()  # names of files may hold bytes that are not UTF-8
+        return replace(reply, text=text, seconds=time.monotonic() - began if session.concurrent else 0.0)
 
 
 def _called(tool: Tool, session: Session, arguments: BaseModel) -> Any:

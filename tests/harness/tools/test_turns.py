@@ -8,6 +8,7 @@ import pytest
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
+from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tools import toolset
 from composer_nb.harness.tools.arguments import tool
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
@@ -98,6 +99,14 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
     down, bug = tools.run(tools.open(box), calls)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
     assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
+
+
+def test_a_hostile_file_name_is_found_and_any_chat_format_can_encode_it(box: Sandbox) -> None:
+    hit = Hit(path="caf\udce9.py", first_line=1, last_line=1, text="x = 1\n" * SHOWN, score=1.0)
+    tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: [hit]))
+    [reply] = tools.run(tools.open(box), [call("codebase_search", query="x", target_directories=[])])
+    assert reply.error is None and reply.text.startswith("caf?.py:1-1\nx = 1\n")
+    assert box.read(f"{FOLDER}/outputs/1-codebase_search.txt", max_bytes=7) == b"caf?.py"
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
