@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
-from composer_nb.harness.sandbox.errors import SandboxSlow
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxSlow
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
@@ -253,7 +253,7 @@ class Session:
         """Keep the conversation as a file, which tools find. Returns its path; nothing if it could not be written."""
         try:
             self.keep(HISTORY, text)
-        except OSError:
+        except (OSError, SandboxDied):
             return ""
         self.history = text
         return HISTORY
