@@ -210,12 +210,12 @@ class WorkspaceSearch:
         session = self.session
         if self._index is None or session.restless:
             session.touched.clear()
-            session.restless = session.background
             files = session.sandbox.download()
             if self._index is None:
                 self._index = self.indexes.open(files)
             else:
                 self._index.sync(files)
+            session.restless = session.background
         while session.touched:
             path = session.touched.pop()
             try:

@@ -1,6 +1,7 @@
 """Turns: several calls, in order or together, stopped, or met by faults. The backend makes no difference here."""
 
 import contextlib
+import errno
 import signal
 import threading
 
@@ -11,6 +12,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, Sand
 from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tools import toolset
 from composer_nb.harness.tools.arguments import tool
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
 from composer_nb.harness.tools.tool_call import Reply, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
@@ -107,6 +109,24 @@ def test_a_hostile_file_name_is_found_and_any_chat_format_can_encode_it(box: San
     [reply] = tools.run(tools.open(box), [call("codebase_search", query="x", target_directories=[])])
     assert reply.error is None and reply.text.startswith("caf?.py:1-1\nx = 1\n")
     assert box.read(f"{FOLDER}/outputs/1-codebase_search.txt", max_bytes=7) == b"caf?.py"
+
+
+def test_a_search_that_failed_leaves_the_next_one_to_see_all_changes(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large() -> dict[str, bytes]:
+        raise OSError(errno.EFBIG, "the files are too large")
+
+    box.write("a.py", b"def rotate(matrix):\n    return matrix\n")
+    tools = ToolSet.cursor(search=Indexes())
+    session = tools.open(box)
+    search = call("codebase_search", query="rotate a matrix", target_directories=[])
+    move = call("run_terminal_cmd", command="mv a.py b.py", is_background=False)
+    assert tools.run(session, [search])[0].text.startswith("a.py:1-2\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(box, "download", too_large)
+        assert [reply.error for reply in tools.run(session, [move, search])] == [None, "ProviderError"]
+    assert tools.run(session, [search])[0].text.startswith("b.py:1-2\n")
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
