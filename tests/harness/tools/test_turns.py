@@ -48,10 +48,11 @@ def test_reads_of_a_turn_meet_in_the_sandbox_and_edits_keep_their_place(box: San
 def test_files_of_long_answers_are_numbered_in_the_order_of_the_calls(box: Sandbox) -> None:
     tools = ToolSet(tools={"look": look})
     box.write("edits", b"0")
-    slow, quick = (call("look", name=name, count=2, size=SHOWN) for name in ("slow", "quick"))
-    replies = tools.run(tools.open(box), [slow, quick])
-    assert ["outputs/1-look.txt" in replies[0].text, "outputs/2-look.txt" in replies[1].text] == [True, True]
-    assert len(replies) == 2 and {"1-look.txt", "2-look.txt"} == {e.name for e in box.entries(f"{FOLDER}/outputs")}
+    sizes = {"slow": SHOWN, "short": 0, "quick": SHOWN}
+    looks = [call("look", name=name, count=3, size=size) for name, size in sizes.items()]
+    slow, short, quick = tools.run(tools.open(box), looks)
+    assert "outputs/1-look.txt" in slow.text and short.text == "0\n" and "outputs/2-look.txt" in quick.text
+    assert {"1-look.txt", "2-look.txt"} == {entry.name for entry in box.entries(f"{FOLDER}/outputs")}
 
 
 @pytest.mark.parametrize("end", ["abort", "interrupt", "destroy"])
