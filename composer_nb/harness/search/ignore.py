@@ -103,11 +103,10 @@ def read_ignore(files: Mapping[str, bytes], default: bytes = DEFAULT) -> Ignore:
     count = 0
     for folder, data in texts:
         for line in data[: _MOST_RULES * _LONGEST_RULE].decode(errors="replace").splitlines():
-            if not line.strip() or line.startswith("#") or count == _MOST_RULES:
-                continue
-            count += 1
-            if (pattern := _pattern(line)) is not None:
-                rules.setdefault(folder, []).insert(0, pattern)
+            if count < _MOST_RULES and line.strip() and not line.startswith("#"):
+                count += 1
+                if (pattern := _pattern(line)) is not None:
+                    rules.setdefault(folder, []).insert(0, pattern)
     return Ignore(rules)
 
 

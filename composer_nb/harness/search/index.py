@@ -134,11 +134,10 @@ class CodeIndex:
         self.left_out = {}
         room = MOST_BYTES
         for path, data in sorted(files.items()):
-            if not self._is_fit(path, data, room):
-                continue
-            room -= len(data)
-            earlier = before.get(path)
-            self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
+            if self._is_fit(path, data, room):
+                room -= len(data)
+                earlier = before.get(path)
+                self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
 
     def _is_fit(self, path: str, data: bytes, room: int) -> bool:
         """Return whether to index a file; if not, record why in `left_out`."""

@@ -147,11 +147,10 @@ class Session:
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists. Raises OSError for a folder, and for a link that leads out of the workspace."""
-        try:
+        with suppress(FileNotFoundError):
             self.sandbox.read(path, max_bytes=0)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def place(self, text: str | None) -> str:
         """Return the path of an existing file or folder. Raises ToolError and OSError like `path` and `exists`."""
@@ -205,15 +204,11 @@ class Session:
 
         Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
-        matches = []
         result = self.run(command, timeout_s=TESTS_S)
         if result.exit_code > 1 and not result.stdout:
             raise ToolError("UnexpectedEnvironment", printable(clean(result.stderr).strip())[:110])
-        for line in result.stdout.split(b"\n"):
-            path, _, rest = line.partition(b"\0")
-            number, _, code = rest.partition(b":")
-            if number.isdigit():
-                matches.append((clean(path).removeprefix("./"), int(number), clean(code)))
+        rows = re.findall(rb"^([^\0\n]*)\0(\d+):(.*)$", result.stdout, re.M)
+        matches = [(clean(path).removeprefix("./"), int(number), clean(code)) for path, number, code in rows]
         return sorted(matches) + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:

@@ -191,7 +191,7 @@ class ToolSet:
     def _answer(self, session: Session, call: ToolCall | ToolError, before: Sequence[Future[Reply]] = ()) -> Reply:
         """Run one call and return its reply; the error of a call that cannot be run or fails is part of the conversation.
 
-        `before`: the calls before it, which may still run: files of long outputs are numbered in the order of the calls.
+        `before`: the calls before it, which may still run: files of long outputs are numbered in their order.
         Raises SandboxFailure and TooManyBlocked."""
         if isinstance(call, ToolError):
             return Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind)
