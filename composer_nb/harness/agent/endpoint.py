@@ -204,9 +204,11 @@ class Endpoint:
         """Return the JSON of an answer; failed requests are repeated up to `retries` times.
 
         Raises TimeIsUp at `until`, ContextExceeded if the conversation is too long, and ProviderFailure for other failures."""
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):  # the error of the library would show the key
+            raise ProviderFailure("OPENAI_API_KEY: holds a character that an HTTP header must not have")
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
         address = f"{self.url.rstrip('/')}/{path}"
         content = None if body is None else json.dumps(body).encode()
         for try_index in range(self.retries + 1):
@@ -287,10 +289,8 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
 
         Raises ProviderFailure, also if no answer has ever come in time, and TimeIsUp after the first answer."""
         for message in news:
-            if isinstance(message, CallResult) and message.id:
-                self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
-            else:
-                self._talk.append({"role": "user", "content": message.text})
+            call = {"tool_call_id": message.id} if isinstance(message, CallResult) and message.id else {}
+            self._talk.append({"role": "tool" if call else "user", **call, "content": message.text})
         has_answered = any(message["role"] == "assistant" for message in self._talk)
         try:
             answer = self._answer(until)

@@ -23,6 +23,8 @@ from composer_nb.harness.search.ignore import read_ignore
 K1, B = 1.2, 0.75
 # Maximum total size of the indexed files; later ones, in the order of their paths, are left out.
 MOST_BYTES = 256 << 20
+# Maximum `Ignore.steps` of one update, some 40 s: rules and paths may be chosen to take hours.
+MOST_STEPS = 4e9
 # Number of top chunks of each ranking that are fused.
 _DEPTH = 200
 # Weight of a cosine beside BM25 as a share of the query's highest score. Chosen on held-out modules of the standard library.
@@ -119,22 +121,23 @@ class CodeIndex:
         """Update one file that was written or (None) deleted. A changed ignore file takes effect at the next `sync`."""
         self._files.pop(path, None)
         self.left_out.pop(path, None)
+        self._ignore.steps = MOST_STEPS
         if data is not None and self._is_fit(path, data, MOST_BYTES):
             self._files[path] = self._cut(path, data)
         self._table = None
 
     def sync(self, files: Mapping[str, bytes]) -> None:
-        """Update the index to the whole workspace `files`."""
+        """Update the index to the whole workspace `files`. Raises OSError beyond MOST_STEPS."""
         before = self._files
         self._ignore, self._files, self._table = read_ignore(files), {}, None
+        self._ignore.steps = MOST_STEPS
         self.left_out = {}
         room = MOST_BYTES
         for path, data in sorted(files.items()):
-            if not self._is_fit(path, data, room):
-                continue
-            room -= len(data)
-            earlier = before.get(path)
-            self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
+            if self._is_fit(path, data, room):
+                room -= len(data)
+                earlier = before.get(path)
+                self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
 
     def _is_fit(self, path: str, data: bytes, room: int) -> bool:
         """Return whether to index a file; if not, record why in `left_out`."""

@@ -1,6 +1,7 @@
 """Tools that report: the linter's findings, and the agent's to-do list."""
 
 import re
+from contextlib import suppress
 from typing import Annotated
 
 from pydantic import Field
@@ -23,7 +24,9 @@ def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_l
     others: list[str] = []
     for text in paths or ["."]:
         path = session.place(text)
-        is_file = path != "." and _is_file(session, path)
+        is_file = False
+        with suppress(IsADirectoryError):
+            is_file = session.exists(path)
         (others if is_file and not path.endswith(PYTHON) else linted).append(path)
     findings = f"(no linter for {', '.join(others)})\n" if others else ""
     if linted:
@@ -35,13 +38,6 @@ def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_l
         lines = [line for line in clean(result.stdout).splitlines() if re.match(r".+:\d+:\d+: ", line)]
         findings += "\n".join(line.removeprefix("./") for line in lines) or "(no problems)"
     return Observation(text=findings)
-
-
-def _is_file(session: Session, path: str) -> bool:
-    try:
-        return session.exists(path)
-    except IsADirectoryError:
-        return False
 
 
 @tool(mutates=True)

@@ -202,20 +202,19 @@ class WorkspaceSearch:
         """Return the files in these folders that the last search left out, with why."""
         with self._lock:
             reasons = self._index.left_out if self._index else {}
-            folders = [folder.strip("/") for folder in directories if folder != "."]
-            inside = {path for path in reasons for at in folders if path == at or path.startswith(f"{at}/")}
-            return {path: why for path, why in reasons.items() if not folders or path in inside}
+            folders = tuple(f"{folder.strip('/')}/" for folder in directories if folder != ".")
+            return {path: why for path, why in reasons.items() if not folders or f"{path}/".startswith(folders)}
 
     def _fresh(self) -> CodeIndex:
         session = self.session
         if self._index is None or session.restless:
             session.touched.clear()
-            session.restless = session.background
             files = session.sandbox.download()
             if self._index is None:
                 self._index = self.indexes.open(files)
             else:
                 self._index.sync(files)
+            session.restless = session.background
         while session.touched:
             path = session.touched.pop()
             try:

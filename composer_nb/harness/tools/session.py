@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
-from composer_nb.harness.sandbox.errors import SandboxSlow
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxSlow
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
@@ -147,11 +147,10 @@ class Session:
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists. Raises OSError for a folder, and for a link that leads out of the workspace."""
-        try:
+        with suppress(FileNotFoundError):
             self.sandbox.read(path, max_bytes=0)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def place(self, text: str | None) -> str:
         """Return the path of an existing file or folder. Raises ToolError and OSError like `path` and `exists`."""
@@ -205,15 +204,11 @@ class Session:
 
         Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
-        matches = []
         result = self.run(command, timeout_s=TESTS_S)
         if result.exit_code > 1 and not result.stdout:
             raise ToolError("UnexpectedEnvironment", printable(clean(result.stderr).strip())[:110])
-        for line in result.stdout.split(b"\n"):
-            path, _, rest = line.partition(b"\0")
-            number, _, code = rest.partition(b":")
-            if number.isdigit():
-                matches.append((clean(path).removeprefix("./"), int(number), clean(code)))
+        rows = re.findall(rb"^([^\0\n]*)\0(\d+):(.*)$", result.stdout, re.M)
+        matches = [(clean(path).removeprefix("./"), int(number), clean(code)) for path, number, code in rows]
         return sorted(matches) + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
@@ -253,7 +248,7 @@ class Session:
         """Keep the conversation as a file, which tools find. Returns its path; nothing if it could not be written."""
         try:
             self.keep(HISTORY, text)
-        except OSError:
+        except (OSError, SandboxDied):
             return ""
         self.history = text
         return HISTORY
@@ -261,7 +256,7 @@ class Session:
     def keep(self, path: str, text: str) -> None:
         """Write a file in FOLDER. Raises OSError."""
         self.sandbox.write(f"{FOLDER}/.gitignore", b"*\n")
-        self.sandbox.write(path, text.encode())
+        self.sandbox.write(path, text.encode("utf-8", "replace"))
 
 
 def summary_counts(line: str) -> dict[str, int]:

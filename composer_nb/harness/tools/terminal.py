@@ -71,8 +71,7 @@ def run_terminal_cmd(
     output = session.fit(clean(result.stdout), "run_terminal_cmd")
     if result.timed_out:
         raise ToolError("Timeout", f"ended after {timeout_s:g} s, with all that it had started\n{output}".rstrip())
-    state = _state(result)
-    if state is not None:
+    if state := _state(result):
         session.cwd, session.environment = state
     notes = f"exit code {result.exit_code}"
     notes += ", killed for memory" * result.oom

@@ -3,6 +3,8 @@
 They work in any session, in a sandbox or in memory (`workspace.Workspace`).
 """
 
+from itertools import groupby
+
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.session import Observation, Session, file_lines
@@ -25,8 +27,8 @@ def read_file(session: Session, path: str) -> Observation:
 
     path: relative path
     """
-    text = _text(session, path).encode("utf-8", "replace").decode().translate(CONTROLS)
-    return Observation(text="\n".join(f"{number}{line}" for number, line in enumerate(file_lines(text), 1)))
+    lines = enumerate(file_lines(_text(session, path).translate(CONTROLS)), 1)
+    return Observation(text="\n".join(f"{number}{line}" for number, line in lines))
 
 
 @tool(mutates=True)
@@ -97,10 +99,9 @@ def grep(session: Session, pattern: str) -> Observation:
 @tool()
 def read_lints(session: Session) -> Observation:
     """Find names that are unused or do not exist, tests left out."""
-    texts: dict[str, list[str]] = {}
-    for path, _, line in session.find(""):
-        texts.setdefault(path, []).append(line)
-    findings = [f"{path}: {finding}" for path, lines in texts.items() for finding in lints("\n".join(lines))][:FOUND]
+    files = groupby(session.find(""), lambda match: match[0])
+    texts = {path: "\n".join(match[2] for match in matches) for path, matches in files if path.endswith(".py")}
+    findings = [f"{path}: {finding}" for path, text in texts.items() for finding in lints(text)][:FOUND]
     return Observation(text="\n".join(findings) or "none")
 
 

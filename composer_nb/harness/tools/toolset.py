@@ -175,7 +175,7 @@ class ToolSet:
                         futures: list[Future[Reply]] = []
                         for call in group:
                             if session.concurrent:
-                                futures.append(pool.submit(self._answer, session, call, futures[-1:]))
+                                futures.append(pool.submit(self._answer, session, call, [*futures]))
                             else:
                                 replies.append(self._answer(session, call))
                         replies += [future.result() for future in futures]
@@ -191,7 +191,7 @@ class ToolSet:
     def _answer(self, session: Session, call: ToolCall | ToolError, before: Sequence[Future[Reply]] = ()) -> Reply:
         """Run one call and return its reply; the error of a call that cannot be run or fails is part of the conversation.
 
-        `before`: the call before it, which may still run: files of long outputs are numbered in the order of the calls.
+        `before`: the calls before it, which may still run: files of long outputs are numbered in their order.
         Raises SandboxFailure and TooManyBlocked."""
         if isinstance(call, ToolError):
             return Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind)
@@ -217,7 +217,8 @@ class ToolSet:
             error, text = _failure(failed)
             text = printable(text) if error == "InvalidArguments" and not self.terse else text
             reply = Reply(call=call, text=text, error=error)
-        return replace(reply, seconds=time.monotonic() - began if session.concurrent else 0.0)
+        text = reply.text.encode("utf-8", "replace").decode()  # names of files may hold bytes that are not UTF-8
+        return replace(reply, text=text, seconds=time.monotonic() - began if session.concurrent else 0.0)
 
 
 def _called(tool: Tool, session: Session, arguments: BaseModel) -> Any:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from composer_nb.harness.search.index import CodeIndex
 from composer_nb.harness.tools.arguments import Text, tool
 from composer_nb.harness.tools.search import Pattern
-from composer_nb.harness.tools.session import Observation, Session, clean
+from composer_nb.harness.tools.session import Observation, Session, clean, file_lines
 
 PAGES = 5  # passages of an answer
 
@@ -51,7 +51,7 @@ def read_pages(path: str) -> WebPages | None:
         return None
     pages: list[WebPage] = []
     try:
-        for line in Path(path).expanduser().read_text("utf-8").splitlines():
+        for line in file_lines(Path(path).expanduser().read_text("utf-8")):
             pages.append(WebPage.model_validate_json(line))
     except OSError as error:
         raise ValueError(f"env.web={path}: {error.strerror}") from None

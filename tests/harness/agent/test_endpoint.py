@@ -123,6 +123,19 @@ def test_what_fails_for_good_is_a_failure_of_the_provider(
     assert len(server.bodies) == tries
 
 
+def test_a_key_is_sent_without_white_space_and_shown_in_no_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.message = lambda body, number: {"content": "yes"}
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\r\n")
+    assert ask(server)["content"] == "yes"
+    for key in ("sk-sec\nret", "sk-s\u00e9cret"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(ProviderFailure, match="^OPENAI_API_KEY: holds a character") as error:
+            ask(server)
+        assert "sk-" not in str(error.value) and len(server.bodies) == 1
+
+
 @pytest.mark.parametrize(
     ("least", "most", "retry_headers"),
     [

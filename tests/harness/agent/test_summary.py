@@ -10,18 +10,20 @@ from tokenizers import AddedToken, Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer, Said, User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.loop import converse
 from composer_nb.harness.agent.qwen import QwenRenderer
-from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.scripts import play, turn
 from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings
-from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy, Spoken
 from composer_nb.harness.attempt import Agent, Environment, attempt
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import SEGMENT_STRIDE, first_segment
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.session import HISTORY
+from composer_nb.harness.tools.session import HISTORY, Session
 from composer_nb.harness.tools.tool_call import call
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.tour.expert import Script, ScriptedPolicy, one
@@ -127,6 +129,18 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     rollouts = [request.rollout for request in policy.requests]
     assert {*rollouts} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
     assert {first_segment(number) for number in rollouts} == {1}
+
+
+def test_a_sandbox_that_died_takes_no_turns_with_it_at_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        def write(self, path: str, data: bytes) -> None:
+            raise SandboxDied("its memory was used up")
+
+    box: Any = Dead()
+    monkeypatch.setattr(ScriptTurnPolicy, "condense", lambda *_: Spoken(message=Said(text="so far")))
+    script = play([*[turn([call("look")])] * 2, Said(text="Done.")])
+    ended = converse("fix it", ScriptTurnPolicy(script), ToolSet(), Session(sandbox=box, root="/workspace"))
+    assert ended.stop == "finished" and [entry.said for entry in ended.turns] == ["", "", "Done."]
 
 
 # Chat models

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.search import index
 from composer_nb.harness.search.embedding import Embedding, load_embedding, stem, term_id, weigh
 from composer_nb.harness.search.index import K1, B, CodeIndex
 from scripts.data.retrieval.storage import save_embedding
@@ -52,6 +53,19 @@ def test_files_that_hold_no_text_are_left_out() -> None:
     assert built.left_out == {"big.txt": "more than 1 MiB", "data.py": "minified"} == built.fork().left_out
     built.sync(FILES | {".gitignore": b"*.bin\n", "a.bin": b"\0"})
     assert built.left_out == {}, "what git ignores is in no search"
+
+
+def test_rules_and_paths_that_would_take_hours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule with two `**` tries each pair of folders of a deep path."""
+    rules = "".join(f"**/*/**/{number}\n" for number in range(500)).encode()
+    deep = {".gitignore": rules, "/".join(["folder"] * 60): b"x = 1\n"}
+    monkeypatch.setattr(index, "MOST_STEPS", 3e5)
+    with pytest.raises(OSError, match="too many rules"):
+        CodeIndex.build(deep, embedding())
+    usual = CodeIndex.build(FILES | {f"a/{number}.py": b"x = 1\n" for number in range(200)}, embedding())
+    for number in range(200):  # each update may take all steps
+        usual.edit(f"src/folder/{number}.py", b"x = 1\n" * (1 + number % 2))
+    assert len(usual.table().paths) == 404
 
 
 def test_bm25_is_the_formula() -> None:

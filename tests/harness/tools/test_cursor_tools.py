@@ -190,6 +190,9 @@ class TestTerminal:
         assert self.run(call, 'pwd; echo "$A|$B|$C"; unset B').split("\n")[1:] == [f"{session.root}/d", "x", "y|1|"]
         assert self.run(call, "echo [$B]; cd ..; exit 3") == "exit code 3\n[]"
         assert self.run(call, "pwd", working_directory="d/e").startswith("exit code 0, in d/e")
+        strange = self.run(call, "mkdir ../$'\\xff'; cd ../$'\\xff'")
+        assert strange == "exit code 0, in d/?", "no lone surrogate, which no chat format can encode"
+        assert self.run(call, "ls -d ../e") == "exit code 0, in d/?\n../e"
         assert self.run(call, "cd /tmp && rmdir $OLDPWD; true") == "exit code 0, in /tmp"
 
     def test_tests_are_counted_as_pytest_sums_them_up(self, box: Sandbox, call: Call) -> None:

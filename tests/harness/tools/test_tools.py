@@ -158,6 +158,13 @@ def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Calla
         assert step(work, "grep", pattern=strange) == "error: one line"
 
 
+def test_lints_are_those_of_code_and_not_of_the_history() -> None:
+    work = workspace("import os\n", **{"notes.md": "no code\n"})
+    work.remember("fix f.py\n[1] I read it.\n")
+    assert step(work, "read_lints") == "f.py: unused os"
+    assert step(work, "grep", pattern="I read") == ".composer_nb/history.txt:2[1] I read it."
+
+
 # Sets of tools by name
 
 

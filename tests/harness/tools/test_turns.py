@@ -1,6 +1,7 @@
 """Turns: several calls, in order or together, stopped, or met by faults. The backend makes no difference here."""
 
 import contextlib
+import errno
 import signal
 import threading
 
@@ -8,8 +9,10 @@ import pytest
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
+from composer_nb.harness.search.index import Hit
 from composer_nb.harness.tools import toolset
 from composer_nb.harness.tools.arguments import tool
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.session import FOLDER, SHOWN, Observation, Session, clean
 from composer_nb.harness.tools.tool_call import Reply, call, invalid
 from composer_nb.harness.tools.toolset import ToolSet
@@ -45,10 +48,11 @@ def test_reads_of_a_turn_meet_in_the_sandbox_and_edits_keep_their_place(box: San
 def test_files_of_long_answers_are_numbered_in_the_order_of_the_calls(box: Sandbox) -> None:
     tools = ToolSet(tools={"look": look})
     box.write("edits", b"0")
-    slow, quick = (call("look", name=name, count=2, size=SHOWN) for name in ("slow", "quick"))
-    replies = tools.run(tools.open(box), [slow, quick])
-    assert ["outputs/1-look.txt" in replies[0].text, "outputs/2-look.txt" in replies[1].text] == [True, True]
-    assert len(replies) == 2 and {"1-look.txt", "2-look.txt"} == {e.name for e in box.entries(f"{FOLDER}/outputs")}
+    sizes = {"slow": SHOWN, "short": 0, "quick": SHOWN}
+    looks = [call("look", name=name, count=3, size=size) for name, size in sizes.items()]
+    slow, short, quick = tools.run(tools.open(box), looks)
+    assert "outputs/1-look.txt" in slow.text and short.text == "0\n" and "outputs/2-look.txt" in quick.text
+    assert {"1-look.txt", "2-look.txt"} == {entry.name for entry in box.entries(f"{FOLDER}/outputs")}
 
 
 @pytest.mark.parametrize("end", ["abort", "interrupt", "destroy"])
@@ -98,6 +102,32 @@ def test_a_fault_of_ours_is_logged_as_one(box: Sandbox, caplog: pytest.LogCaptur
     down, bug = tools.run(tools.open(box), calls)
     assert (down.error, bug.error) == ("ProviderError", "Bug")
     assert "no route" in down.text and "KeyError: 'a bug'" in caplog.text and "a bug" not in bug.text
+
+
+def test_a_hostile_file_name_is_found_and_any_chat_format_can_encode_it(box: Sandbox) -> None:
+    hit = Hit(path="caf\udce9.py", first_line=1, last_line=1, text="x = 1\n" * SHOWN, score=1.0)
+    tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: [hit]))
+    [reply] = tools.run(tools.open(box), [call("codebase_search", query="x", target_directories=[])])
+    assert reply.error is None and reply.text.startswith("caf?.py:1-1\nx = 1\n")
+    assert box.read(f"{FOLDER}/outputs/1-codebase_search.txt", max_bytes=7) == b"caf?.py"
+
+
+def test_a_search_that_failed_leaves_the_next_one_to_see_all_changes(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large() -> dict[str, bytes]:
+        raise OSError(errno.EFBIG, "the files are too large")
+
+    box.write("a.py", b"def rotate(matrix):\n    return matrix\n")
+    tools = ToolSet.cursor(search=Indexes())
+    session = tools.open(box)
+    search = call("codebase_search", query="rotate a matrix", target_directories=[])
+    move = call("run_terminal_cmd", command="mv a.py b.py", is_background=False)
+    assert tools.run(session, [search])[0].text.startswith("a.py:1-2\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(box, "download", too_large)
+        assert [reply.error for reply in tools.run(session, [move, search])] == [None, "ProviderError"]
+    assert tools.run(session, [search])[0].text.startswith("b.py:1-2\n")
 
 
 def test_a_missing_program_is_told_with_what_to_do(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

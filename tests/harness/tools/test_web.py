@@ -8,6 +8,7 @@ import pytest
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tools.tool_call import call
+from composer_nb.harness.tools.web import read_pages
 
 PAGES = [
     {
@@ -32,6 +33,13 @@ def test_a_search_shows_passages_and_a_url_its_page(tmp_path: Path, backend: Bac
     assert page.text == f"{PAGES[0]['url']}\nbisect\n{PAGES[0]['text']}"
     assert no_result.error is None and no_result.text == "(nothing found)"
     assert "web_search" not in EnvSettings(tools="cursor").toolset.tools
+
+
+def test_only_a_newline_ends_a_page_of_a_record(tmp_path: Path) -> None:
+    page = {**PAGES[2], "text": "one\u2028two\x85three\u2029four"}
+    (tmp_path / "pages.jsonl").write_text(f"{json.dumps(page, ensure_ascii=False)}\n{json.dumps(PAGES[1])}\n", "utf-8")
+    pages = read_pages(str(tmp_path / "pages.jsonl"))
+    assert pages is not None and pages.by_url[page["url"]].text == page["text"] and len(pages.by_url) == 2
 
 
 def test_a_wrong_record_is_named(tmp_path: Path) -> None:
