@@ -35,6 +35,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
+from composer_nb.harness.tasks.functions import parse_module
 from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
@@ -48,7 +49,7 @@ from composer_nb.harness.tasks.making.repository import (
 )
 from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
-from composer_nb.harness.tasks.scope import in_scope, is_test_module
+from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import changed_lines, opcodes
 
@@ -323,6 +324,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
     facts = {"kind": "history", "repository": after.name, "lines": str(line_count), SECONDS: f"{running.suite_s:g}"}
     try:
+        _ = [parse_module(path, text) for path, text in before.files.items() if is_conftest(path)]
         return Task(
             id=candidate.id,
             instruction=request,
@@ -382,6 +384,7 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
     """
     later = candidate.after.files if candidate.after else {}
     touched = {path: text for path, text in task.files.items() if is_test_module(path) and later.get(path) != text}
+    touched = {path: text for path, text in touched.items() if nodes_of(text)}  # in others, no test passed
     if not touched:
         return {}
     twin = task.model_copy(update={"tests": touched})

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from dulwich import porcelain
@@ -15,8 +16,9 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.grading.pytest_grader import limit_of
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
+from composer_nb.harness.tasks.making.mine import Candidate, current, draft, history, mine, releases, request_of
 from composer_nb.harness.tasks.making.options import RunOptions
+from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
@@ -91,6 +93,18 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     for candidate, verdict in zip(history(checkout, 3), ["too much", "no source", "too much"], strict=True):
         with pytest.raises(NoTask, match=verdict):
             draft(candidate, 0, RunOptions())
+
+
+def test_modules_that_were_not_python_end_nothing() -> None:
+    """As before a commit that ports its tests from Python 2."""
+    later = Repository(name="sums", files={"sums.py": MEAN, "test_sums.py": TESTS})
+    with_module, with_conftest = (
+        Candidate(id="sums-1", before=Repository(name="sums", files=files), after=later, request="port the tests")
+        for files in ({"sums.py": SUMS, path: "print 0\n"} for path in ("test_sums.py", "conftest.py"))
+    )
+    assert current(draft(with_module, 400, RunOptions()), with_module, cast(Any, None)) == {}
+    with pytest.raises(NoTask, match=r"unfit.*conftest\.py:1: not Python"):
+        draft(with_conftest, 400, RunOptions())
 
 
 @pytest.mark.parametrize(
