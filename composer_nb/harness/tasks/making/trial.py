@@ -42,8 +42,8 @@ class NoTask(Exception):
 
     unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
     bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
-    ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
-    the instruction, or one of several bugs has no symptom of its own. `mine.py` has further verdicts.
+    ungraded: the grader does not score the solution 1 and the start 0 without a flag. unfit: it is no valid task. silent: no
+    failing test has a symptom for the instruction, or one of several bugs has none of its own. `mine.py` has further verdicts.
     """
 
     def __init__(self, verdict: str, why: str = "") -> None:
