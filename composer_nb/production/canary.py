@@ -126,7 +126,7 @@ class Canary(Replicas):
 
     @property
     def version(self) -> int:
-        """The version of most users. Raises ProviderFailure when no replica is left."""
+        """The version of most users: the early replica's if no other is left. Raises ProviderFailure when none is."""
         return self._oldest(self.usual)
 
     def _side(self, user: str) -> Sequence[Replica]:

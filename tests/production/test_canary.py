@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from composer_nb.labs.faults import Threads
 from composer_nb.production import canary
-from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
+from composer_nb.production.canary import FILE, LEAST, Canary, Known, Trial, is_early, open_canary
 from composer_nb.production.record import served
+from composer_nb.production.replicas import STILLBORN
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
@@ -84,6 +85,15 @@ def test_the_share_of_users_is_as_asked_and_a_larger_one_holds_the_smaller() -> 
     for share in (0.01, 0.2, 0.5):
         assert np.mean([is_early(user, share) for user in names]) == pytest.approx(share, abs=0.02)
     assert {user for user in names if is_early(user, 0.1)} < {user for user in names if is_early(user, 0.3)}
+
+
+def test_the_version_is_that_of_the_early_replica_when_no_usual_one_is_left(tmp_path: Path) -> None:
+    state = Known(store="s", trusted=3)
+    front = Canary(cast(Any, None), [{"slots": 1}, {"slots": 1}], SHARE, VERDICTS, state, tmp_path / FILE)
+    [usual], front.early.version = front.usual, 4
+    assert front.version == usual.version == -1
+    usual.stillborn = STILLBORN
+    assert front.version == 4
 
 
 @dataclass(frozen=True)
