@@ -45,6 +45,7 @@ from composer_nb.harness.tasks.making.repository import (
     of_files,
     read_repository,
     supports_tests,
+    unreadable,
     unwanted,
 )
 from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
@@ -197,7 +198,7 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
     from dulwich.objects import Commit, ObjectID
     from dulwich.repo import Repo
 
-    blobs: dict[bytes, bytes] = {}
+    blobs: dict[bytes, bytes | str] = {}  # or why one is left out: those may be large, and many
 
     def state(tree_id: ObjectID) -> Repository:
         def entries() -> Iterator[tuple[str, bytes | str]]:
@@ -205,7 +206,8 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
                 file_path = entry.path.decode("utf-8", "surrogateescape")
                 reason = unwanted(file_path) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
                 if not reason and entry.sha not in blobs:
-                    blobs[entry.sha] = repo[entry.sha].as_raw_string()
+                    data = repo[entry.sha].as_raw_string()
+                    blobs[entry.sha] = unreadable(data) or data
                 yield file_path, reason or blobs[entry.sha]
 
         return of_files(path.resolve().name, entries(), path)

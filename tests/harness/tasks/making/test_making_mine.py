@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import tracemalloc
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,21 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     for candidate, verdict in zip(history(checkout, 3), ["too much", "no source", "too much"], strict=True):
         with pytest.raises(NoTask, match=verdict):
             draft(candidate, 0, RunOptions())
+
+
+def test_what_is_left_out_of_a_history_stays_in_no_memory(tmp_path: Path) -> None:
+    porcelain.init(tmp_path)
+    write(tmp_path, {"sums.py": SUMS, "test_sums.py": TESTS})
+    for number in range(20):
+        (tmp_path / "data").write_bytes(bytes(4 << 20) + bytes([number]))
+        porcelain.add(tmp_path, [str(tmp_path / name) for name in ("sums.py", "test_sums.py", "data")])
+        porcelain.commit(tmp_path, b"new data for the sums", author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+    tracemalloc.start()
+    try:
+        assert sum(candidate.before is not None for candidate in history(tmp_path, 20)) == 19
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_modules_that_were_not_python_end_nothing() -> None:
