@@ -237,7 +237,8 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
                     except KeyError as error:
                         if not fetch_command:
                             raise
-                        unfit = f"{UNFETCHED}: {_short(error)}; `{fetch_command}` brings it"
+                        missing = error.args[0][:12].decode("ascii", "replace")
+                        unfit = f"{UNFETCHED}: object {missing}; `{fetch_command}` brings it"
                         yield Candidate(id=candidate_id, unfit=unfit)
                     else:
                         logged_request = request_behind(before.files, after.files) if request_behind else ""
@@ -250,11 +251,6 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
 def _unfit(error: ValueError) -> str:
     """Return the verdict on a state that cannot be read."""
     return f"unfit: {error}" if isinstance(error, RepositoryTooLarge) else "no suite"
-
-
-def _short(error: KeyError) -> str:
-    """Return the beginning of the id of an object that is missing."""
-    return f"object {error.args[0][:12].decode('ascii', 'replace')}" if error.args else "an object"
 
 
 def _fetch(repo: Repo) -> str:

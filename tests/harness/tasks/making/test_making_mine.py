@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tracemalloc
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -54,15 +55,19 @@ COMMITS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+def commit(root: Path, message: str, files: Mapping[str, str | bytes]) -> None:
+    write(root, files)
+    porcelain.add(root, [str(root / path) for path in files])
+    porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("history") / "sums"
     root.mkdir()
     porcelain.init(root)
     for message, files in COMMITS:
-        write(root, files)
-        porcelain.add(root, [str(root / path) for path in files])
-        porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+        commit(root, message, files)
     marker = root.parent / "ran"
     for name in ("pre-commit", "post-checkout", "post-index-change"):
         (root / ".git/hooks" / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
@@ -98,11 +103,9 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
 
 def test_what_is_left_out_of_a_history_stays_in_no_memory(tmp_path: Path) -> None:
     porcelain.init(tmp_path)
-    write(tmp_path, {"sums.py": SUMS, "test_sums.py": TESTS})
     for number in range(20):
-        (tmp_path / "data").write_bytes(bytes(4 << 20) + bytes([number]))
-        porcelain.add(tmp_path, [str(tmp_path / name) for name in ("sums.py", "test_sums.py", "data")])
-        porcelain.commit(tmp_path, b"new data for the sums", author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+        files = {"sums.py": SUMS, "test_sums.py": TESTS, "data": bytes((4 << 20) + number)}
+        commit(tmp_path, "new data for the sums", files)
     tracemalloc.start()
     try:
         assert sum(candidate.before is not None for candidate in history(tmp_path, 20)) == 19
