@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -123,7 +124,7 @@ def open_workspace(root: Path, backend: str) -> Iterator[tuple[dict[str, dict[st
     from composer_nb.production.work import open_session, tools_for
 
     require_git()
-    source, tools = read_checkout(root), tools_for("cursor")
+    source, tools, one_at_a_time = read_checkout(root), tools_for("cursor"), threading.Lock()
     schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
     description = "Show the diff of all changes in the workspace."
@@ -131,12 +132,13 @@ def open_workspace(root: Path, backend: str) -> Iterator[tuple[dict[str, dict[st
     with open_backend(backend) as sandboxes, open_session(source, tools, sandboxes) as (session, _):
 
         def call(name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
-            if name == "show_changes":
-                changes, _ = changed(source, *carry_back(session.sandbox))
-                before = {path: blob for path in source.files if (blob := source.blob(path))}
-                return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
-            [reply] = tools.run(session, [ToolCall(name=name, arguments=dict(args))])
-            return reply.text, bool(reply.error)
+            with one_at_a_time:  # clients may send several: two edits of a file would undo one another
+                if name == "show_changes":
+                    changes, _ = changed(source, *carry_back(session.sandbox))
+                    before = {path: blob for path in source.files if (blob := source.blob(path))}
+                    return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
+                [reply] = tools.run(session, [ToolCall(name=name, arguments=dict(args))])
+                return reply.text, bool(reply.error)
 
         yield schemas, call
 

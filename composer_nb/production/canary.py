@@ -126,7 +126,7 @@ class Canary(Replicas):
 
     @property
     def version(self) -> int:
-        """The version of most users. Raises ProviderFailure when no replica is left."""
+        """The version of most users: the early replica's if no other is left. Raises ProviderFailure when none is."""
         return self._oldest(self.usual)
 
     def _side(self, user: str) -> Sequence[Replica]:
@@ -134,14 +134,15 @@ class Canary(Replicas):
         fit = self.early.ready and self.early.version != self.known.withdrawn
         return [self.early] if fit and is_early(user, self.share) else self.usual
 
-    def judged(self, name: str, user: str, attempt: Attempt) -> None:
-        """Count a verdict on a rollout: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several
+    def judged(self, name: str, user: str, parts: Sequence[Attempt]) -> None:
+        """Count the verdict on a rollout: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several
         versions wrote says nothing, and neither does one without reward and tests. A later verdict takes the place of an earlier
         one."""
-        grade = attempt.grade
+        grade = parts[-1].grade
         if not grade.known or (grade.status == "graded" and not (grade.rewards or grade.tests)):
             return
-        versions = {int(v) for part in attempt.rollout.segments for v in np.unique(part.policy_version[part.acted])}
+        segments = [segment for part in parts for segment in part.rollout.segments]
+        versions = {int(v) for segment in segments for v in np.unique(segment.policy_version[segment.acted])}
         with self._changed:
             if (trial := self._current()) is None or name in self._settled:
                 self._settled.add(name)

@@ -125,7 +125,7 @@ def install(
     if not is_resumed:
         report("running the goals", "")
         before = _begin(source, out, backend)
-        summary = {"repository": path.resolve().name, "verdict": "", "before": _rows(before), "tries": []}
+        summary = {"repository": path.resolve().name, "verdict": "", "before": [*map(asdict, before)], "tries": []}
         write_json(record, summary)
     before, tries = [GoalResult(**row) for row in summary["before"]], summary["tries"]
     targets = [result.command for result in before if not result.passed][:TARGETS]
@@ -136,7 +136,7 @@ def install(
         if not (changes := installer(out, failed)):
             break
         latest = _try(source, repository, out, backend, targets)
-        tries.append({"changes": changes, "results": _rows(latest)})
+        tries.append({"changes": changes, "results": [*map(asdict, latest)]})
         write_json(record, summary)
     after = run_goals(out, backend, [result.command for result in before]) if tries or is_resumed else before
     summary |= {
@@ -145,7 +145,7 @@ def install(
         "passed_before": sum(result.passed for result in before),
         "passed_after": sum(result.passed for result in after),
         "targets": targets,
-        "after": _rows(after),
+        "after": [*map(asdict, after)],
     }
     write_json(record, summary)
     return summary
@@ -172,10 +172,6 @@ def _try(
     for test in {*repository.tests} & {*source.files}:
         _copy(source, test, out)
     return run_goals(out, backend, targets)
-
-
-def _rows(results: Sequence[GoalResult]) -> list[dict[str, Any]]:
-    return [asdict(result) for result in results]
 
 
 def _copy(source: Checkout, name: str, out: Path) -> None:

@@ -160,18 +160,17 @@ def _segments(rows: Sequence[ConversationRow]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-Judged = Callable[[str, str, Attempt], None]
+Judged = Callable[[str, str, Sequence[Attempt]], None]
 
 
 class RolloutRecord:
     """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
 
     def __init__(self, run: Path, tokenizer: Tokenizer, judged: Judged | None = None) -> None:
-        """`judged`: called with the name of each rollout that got a verdict, and of its user. Raises ValueError for a run with
-        another tokenizer."""
+        """`judged`: called with the name of each rollout that got a verdict, the digest of its user, or that name again, and the
+        parts in which it is stored. Raises ValueError for a run with another tokenizer."""
         pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
         self.run, self.judged, tokenizer_file = run, judged, run / "data" / "tokenizer.json"
-        self._users: dict[str, str] = {}
         if tokenizer_file.exists() and Tokenizer.from_file(str(tokenizer_file)).to_str() != tokenizer.to_str():
             raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")
         tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +180,6 @@ class RolloutRecord:
     def keep(self, name: str, rows: Sequence[ConversationRow]) -> None:
         """Store a conversation with its branches. What was stored before under this name stays."""
         rows = sorted(rows, key=lambda row: row.number)
-        self._users[name] = rows[0].user or name
         rollout = Rollout(
             task_id=name,
             segments=_segments(rows),
@@ -201,7 +199,7 @@ class RolloutRecord:
         for file, attempt in zip(files, graded, strict=True):
             self._save(file, attempt, _owner(file))
         if self.judged:
-            self.judged(name, self._users.get(name, name), graded[-1])
+            self.judged(name, self.owner(name) or name, graded)
         return sum(len(attempt.rollout.segments) for attempt in graded)
 
     def owner(self, name: str) -> str:

@@ -229,7 +229,8 @@ class Replicas:
     def _oldest(self, replicas: Sequence[Replica]) -> int:
         with self._changed:
             self._check()
-            return min(replica.version for replica in replicas if replica.stillborn < STILLBORN)
+            alive = [replica for replica in self._replicas if replica.stillborn < STILLBORN]
+            return min(replica.version for replica in ([r for r in replicas if r in alive] or alive))
 
     def health(self) -> dict[str, Any]:
         """Return what each replica does."""

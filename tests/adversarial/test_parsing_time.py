@@ -13,6 +13,7 @@ from composer_nb.harness.tasks.making.mine import changelog, request_of
 from composer_nb.harness.tasks.making.options import read_options
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import _not_raised
+from composer_nb.harness.tasks.making.trial import needed
 from composer_nb.harness.terms import conduct
 from composer_nb.harness.tools import terminal
 from composer_nb.labs.audit.probes import COPIES
@@ -24,6 +25,7 @@ DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
 LINES = [f"{number % 120}" for number in range(20_000)]
 NESTED = "\n".join("f(" * 150 + "1, 2" + ")" * 150 for _ in range(100))
 WIDE = [f"n{number}" for number in range(90_000)]
+MODULES = {f"test_{number}.py": f"import test_{number + 1}\n" for number in range(2000)}
 OTHER = [f"{number * 7 % 127}" for number in range(20_000)]
 
 
@@ -61,6 +63,7 @@ CASES: dict[str, Callable[[], object]] = {
     "TOML, quoted": raises(lambda: untrusted.toml_of("a" + '."\\""' * 40_000 + " = 1\n")),
     "a task.toml": raises(lambda: settings(DOTS)),
     "pytest's options": raises(lambda: read_options({"pyproject.toml": DOTS})),
+    "imports of many modules": lambda: needed(MODULES, MODULES),
     "a licence": lambda: is_allowed("(" * 50_000, {"MIT"}),
 }
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from composer_nb.cli import parser
 from composer_nb.operations import COMMANDS
-from composer_nb.operations.mcp import READS, WRITERS, WRITES, line, require_inside, schema
+from composer_nb.operations.mcp import READS, WRITERS, WRITES, line, open_workspace, require_inside, schema
 from composer_nb.trainer.recipe.reader import example_run
 
 sdk = pytest.importorskip("mcp", reason="the SDK is not installed; the extra mcp brings it")
@@ -102,6 +104,15 @@ def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:
     assert [failed for _, failed in answers] == [False, False, True, False]
     assert "\nx = 2\nls: cannot access" in answers[1][0] and "-x = 1\n+x = 2" in answers[3][0]
     assert (tmp_path / "f.py").read_text() == "x = 1\n"
+
+
+def test_edits_that_come_together_are_all_kept(tmp_path: Path) -> None:
+    old, new = ([f"x{number:02} = {value}" for number in range(16)] for value in (0, 1))
+    (tmp_path / "f.py").write_text("\n".join(old))
+    edits = [{"file_path": "f.py", "old_string": a, "new_string": b} for a, b in zip(old, new, strict=True)]
+    with open_workspace(tmp_path, "bwrap") as (_, call), ThreadPoolExecutor(8) as clients:
+        assert not any(failed for _, failed in clients.map(partial(call, "search_replace"), edits))
+        assert call("show_changes", {})[0].count("\n+x") == len(edits)
 
 
 def test_a_reader_gets_no_argument_that_names_a_file_to_write_or_tasks_to_execute() -> None:

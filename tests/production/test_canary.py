@@ -5,17 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from composer_nb.harness.policy import Completion
+from composer_nb.harness.rollout import Kind
 from composer_nb.labs.faults import Threads
 from composer_nb.production import canary
-from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
-from composer_nb.production.record import served
+from composer_nb.production.canary import FILE, LEAST, Canary, Known, Trial, is_early, open_canary
+from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict, served, user_digest
+from composer_nb.production.replicas import STILLBORN
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
@@ -84,6 +88,36 @@ def test_the_share_of_users_is_as_asked_and_a_larger_one_holds_the_smaller() -> 
     for share in (0.01, 0.2, 0.5):
         assert np.mean([is_early(user, share) for user in names]) == pytest.approx(share, abs=0.02)
     assert {user for user in names if is_early(user, 0.1)} < {user for user in names if is_early(user, 0.3)}
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Canary:
+    """Return two replicas that have not begun, the early one at a new version."""
+    state = Known(store="s", trusted=3)
+    replicas = Canary(cast(Any, None), [{"slots": 1}, {"slots": 1}], SHARE, VERDICTS, state, tmp_path / FILE)
+    replicas.early.version = 4
+    return replicas
+
+
+def test_a_verdict_counts_for_its_user_and_the_versions_of_all_parts(
+    front: Canary, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Also after a restart between the parts, or before the verdict."""
+    for name, written_by in (("a", [3, 4]), ("b", [4]), ("c", [4])):
+        for version in written_by:
+            row = ConversationRow(name=name, user="ann")
+            turn = Completion(rollout=0, token_ids=[5], logprobs=[0.0], policy_versions=[version])
+            row.transcript.wrote(turn, [Kind.FINAL_MESSAGE])
+            RolloutRecord(tmp_path, tokenizer).keep(name, [row])
+        RolloutRecord(tmp_path, tokenizer, front.judged).grade(name, Verdict(reward=1.0))
+    assert (front._trial.early, front._trial.usual) == ({user_digest("ann"): {"b": 1.0, "c": 1.0}}, {})
+
+
+def test_the_version_is_that_of_the_early_replica_when_no_usual_one_is_left(front: Canary) -> None:
+    [usual] = front.usual
+    assert front.version == usual.version == -1
+    usual.stillborn = STILLBORN
+    assert front.version == 4
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, carry_back
+from composer_nb.harness.carry import EXECUTABLE, Blob, carry_back
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.production import checkout
 from composer_nb.production.accept import Changes, Conflict
@@ -261,20 +261,8 @@ def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_checkout(tmp_path)
 
 
-# What a stranger found
-
-
-def repository_of(tmp_path: Path, **files: str) -> Path:
-    """Make a repository in which `a__b="text"` is a file a/b."""
-    return write(tmp_path / "outer" / "repository", {name.replace("__", "/"): text for name, text in files.items()})
-
-
-def plain(text: str) -> Blob:
-    return Blob(data=text.encode(), mode=PLAIN)
-
-
 def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    root = repository_of(tmp_path, a="precious\n", b="2\n")
+    root = write(tmp_path / "repository", {"a": "precious\n", "b": "2\n"})
     rename = os.rename
 
     def failing(source: Any, target: Any) -> None:
@@ -286,16 +274,17 @@ def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest
     snapshot = read_checkout(root)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="No space left on device.*not all could be put back, it lies in"):
-        accept(snapshot, {"a": None, "a/x": plain("9\n"), "b": plain("3\n")})
+        accept(snapshot, {"a": None, "a/x": Blob(data=b"9\n"), "b": Blob(data=b"3\n")})
     assert "precious\n" in [file.read_text() for file in root.rglob("*") if file.is_file()]
 
 
 def test_ignore_files_above_a_named_folder_hold(tmp_path: Path):
-    root = repository_of(tmp_path, pkg__a="x", pkg__secrets="key", pkg__sub__b="y", pkg__sub__c="z")
+    files = {"pkg/a": "x", "pkg/secrets": "key", "pkg/sub/b": "y", "pkg/sub/c": "z"}
+    root = write(tmp_path / "outer" / "repository", files)
     (root / ".git").mkdir()
     (root / ".gitignore").write_text("secrets\n/pkg/sub/c\npkg/\n")
     (root.parent / ".gitignore").write_text("a\n")  # of another repository, or of none
     snapshot = read_checkout(root / "pkg")
     assert set(snapshot.files) == {"a", "sub/b"}, "the folder itself was named, so that it is ignored says nothing"
-    changes, _ = changed(snapshot, {"a": plain("x"), "sub/b": plain("y"), "secrets": plain("other")})
-    assert not changes
+    after = {"a": Blob(data=b"x"), "sub/b": Blob(data=b"y"), "secrets": Blob(data=b"other")}
+    assert not changed(snapshot, after)[0]

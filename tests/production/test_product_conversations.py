@@ -116,11 +116,12 @@ def test_a_name_stays_one_users_when_the_server_is_started_again(tokenizer: Toke
     for start in range(3):
         with Shared(Turns(turn)) as shared:
             talk = Conversations(shared, tokenizer, QwenRenderer, 3000, RolloutRecord(tmp_path, tokenizer))
-            for user in ("bob", "ann") if start else ("ann",):
+            for user in ("bob", "ann") if start else ("ann", "bob"):
                 request = RequestBody(messages=[{"role": "user", "content": "fix f"}], rollout="mine", user=user)
                 if user == "ann":
                     talk(request)
                     continue
-                with pytest.raises(Refused, match="mine is another user's"):
+                with pytest.raises(Refused, match="mine is another user's") as refusal:
                     talk(request)
+                assert refusal.value.status == 409
             assert talk.grade("mine", Verdict(reward=1.0)) == start + 1

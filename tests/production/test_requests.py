@@ -12,16 +12,9 @@ from composer_nb.harness.grading.plan import gold_files
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.production.requests import accepted_requests, request_behind
-from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS
+from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS, commit
 
 FIRST, SECOND = "mean([]) crashes, make it 0", "how far apart are values? add spread"
-
-
-def commit(root: Path, message: str, **files: str) -> None:
-    for name, text in files.items():
-        (root / f"{name}.py").write_text(text)
-    porcelain.add(root, [str(root / f"{name}.py") for name in ("sums", "test_sums")])
-    porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
 
 
 def work(root: Path, out: Path, request: str, old: str, new: str, verdict: str = "accept") -> None:
@@ -41,13 +34,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root.mkdir()
     runs, end = root.parent / "runs", "    return total(values) / len(values)\n"
     porcelain.init(root)
-    commit(root, "begin", sums=SUMS, test_sums=TESTS)
+    commit(root, "begin", {"sums.py": SUMS, "test_sums.py": TESTS})
     work(root, runs / "rejected", "mean of nothing should be nan", end, f"    assert values\n{end}", "reject")
     work(root, runs / "first", FIRST, end, f"    if not values:\n        return 0.0\n{end}")
-    commit(root, "wip", test_sums=TESTS + EMPTY)  # with the agent's change as it is
+    by_agent = (root / "sums.py").read_text()
+    commit(root, "wip", {"sums.py": by_agent, "test_sums.py": TESTS + EMPTY})
     work(root, runs / "second", SECOND, end, end + RANGE)
     edited = (root / "sums.py").read_text().replace("def spread(values):", "def spread(values):\n    'Of values.'")
-    commit(root, "Add some things that were missing here", sums=edited, test_sums=TESTS + EMPTY + SPREAD)
+    commit(root, "Add some things that were missing", {"sums.py": edited, "test_sums.py": TESTS + EMPTY + SPREAD})
     return root, runs
 
 

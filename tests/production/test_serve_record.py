@@ -243,22 +243,6 @@ def test_users_who_began_alike_have_a_rollout_each(tmp_path: Path) -> None:
     np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
 
 
-def test_a_name_is_one_users(tmp_path: Path) -> None:
-    """Users who give their rollouts the same name share neither a stored rollout nor its reward."""
-    with recording(tmp_path / "run") as server:
-        url = server.rollout("mine")
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        for user, text in (("ann", "secret of ann"), ("bob", "hello"), ("ann", "and?")):
-            request: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}
-            if user == "ann":
-                client.chat.completions.create(model="model", **request)
-                continue
-            with pytest.raises(openai.ConflictError, match="mine is another user's"):
-                client.chat.completions.create(model="model", **request)
-    [attempt] = served(tmp_path / "run").values()
-    assert attempt.task.instruction == "secret of ann" and len(attempt.rollout.segments) == 2
-
-
 def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("composer-nb"))
     command = [program, "serve", "--model", str(POLICY), "--port", "0"]

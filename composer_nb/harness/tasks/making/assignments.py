@@ -39,13 +39,17 @@ def task_of(
     subject: Subject, kind: str, unit: Unit, wordings: Sequence[str], facts: dict[str, str] | None = None, **fields: Any
 ) -> Task:
     """Return a task about a function, without a plan, with one of several requests. `fields`: those of the task that are not the
-    repository's."""
+    repository's. Raises NoTask where they make no task."""
     repository = subject.repository
     digest = hashlib.sha256(repr((kind, unit, sorted(fields["solution"].items()))).encode()).hexdigest()[:12]
     about = {"kind": kind, "repository": repository.name, "places": json.dumps([f"{unit.path}::{unit.name}"])}
     values: dict[str, Any] = {"files": repository.files, "source_scope": repository.scope, "grader": "pytest"}
     values |= {"id": f"{repository.name}-{kind}-{digest}", "metadata": repository.settings | about | (facts or {})}
-    return Task.model_validate(values | {"instruction": Random(f"{subject.seed} {digest}").choice(wordings)} | fields)
+    values["instruction"] = Random(f"{subject.seed} {digest}").choice(wordings)
+    try:
+        return Task.model_validate(values | fields)
+    except ValueError as error:  # such as a test that imports `my-tool.py` by its name
+        raise NoTask("unfit", str(error)[:200]) from None
 
 
 def hidden_of(subject: Subject, keys: Iterable[str]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
+from composer_nb.harness.tasks.functions import parse_module
 from composer_nb.harness.tasks.making.instructions import passing_modules
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
@@ -44,11 +45,12 @@ from composer_nb.harness.tasks.making.repository import (
     of_files,
     read_repository,
     supports_tests,
+    unreadable,
     unwanted,
 )
 from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
-from composer_nb.harness.tasks.scope import in_scope, is_test_module
+from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import changed_lines, opcodes
 
@@ -196,7 +198,7 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
     from dulwich.objects import Commit, ObjectID
     from dulwich.repo import Repo
 
-    blobs: dict[bytes, bytes] = {}
+    blobs: dict[bytes, bytes | str] = {}  # or why one is left out: those may be large, and many
 
     def state(tree_id: ObjectID) -> Repository:
         def entries() -> Iterator[tuple[str, bytes | str]]:
@@ -204,7 +206,8 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
                 file_path = entry.path.decode("utf-8", "surrogateescape")
                 reason = unwanted(file_path) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
                 if not reason and entry.sha not in blobs:
-                    blobs[entry.sha] = repo[entry.sha].as_raw_string()
+                    data = repo[entry.sha].as_raw_string()
+                    blobs[entry.sha] = unreadable(data) or data
                 yield file_path, reason or blobs[entry.sha]
 
         return of_files(path.resolve().name, entries(), path)
@@ -234,7 +237,8 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
                     except KeyError as error:
                         if not fetch_command:
                             raise
-                        unfit = f"{UNFETCHED}: {_short(error)}; `{fetch_command}` brings it"
+                        missing = error.args[0][:12].decode("ascii", "replace")
+                        unfit = f"{UNFETCHED}: object {missing}; `{fetch_command}` brings it"
                         yield Candidate(id=candidate_id, unfit=unfit)
                     else:
                         logged_request = request_behind(before.files, after.files) if request_behind else ""
@@ -247,11 +251,6 @@ def history(path: Path, max_commits: int, request_behind: RequestBehind | None =
 def _unfit(error: ValueError) -> str:
     """Return the verdict on a state that cannot be read."""
     return f"unfit: {error}" if isinstance(error, RepositoryTooLarge) else "no suite"
-
-
-def _short(error: KeyError) -> str:
-    """Return the beginning of the id of an object that is missing."""
-    return f"object {error.args[0][:12].decode('ascii', 'replace')}" if error.args else "an object"
 
 
 def _fetch(repo: Repo) -> str:
@@ -323,6 +322,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task:
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
     facts = {"kind": "history", "repository": after.name, "lines": str(line_count), SECONDS: f"{running.suite_s:g}"}
     try:
+        _ = [parse_module(path, text) for path, text in before.files.items() if is_conftest(path)]
         return Task(
             id=candidate.id,
             instruction=request,
@@ -382,6 +382,7 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
     """
     later = candidate.after.files if candidate.after else {}
     touched = {path: text for path, text in task.files.items() if is_test_module(path) and later.get(path) != text}
+    touched = {path: text for path, text in touched.items() if nodes_of(text)}  # in others, no test passed
     if not touched:
         return {}
     twin = task.model_copy(update={"tests": touched})

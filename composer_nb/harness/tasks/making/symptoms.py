@@ -12,6 +12,7 @@ import builtins
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -104,10 +105,7 @@ def find(tree: ast.Module, where: list[str]) -> Function | None:
     for name in where[:-1]:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
     others = [member for node in tree.body if isinstance(node, ast.ClassDef) for member in node.body if len(where) > 1]
-    for node in [*body, *others]:
-        if isinstance(node, Function) and node.name == where[-1]:
-            return node
-    return None
+    return next((node for node in [*body, *others] if isinstance(node, Function) and node.name == where[-1]), None)
 
 
 def _failing(function: ast.AST, line: int) -> ast.stmt | None:
@@ -171,11 +169,10 @@ def _unequal(message: str) -> tuple[str, str, str]:
 
 def _plain(text: str) -> bool:
     """Return whether a text is a literal."""
-    try:
+    with suppress(ValueError, SyntaxError, TypeError):  # `{[1]}`
         syntax.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _expected(function: Function, statement: ast.stmt) -> str:
@@ -224,6 +221,14 @@ class _Fill(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        """Fill an f-string if it can be written then: before Python 3.12, none of its values may have a backslash."""
+        filled = self.generic_visit(copy.deepcopy(node))
+        with suppress(ValueError):
+            ast.unparse(filled)
+            return filled
+        return node
+
 
 def _filled(statement: ast.stmt, values: Mapping[str, ast.expr]) -> ast.stmt:
     """Return a statement with values in the places of names; an assertion of unittest as one of the language."""
@@ -232,8 +237,7 @@ def _filled(statement: ast.stmt, values: Mapping[str, ast.expr]) -> ast.stmt:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=args)) if name.startswith("assert"):
             text = UNITTEST.get(name.removeprefix("assert"), "")
             if text and len(args) >= text.count("({"):
-                asserted = syntax.parse(f"assert {text.format(*map(ast.unparse, args))}").body[0]
-                return ast.copy_location(asserted, statement)
+                return syntax.parse(f"assert {text.format(*map(ast.unparse, args))}").body[0]
     return filled
 
 
@@ -243,7 +247,8 @@ def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]
     variables |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
     assigned = {n for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign) for n in _stored(node)}
     texts = {name: text for name, text in values.items() if name in variables - assigned and len(text) <= MAX_QUOTE}
-    return {name: ast.parse(text, mode="eval").body for name, text in texts.items() if _plain(text)}
+    statements = {name: syntax.parse(text.strip()).body[0] for name, text in texts.items() if _plain(text)}
+    return {name: statement.value for name, statement in statements.items() if isinstance(statement, ast.Expr)}
 
 
 def _reproduced(

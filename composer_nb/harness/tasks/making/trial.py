@@ -42,8 +42,8 @@ class NoTask(Exception):
 
     unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
     bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
-    ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
-    the instruction, or one of several bugs has no symptom of its own. `mine.py` has further verdicts.
+    ungraded: the grader does not score the solution 1 and the start 0 without a flag. unfit: it is no valid task. silent: no
+    failing test has a symptom for the instruction, or one of several bugs has none of its own. `mine.py` has further verdicts.
     """
 
     def __init__(self, verdict: str, why: str = "") -> None:
@@ -181,11 +181,16 @@ def job_on(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], ex
 
 def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     """Return these test modules, those that they import, and everything that is no test module."""
-    paths = list(modules)
-    for path in paths:  # grows
+    by_name: dict[str, set[str]] = {}
+    for path in hidden:
+        by_name.setdefault(path.rpartition("/")[2].removesuffix(".py"), set()).add(path)
+    paths = {*modules}
+    queue = [*paths]
+    for path in queue:  # grows
         imports = " ".join(re.findall(r"^\s*(?:from|import)\b.*", hidden[path], re.M))
-        named = [other for other in hidden if re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)]
-        paths += [other for other in named if other not in paths]
+        named = {other for word in re.findall(r"\w+", imports) for other in by_name.get(word, ())} - paths
+        paths |= named
+        queue += named
     return sorted({*paths, *(path for path in hidden if not is_test_module(path))})
 
 

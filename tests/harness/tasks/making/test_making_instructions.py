@@ -1,6 +1,7 @@
 """Instructions: what is seen, never what is wrong; and what is taken out of the visible tests."""
 
 import ast
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ def test_chunks():
 @pytest.mark.parametrize("value, wanted", [(1, 2)])
 def test_param(value, wanted):
     assert clamp(value) == wanted
+
+@pytest.mark.parametrize("pattern", [r"\\d"])
+def test_pattern(pattern):
+    assert command(pattern) == f"<{pattern}>"
 
 def test_pop_after_two_pushes():
     stack = Stack()
@@ -86,7 +91,7 @@ LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresul
     [
         (symptom_of("test_chunks", "assert chunks", compared=["==", "[[1], [2]]", "[[1, 2]]"]),
          {"call": "chunks([1, 2], 2)", "expected": "[[1, 2]]", "actual": "[[1], [2]]"}),
-        (symptom_of("test_param", "clamp(value)", values={"value": "1", "wanted": "2"}, compared=["==", "5", "2"]),
+        (symptom_of("test_param", "clamp(value)", values={"value": " 1", "wanted": "2"}, compared=["==", "5", "2"]),
          {"call": "clamp(1)", "expected": "2", "actual": "5", "code": ""}),
         (symptom_of("test_chunks", "assert chunks", "TypeError", "/box/run0/a.py: no\x1b[1m such thing" + "x" * 300),
          {"call": "chunks([1, 2], 2)", "exception": "TypeError", "expected": "[[1, 2]]", "actual": ""}),
@@ -119,6 +124,15 @@ def test_a_failure_that_nothing_explains_or_reproduces_tells_nothing() -> None:
     assert symptom_of("TestStack::test_made", "self.made()", compared=["==", "0", "1"]) is None
     assert symptom_of("test_size_of_the_empty_one", "full.size == 0", compared=["==", "1", "0"]) is None
     assert symptom_of("test_gone", "assert chunks") is None
+    values = {"value": "{[1]}", "wanted": "2"}  # a set with an object that looks like a list
+    assert symptom_of("test_param", "clamp(value)", values=values, compared=["==", "5", "2"]) is None
+
+
+def test_a_value_with_a_backslash_in_an_f_string_ends_nothing() -> None:
+    """Before Python 3.12 it cannot be written there, so the failure does not tell."""
+    report = symptom_of("test_pattern", "command(", values={"pattern": r"'\\d'"}, compared=["==", "1", "'<>'"])
+    full = Symptom(call=r"command('\\d')", expected="'<>'", actual="1")
+    assert report == (full if sys.version_info >= (3, 12) else None)
 
 
 @pytest.mark.parametrize(

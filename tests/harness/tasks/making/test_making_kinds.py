@@ -20,7 +20,9 @@ from composer_nb.harness.tasks.making.changes import units
 from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
 from composer_nb.harness.tasks.making.questions import questions
-from composer_nb.harness.tasks.making.refactors import renameable
+from composer_nb.harness.tasks.making.refactors import renameable, renamed
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
 from composer_nb.harness.tasks.task import RULES, Task, load_tasks
 from tests.folders import write
@@ -260,6 +262,16 @@ def test_only_functions_with_one_answer_are_asked_about_and_renamed() -> None:
     names = {candidate.build.args[1].name for candidate in questions(subject)}
     assert names == {"widen", "clean", "plain"}
     assert {unit.name for unit in renameable(subject)} == {*names, "quoted", "tally", "build"}
+
+
+def test_a_module_that_no_test_can_import_by_its_name_makes_no_task() -> None:
+    files = {"my-tool.py": "def work(value):\n    return value\n", "test_tool.py": "def test_work(): ...\n"}
+    plan = SimpleNamespace(tests={"test_tool.py::test_work#0": "test_tool.py::test_work"})
+    baseline = SimpleNamespace(plan=plan, nearest=lambda places: [*plan.tests])
+    subject: Any = SimpleNamespace(repository=Repository(name="r", files=files), baseline=baseline, seed="0")
+    [unit] = units("my-tool.py", files["my-tool.py"])
+    with pytest.raises(NoTask, match=r"unfit.*test_the_new_structure\.py:1: not Python"):
+        renamed(subject, unit)
 
 
 def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:

@@ -3,9 +3,12 @@
 import json
 import shutil
 import subprocess
+import tracemalloc
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from dulwich import porcelain
@@ -15,8 +18,9 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.grading.pytest_grader import limit_of
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
+from composer_nb.harness.tasks.making.mine import Candidate, current, draft, history, mine, releases, request_of
 from composer_nb.harness.tasks.making.options import RunOptions
+from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
@@ -51,15 +55,19 @@ COMMITS: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+def commit(root: Path, message: str, files: Mapping[str, str | bytes]) -> None:
+    write(root, files)
+    porcelain.add(root, [str(root / path) for path in files])
+    porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("history") / "sums"
     root.mkdir()
     porcelain.init(root)
     for message, files in COMMITS:
-        write(root, files)
-        porcelain.add(root, [str(root / path) for path in files])
-        porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+        commit(root, message, files)
     marker = root.parent / "ran"
     for name in ("pre-commit", "post-checkout", "post-index-change"):
         (root / ".git/hooks" / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
@@ -91,6 +99,31 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     for candidate, verdict in zip(history(checkout, 3), ["too much", "no source", "too much"], strict=True):
         with pytest.raises(NoTask, match=verdict):
             draft(candidate, 0, RunOptions())
+
+
+def test_what_is_left_out_of_a_history_stays_in_no_memory(tmp_path: Path) -> None:
+    porcelain.init(tmp_path)
+    for number in range(20):
+        files = {"sums.py": SUMS, "test_sums.py": TESTS, "data": bytes((4 << 20) + number)}
+        commit(tmp_path, "new data for the sums", files)
+    tracemalloc.start()
+    try:
+        assert sum(candidate.before is not None for candidate in history(tmp_path, 20)) == 19
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_modules_that_were_not_python_end_nothing() -> None:
+    """As before a commit that ports its tests from Python 2."""
+    later = Repository(name="sums", files={"sums.py": MEAN, "test_sums.py": TESTS})
+    with_module, with_conftest = (
+        Candidate(id="sums-1", before=Repository(name="sums", files=files), after=later, request="port the tests")
+        for files in ({"sums.py": SUMS, path: "print 0\n"} for path in ("test_sums.py", "conftest.py"))
+    )
+    assert current(draft(with_module, 400, RunOptions()), with_module, cast(Any, None)) == {}
+    with pytest.raises(NoTask, match=r"unfit.*conftest\.py:1: not Python"):
+        draft(with_conftest, 400, RunOptions())
 
 
 @pytest.mark.parametrize(
