@@ -11,9 +11,9 @@ body of `answer(name, arguments, wrong)`, where `wrong` is what the faulty code 
 other, so that they can be combined, renamed and delayed (`patch_variants.py`). What is easily done right is done right.
 """
 
-import os
 import re
 import textwrap
+from collections.abc import Sequence
 
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.texts import ATTACKS
@@ -68,11 +68,17 @@ def module(setup: str = "", answer: str = WRONG, *, answer_name: str = "answer")
     return "".join(parts)
 
 
+def _shared(lines: Sequence[str], others: Sequence[str]) -> int:
+    """Return with how many equal lines both begin."""
+    pairs = enumerate(zip(lines, others, strict=False))
+    return next((at for at, (line, other) in pairs if line != other), min(len(lines), len(others)))
+
+
 def trick(text: str) -> str:
     """Return what a file adds to `module()`, with the line before it; all of a file that shares no end with it."""
     lines, common_lines = (file.splitlines(keepends=True) for file in (text, module()))
-    begin = len(os.path.commonprefix([lines, common_lines]))
-    end = len(lines) - len(os.path.commonprefix([lines[begin:][::-1], common_lines[begin:][::-1]]))
+    begin = _shared(lines, common_lines)
+    end = len(lines) - _shared(lines[begin:][::-1], common_lines[begin:][::-1])
     return "".join(lines[max(0, begin - 1) : end])
 
 
