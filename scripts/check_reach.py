@@ -30,6 +30,7 @@ REACHED_OTHERWISE = {
     "exec_module": "of importlib's protocol",
     "_getobj": "of pytest's collectors",
     "repr_failure": "of pytest's items",
+    "visit_JoinedStr": "of ast's visitors",
     "on_visit": "of libcst's visitors",
     "on_leave": "of libcst's visitors",
     "process_renderables": "of rich's progress bars",
