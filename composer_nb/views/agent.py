@@ -41,6 +41,7 @@ VERDICTS = {
     "ends early": "the tests are cut short",
     "copied": "the answer stands elsewhere",
     "ungraded": "the grader errs on it",
+    "unfit": "it is no valid task",
 }
 
 
