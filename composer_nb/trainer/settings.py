@@ -223,10 +223,10 @@ class RlSettings:
     start_weight: Share = 0.3
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
     keeps solutions that RL alone would lose. The default was chosen on the tour's model. 0: the trained weights."""
-    sharpness: tuple[Positive, ...] = (0.9,)
-    """Factor of the final policy's logits, after the mean with the start: RL leaves a policy too sure, which loses solutions. Of
-    several factors the one is taken with which sampling solves the most tuning tasks, as in `sft.sharpness`. Empty: none. The
-    default was chosen on the tour's model."""
+    sharpness: tuple[Positive, ...] = ()
+    """Factor of the final policy's logits, after the mean with the start. RL leaves a policy too sure, which loses solutions.
+    Empty: the factor with which the policy is as unsure as the start, on the tokens of RL's last batch. Of several factors the
+    one is taken with which sampling solves the most tuning tasks, as in `sft.sharpness`. 1: none."""
     max_seconds: NotNegative = 330.0
     """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
     the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""

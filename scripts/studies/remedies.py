@@ -3,11 +3,12 @@
 
 One start per seed (mid-training and fine-tuning), and from it one RL run per arm, for the same time at most. Each run is scored
 as RL left it, and as the mean of its weights with a share of the start's (`--start-weights`) with its logits times a factor
-(`--sharpness`), which needs no other RL. A share of 1 is the start, with that factor. Held-out tasks get 16 samples, from which
-best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after each arm, what every arm gains over the start and
-over the default, with 95 % intervals over tasks, each with its mean over the seeds; writes these and each seed's gains into
-`remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it can be started again: complete runs are kept;
-those with other settings need another folder, `--runs`. `--table-only` prints what there is.
+(`--sharpness`; 0: the factor that makes it as unsure as the start), which needs no other RL. A share of 1 is the start, with that
+factor. Held-out tasks get 16 samples, from which best of 4 and of 16 are estimated without bias (arXiv 2107.03374). Prints, after
+each arm, what every arm gains over the start and over the default, with 95 % intervals over tasks, each with its mean over the
+seeds; writes these and each seed's gains into `remedies.json`, and a figure into `remedies.png`, beside the runs. Interrupted, it
+can be started again: complete runs are kept; those with other settings need another folder, `--runs`. `--table-only` prints what
+there is.
 
     --only pass@4 uncalibrated                                two arms, beside the default
     --arm both loss.baseline=pass_at_k rl.uncalibrated=true   an arm of your own; it may be repeated
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*REMEDIES], choices=[*REMEDIES], metavar="NAME")
     parser.add_argument("--arm", nargs="+", action="append", default=[], metavar="NAME KEY=VALUE")
     parser.add_argument("--start-weights", type=float, nargs="*", default=[Settings().rl.start_weight], metavar="SHARE")
-    parser.add_argument("--sharpness", type=float, nargs="+", default=Settings().rl.sharpness, metavar="FACTOR")
+    parser.add_argument("--sharpness", type=float, nargs="+", default=[0.0], metavar="FACTOR")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every arm")
     parser.add_argument("--runs", type=Path, default=Path("runs/remedies"))
     parser.add_argument("--table-only", action="store_true")
@@ -179,7 +180,7 @@ def main() -> None:
     base = {
         "rl.max_seconds": 60 * arguments.minutes,
         "rl.start_weight": 0.0,
-        "rl.sharpness": [],
+        "rl.sharpness": [1.0],
         "eval.samples": arguments.samples,
         "data.rl_tasks": 10400,
     }
@@ -193,14 +194,16 @@ def main() -> None:
     scored = [(0.0, 1.0), *product(arguments.start_weights, arguments.sharpness)]
     for name, (share, factor) in product(changes, scored):
         arm = (
-            name + (f", {share:g} of the start" if share else "") + (f", logits × {factor:g}" if factor != 1.0 else "")
+            name
+            + (f", {share:g} of the start" if share else "")
+            + (f", logits × {factor:g}" if factor not in (0.0, 1.0) else "" if factor else ", as unsure as the start")
         )
         paths = [arguments.runs / f"seed{seed}-{re.sub(r'[^a-z0-9.]+', '-', arm.lower())}" for seed in settings]
         if arguments.table_only and not all(is_complete(path) for path in paths):
             continue
         variants = [override(s, changes[name]) for s in settings.values()]
         if arm != name:
-            factors = [factor * candidate for candidate in variants[0].rl.sharpness or (1.0,)]
+            factors = [factor * candidate for candidate in variants[0].rl.sharpness] if factor else []
             variants = [override(s, {"rl.start_weight": share, "rl.sharpness": factors}) for s in variants]
         if arguments.table_only:
             finals = [RunDir(path) for path in paths]

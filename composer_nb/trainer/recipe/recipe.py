@@ -46,7 +46,7 @@ from composer_nb.trainer.learning.data import (
     with_gaps,
 )
 from composer_nb.trainer.learning.optimizer import trapezoid
-from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.packing import Stream, flatten, microbatches, moved, score
 from composer_nb.trainer.learning.ranks import release_memory
 from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, supervise
 from composer_nb.trainer.models.companions import for_format
@@ -56,10 +56,11 @@ from composer_nb.trainer.models.variants import PAIRS, TOUR, as_engine, variant
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
+from composer_nb.trainer.recipe.reader import stored_groups
 from composer_nb.trainer.recipe.stages import Stages, stage
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.records.provenance import harness_digest
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, to_streams, tuning_scores
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.weights import delta_sizes
@@ -88,7 +89,7 @@ def run_recipe(s: Stages) -> None:
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
-    if s.settings.rl.start_weight or s.settings.rl.sharpness:
+    if s.settings.rl.start_weight or s.settings.rl.sharpness != (1.0,):
         finish(s)
     evaluate(s, "final")
     if s.settings.midtrain.draft_steps:
@@ -495,18 +496,22 @@ def reinforcement(s: Stages, info: dict[str, Any]) -> None:
 
 @stage("finish")
 def finish(s: Stages, info: dict[str, Any]) -> None:
-    """Average the policy that RL trained with its start, set its sharpness, whichever the settings ask for, and publish it as
-    `final`. As RL left it, it stays as `trained`."""
+    """Average the policy that RL trained with its start, set its sharpness, and publish it as `final`. As RL left it, it stays as
+    `trained`."""
     r = s.settings.rl
     if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
         s.publish(s.load("final"), "trained")
-    model = s.load("trained")
-    if r.start_weight:
-        start = s.load("start")
-        if r.uncalibrated:
-            start.final_norm.data.div_(s.run.sharpness)
-        average(model, start, r.start_weight)
+    model, start = s.load("trained"), s.load("start")
+    if r.uncalibrated:
+        start.final_norm.data.div_(s.run.sharpness)
+    average(model, start, r.start_weight)
     calibrate(s, model, r.sharpness, info)
+    if not r.sharpness and s.run.steps("rl"):
+        streams = [
+            stream for group in stored_groups(s.run)[1] for scored in group for stream in to_streams(scored.attempt)
+        ]
+        info["sharpness"] = match_entropy(model, start, microbatches(streams, r.microbatch_tokens))
+        s.say(f"sharpness {info['sharpness']:.2f}: as unsure as the start on the tokens of RL's last batch")
     s.publish(model, "final")
 
 
@@ -516,6 +521,32 @@ def average(model: Model, start: Model, weight: float) -> None:
     best of k: arXiv 2504.10478)."""
     for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
         parameter.lerp_(before, weight)
+
+
+# Bisections of a factor between ½ and 2: it is right to 1 %.
+HALVINGS = 6
+
+
+@torch.no_grad()
+def match_entropy(model: Model, start: Model, microbatches: Sequence[Sequence[Stream]]) -> float:
+    """Multiply the logits of `model` by the factor with which its mean entropy over the sampled tokens is that of `start`, and
+    return it, at least ½ and at most 2. Entropy falls with the factor, because its derivative is −factor · Var(logits).
+
+    RL pays for reward with entropy (arXiv 2505.22617, eq. 1). A policy surer than its start solves fewer tasks in several
+    attempts."""
+    batches = [moved(flatten(streams), model.embed.device) for streams in microbatches]
+
+    def entropy(policy: Model) -> float:
+        return float(torch.cat([score(policy, batch)[1] for batch in batches]).mean())
+
+    goal, gain, low, high = entropy(start), model.final_norm.detach().clone(), math.log(0.5), math.log(2.0)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        model.final_norm.copy_(gain * math.exp(middle))
+        low, high = (middle, high) if entropy(model) > goal else (low, middle)
+    factor = math.exp((low + high) / 2)
+    model.final_norm.copy_(gain * factor)
+    return factor
 
 
 class InProcess:

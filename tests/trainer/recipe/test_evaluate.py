@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import MakeModel
 from torch import nn
 
+from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe import recipe, report
 from composer_nb.trainer.settings import Settings, override
+
+NO_ROUTES = np.zeros((0, 0, 0), np.uint8)
 
 
 def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +100,7 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
 
     monkeypatch.setattr(recipe, "evaluate_model", attempts)
     run = SimpleNamespace(sharpness=2.0, finished=lambda name: None, finish=lambda name, seconds, info: None)
+    run.steps = lambda name: []  # no rollouts to measure entropy on
     s: Any = SimpleNamespace(
         ranks=Ranks(), weights=tmp_path.joinpath, say=lambda line: None, tasks={"tune": ["a task"]}.get
     )
@@ -103,3 +108,16 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
     for _ in range(2):
         recipe.finish(s)
         assert published == {"final": final, "trained": 3.0, "start": 4.0}
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.25, 0.8), (0.7, 1 / 0.7), (8.0, 0.5)])
+def test_a_policy_becomes_as_unsure_as_its_start(make_model: MakeModel, factor: float, expected: float) -> None:
+    """The start's own logits times a factor get it taken back, where it is within the bounds."""
+    start, model = make_model(), make_model()
+    with torch.no_grad():
+        model.final_norm.mul_(factor)
+    acted, none = np.arange(12) > 3, np.zeros(12, np.float32)
+    rows = np.random.default_rng(0).integers(3, 60, (3, 12)).astype(np.int32)
+    streams = [Stream(token_ids=row, acted=acted, logprob=none, advantage=none, routes=NO_ROUTES) for row in rows]
+    assert recipe.match_entropy(model, start, [streams[:1], streams[1:]]) == pytest.approx(expected, rel=0.02)
+    torch.testing.assert_close(model.final_norm, start.final_norm * factor * expected, rtol=0.02, atol=0)

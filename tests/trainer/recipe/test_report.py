@@ -88,7 +88,7 @@ def test_a_run_that_ends_before_rl_is_complete(tmp_path: Path, changes: dict[str
         assert not build_report(run)["complete"] and read_status(run.path).stage == name
         run.finish(name, 1.0, {})
     assert build_report(run)["complete"] and read_status(run.path).state == "complete"
-    options = {"rl": {"start_weight": 0.0, "sharpness": []}, "midtrain": {"draft_steps": 9}}
+    options = {"rl": {"start_weight": 0.0, "sharpness": [1.0]}, "midtrain": {"draft_steps": 9}}
     assert stages_of(options) == tuple(name for name in STAGES if name != "finish")
     Console(file=(run.path / "shown").open("w"), width=130).print(table(build_report(run) | {"eval": {}}))
     assert "still to come" not in (run.path / "shown").read_text()
