@@ -29,6 +29,7 @@ from torch import Tensor
 
 from composer_nb.harness.rollout import Hint
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.loss import LossSettings, centring, clip_covariance, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
 from composer_nb.trainer.learning.packing import (
@@ -47,6 +48,7 @@ from composer_nb.trainer.learning.packing import (
 )
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
+from composer_nb.trainer.learning.supervised import batch_of, parts_of_rank
 from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
@@ -88,6 +90,8 @@ class Learner:
         clip: float,
         microbatch_tokens: int,
         final_lr_share: float = 1.0,
+        rehearsed: Sequence[TokenRow] = (),
+        rehearsal: float = 0.0,
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Learn one epoch over `streams` (the same list on every rank) in up to `minibatches` optimizer steps (fewer if there are
@@ -97,7 +101,8 @@ class Learner:
         some steps, for a gradient norm that is not finite.
 
         `denominator`: of the loss of all streams, divided evenly over the steps. `clip`: largest gradient norm.
-        `microbatch_tokens`: most tokens of a micro-batch."""
+        `microbatch_tokens`: most tokens of a micro-batch. `rehearsed`: demonstrations (the same on every rank), whose tokens of
+        weight 1 add −`rehearsal` · log p to the sum (InstructGPT's PPO-ptx: arXiv 2203.02155, eq. 2)."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         shuffled_families = families(streams)
@@ -113,8 +118,12 @@ class Learner:
             [(microbatch, self._batch(microbatch, ranks)) for microbatch in rank_part if microbatch or ranks.lockstep]
             for rank_part, _ in dealt
         ]
-        for step_batches, rate in zip(steps, rates, strict=True):
+        for number, (step_batches, rate) in enumerate(zip(steps, rates, strict=True)):
             self.optimizer.zero_()
+            for rows in parts_of_rank(rehearsed[number :: len(steps)], ranks, microbatch_tokens):
+                batch = batch_of(self.model, rows, ranks, min_weight=1.0)
+                logprob_S, _ = target_scores(self.model, batch, forward(self.model, batch)[0])
+                (-rehearsal * logprob_S.sum() / (denominator / minibatches)).backward()
             for microbatch, batch in step_batches:
                 loss, metrics, gap_S = self._loss(batch, denominator / minibatches)
                 gaps.append(gap_S)

@@ -61,7 +61,7 @@ from composer_nb.trainer.recipe.stages import Stages, stage
 from composer_nb.trainer.records.batches import batch_file, save_batch
 from composer_nb.trainer.records.provenance import harness_digest
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, to_streams, tuning_scores
-from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
+from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner, rehearsal_of
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.weights import delta_sizes
 
@@ -556,7 +556,7 @@ class InProcess:
         self.stages, self.settings, self.ranks, self.say = s, s.settings, s.ranks, s.say
         resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
         self.learner, self.step, self.before = resumed
-        self.hinter = hinter_of(s.run, s.settings)
+        self.hinter, self.rehearsal = hinter_of(s.run, s.settings), rehearsal_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []
@@ -606,7 +606,8 @@ class InProcess:
         release_memory()
         if streams or self.step == self.stages.run.forked_at_step:
             self.stages.publish(self.learner.model, "before_final")
-        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
+        rehearsed = self.rehearsal(self.step)
+        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr, rehearsed)
         self.step += 1
         trained_s = time.perf_counter()
         clock = {"sample_s": sampled_s - self._begin, "wait_s": waited_s - sampled_s, "train_s": trained_s - waited_s}
