@@ -31,6 +31,7 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import stream_of
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards
@@ -124,7 +125,7 @@ def test_demonstrations_are_rehearsed_by_what_the_agent_wrote(make_model, sample
         [replace(s, advantage=np.full_like(s.advantage, 0.25)) for s in sampled(make_model(4))],
     )
     rows = [TokenRow(stream.token_ids, np.where(stream.acted, 1.0, 0.2).astype(np.float32)) for stream in shown]
-    changes = {"rehearsed": rows, "rehearsal": 0.25}
+    changes = {"rehearsed": [stream_of(row, min_weight=1.0, scale=0.25) for row in rows]}
     expected = torch.cat([slope.flatten() for slope in slopes_by_hand(model, shown)])
     alone, figures = gradient(model, streams, replay=replay)
     both, metrics = gradient(model, streams, replay=replay, **changes)

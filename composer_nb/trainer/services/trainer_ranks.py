@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_nb.harness.environment import carry
-from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published, save_pretrained, side_files
@@ -118,7 +117,7 @@ class TrainerRank:
         streams: Sequence[Stream],
         running: Sequence[RunningVersion],
         saved: int = 0,
-        rehearsed: Sequence[TokenRow] = (),
+        rehearsed: Sequence[Stream] = (),
     ) -> dict[str, Any]:
         """Learn from a batch, and from what it rehearses, in optimizer steps that are published one by one. Return metrics with
         the final version and its hash. `running` are the engines' reports since the last call. Versions since step `saved` stay
