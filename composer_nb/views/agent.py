@@ -153,15 +153,13 @@ def plan_worth(report: Mapping[str, Any]) -> Picture:
 
 
 def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
-    """Draw the smallest difference that a bench shows, in points, by its number of tasks, one line for each number of attempts a
-    task. Both axes are logarithmic."""
+    """Draw the smallest difference that a bench shows, by its number of tasks, one line for each number of attempts a task."""
     picture, ax = one_panel(7.0, 2.8)
     for count, color in zip(samples, (style.BLUE, style.GREEN, style.VERMILION, style.PURPLE), strict=False):
         differences = [100 * smallest(number, count) for number in tasks]
         ax.plot(tasks, differences, "o-", color=color, label=f"{count} attempt{'s' * (count > 1)} a task")
     ax.set(xscale="log", yscale="log")
-    for axis in (ax.xaxis, ax.yaxis):
-        style.log_axis(axis)
+    style.log_axis(ax.yaxis)
     ax.set_xticks(tasks, [str(number) for number in tasks])
     title(ax, "smallest difference in pass@1 that shows", "tasks", "points")
     key(ax)
@@ -175,18 +173,16 @@ def gates(judgements: Mapping[str, Mapping[str, Any]]) -> Picture:
     ax, change = picture.panels(1, 2)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
     sides = {"before": next(iter(judgements.values()))["before"]} | {n: j["after"] for n, j in judgements.items()}
-    colors = (style.GREY, *style.COLORS)
     values = [[side[name] for name in names] for side in sides.values()]
-    style.grouped(ax, list(names.values()), list(map(style.BarSeries, sides, colors, values)), ".0%")
+    style.grouped(ax, [*names.values()], [*map(style.BarSeries, sides, (style.GREY, *style.COLORS), values)], ".0%")
     title(as_share(ax, 1.15), "before and after an update")
     change.axhline(0, color=style.GREY, linewidth=0.8)
-    for place, (judgement, color) in enumerate(zip(judgements.values(), style.COLORS, strict=False)):
-        low, gain, high = (100 * x for x in (judgement["ci95"][0], judgement["gain"], judgement["ci95"][1]))
+    for place, judgement in enumerate(judgements.values()):
+        gain, low, high = (100 * value for value in (judgement["gain"], *judgement["ci95"]))
         style.interval(change, [place, place], [low, high])
-        change.plot(place, gain, "o", color=color, markersize=8)
+        change.plot(place, gain, "o", color=style.COLORS[place], markersize=8)
         style.note(change, place + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})")
-    change.set_xticks(range(len(judgements)), list(judgements))
-    change.set_xlim(-0.5, len(judgements))
+    change.set(xticks=range(len(judgements)), xticklabels=list(judgements), xlim=(-0.5, len(judgements)))
     title(change, "change of pass@1, 95 % over tasks", y="points")
     key(ax)
     return picture

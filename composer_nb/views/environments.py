@@ -272,12 +272,9 @@ def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> 
         word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}
         for word in ("PASSED", "FAILED")
     }
-    passed_by_rule = {
-        "exit code 0": result.exit_code == 0,
-        "no line says FAILED": not ids_by_word["FAILED"] & set(ids),
-        "every line says PASSED": ids_by_word["PASSED"] >= set(ids),
-    }
-    return {rule: "accepted" if passed else "rejected" for rule, passed in passed_by_rule.items()}
+    passes = result.exit_code == 0, not ids_by_word["FAILED"] & set(ids), ids_by_word["PASSED"] >= set(ids)
+    rules = "exit code 0", "no line says FAILED", "every line says PASSED"
+    return {rule: "accepted" if passed else "rejected" for rule, passed in zip(rules, passes, strict=True)}
 
 
 def verdict(grade: Grade) -> PatchVerdict:
