@@ -181,8 +181,8 @@ def gates(judgements: Mapping[str, Mapping[str, Any]]) -> Picture:
         gain, low, high = (100 * value for value in (judgement["gain"], *judgement["ci95"]))
         style.interval(change, [place, place], [low, high])
         change.plot(place, gain, "o", color=style.COLORS[place], markersize=8)
-        style.note(change, place + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})")
-    change.set(xticks=range(len(judgements)), xticklabels=list(judgements), xlim=(-0.5, len(judgements)))
+        style.note(change, place + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})", va="bottom")
+    change.set(xticks=range(len(judgements)), xticklabels=list(judgements), xlim=(-0.5, len(judgements)), ymargin=0.15)
     title(change, "change of pass@1, 95 % over tasks", y="points")
     key(ax)
     return picture
