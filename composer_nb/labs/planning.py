@@ -379,7 +379,7 @@ def sweep(
         if min(x) > 0:
             ax.set_xscale("log")
             style.log_axis(ax.xaxis)
-            ax.set_xticks(x, [f"{value:g}" for value in x])
+            ax.set_xticks(x, [f"{value:.3g}" for value in x])
         style.from_zero(title(ax, heading, across))
     key(picture.axes[0])
     return picture
@@ -388,7 +388,7 @@ def sweep(
 def bars(columns: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw a panel of bars per column, with their numbers."""
     picture = Picture(4.2 * len(columns), 2.2)
-    for ax, (heading, values) in zip(picture.panels(1, len(columns)), columns.items(), strict=True):
+    for ax, (heading, values) in zip(picture.panels(1, len(columns), sharey=True), columns.items(), strict=True):
         style.bars(ax, values, style.SKY, ",.3g").set_xlim(0, 1.25 * max(values.values()))
         title(ax, heading)
     return picture

@@ -116,7 +116,7 @@ def arms(report: Mapping[str, Any]) -> Picture:
     picture = Picture(8.5, 2.8)
     solved, calls = picture.panels(1, 2)
     scores = [row.get("pass_at_1") for row in rows]  # none where every attempt was lost
-    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])], ".2f")
+    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])], ".0%")
     counts = [row.get("tool_calls_per_task") or 0.0 for row in rows]
     rates = [row.get("invalid_call_rate") or 0.0 for row in rows]  # without calls there is no rate
     invalid = [count * rate for count, rate in zip(counts, rates, strict=True)]
@@ -156,31 +156,34 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
     """Draw the smallest difference that a bench shows, by its number of tasks, one line for each number of attempts a task."""
     picture, ax = one_panel(7.0, 2.8)
     for count, color in zip(samples, (style.BLUE, style.GREEN, style.VERMILION, style.PURPLE), strict=False):
-        differences = [smallest(number, count) for number in tasks]
+        differences = [100 * smallest(number, count) for number in tasks]
         ax.plot(tasks, differences, "o-", color=color, label=f"{count} attempt{'s' * (count > 1)} a task")
-    ax.set_xscale("log")
+    ax.set(xscale="log", yscale="log")
+    style.log_axis(ax.yaxis)
     ax.set_xticks(tasks, [str(number) for number in tasks])
-    title(as_share(ax, 0.3), "smallest difference in pass@1 that shows, by attempts", "tasks")
+    title(ax, "smallest difference in pass@1 that shows", "tasks", "points")
     key(ax)
     return picture
 
 
-def gate(judgement: Mapping[str, Any]) -> Picture:
-    """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit, and the change of
-    pass@1 with its interval."""
+def gates(judgements: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Draw what the gate compares (`improve.judge`) for updates of one policy, by name: pass@1 and the share of attempts that
+    edit, and the change of pass@1 with its interval."""
     picture = Picture(8.5, 2.8)
     ax, change = picture.panels(1, 2)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
-    colors = {"before": style.SKY, "after": style.BLUE}
-    sides = [style.BarSeries(when, color, [judgement[when][name] for name in names]) for when, color in colors.items()]
-    style.grouped(ax, list(names.values()), sides, ".2f")
-    title(as_share(ax, 1.15), "before and after the update")
-    gain, (low, high) = judgement["gain"], judgement["ci95"]
+    sides = {"before": next(iter(judgements.values()))["before"]} | {n: j["after"] for n, j in judgements.items()}
+    values = [[side[name] for name in names] for side in sides.values()]
+    style.grouped(ax, [*names.values()], [*map(style.BarSeries, sides, (style.GREY, *style.COLORS), values)], ".0%")
+    title(as_share(ax, 1.15), "before and after an update")
     change.axhline(0, color=style.GREY, linewidth=0.8)
-    change.errorbar(0, gain, [[max(gain - low, 0.0)], [max(high - gain, 0.0)]], fmt="o", color=style.BLUE)
-    span = max(abs(low), abs(high), 0.05) * 1.2
-    change.set(xticks=[], xlim=(-1, 1), ylim=(-span, span))
-    title(change, f"change of pass@1: {gain:+.3f} ({low:+.3f} to {high:+.3f})")
+    for place, judgement in enumerate(judgements.values()):
+        gain, low, high = (100 * value for value in (judgement["gain"], *judgement["ci95"]))
+        style.interval(change, [place, place], [low, high])
+        change.plot(place, gain, "o", color=style.COLORS[place], markersize=8)
+        style.note(change, place + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})", va="bottom")
+    change.set(xticks=range(len(judgements)), xticklabels=list(judgements), xlim=(-0.5, len(judgements)), ymargin=0.15)
+    title(change, "change of pass@1, 95 % over tasks", y="points")
     key(ax)
     return picture
 

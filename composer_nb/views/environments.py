@@ -260,8 +260,8 @@ def tools_archive(backend: Backend) -> bytes:
         return sandbox.exec(["tar", "cf", "-", "-C", "/tmp", "kit"], output_bytes=32 << 20).stdout
 
 
-def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, bool]:
-    """Return whether common graders would accept a workspace, by rule. All judge one pytest run where the agent worked, with the
+def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, PatchVerdict]:
+    """Return the verdicts of common graders on a workspace, by rule. All judge one pytest run where the agent worked, with the
     hidden tests `ids` copied in; `tools` comes from `tools_archive`. Raises SandboxDied."""
     sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
     sandbox.upload({path: text.encode() for path, text in task.tests.items()})
@@ -272,11 +272,9 @@ def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> 
         word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}
         for word in ("PASSED", "FAILED")
     }
-    return {
-        "exit code 0": result.exit_code == 0,
-        "no line says FAILED": not ids_by_word["FAILED"] & set(ids),
-        "every line says PASSED": ids_by_word["PASSED"] >= set(ids),
-    }
+    passes = result.exit_code == 0, not ids_by_word["FAILED"] & set(ids), ids_by_word["PASSED"] >= set(ids)
+    rules = "exit code 0", "no line says FAILED", "every line says PASSED"
+    return {rule: "accepted" if passed else "rejected" for rule, passed in zip(rules, passes, strict=True)}
 
 
 def verdict(grade: Grade) -> PatchVerdict:

@@ -130,7 +130,7 @@ def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Pi
 
 @torch.no_grad()
 def influence(model: Model, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
-    """Return [N, N] how much the final hidden state at place j moves when the token at place i is exchanged, in a batch of N
+    """Return [N, N] how much the final hidden state at place i moves when the token at place j is exchanged, in a batch of N
     input tokens (all but the last of each row)."""
     inputs_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long()
     packed = PackedRows.of_lengths([len(row.token_ids) - 1 for row in rows], model.config)
@@ -144,17 +144,17 @@ def influence(model: Model, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
         changed_N = inputs_N.clone()
         changed_N[position] = (changed_N[position] + 1) % model.config.vocab_size
         moved.append((hidden(changed_N) - before_ND).abs().amax(-1))
-    return torch.stack(moved).numpy()
+    return torch.stack(moved, dim=1).numpy()
 
 
 def who_sees_whom(moved_NN: NDArray[np.float32], lengths: Sequence[int]) -> Picture:
-    """Draw `influence`: a column is coloured where the token of the row reaches it. Lines separate the rows of the batch."""
+    """Draw `influence`: a place (row) is coloured at the tokens that it reads (columns). Lines separate the rows of the batch."""
     picture = Picture(5.2, 4.6)
     ax = picture.add_subplot()
     image = ax.imshow(np.log10(np.maximum(moved_NN, MOVED)), cmap=_SEEN)
     for edge in np.cumsum(lengths)[:-1] - 0.5:
         ax.axhline(edge, color=style.VERMILION, linewidth=1)
         ax.axvline(edge, color=style.VERMILION, linewidth=1)
-    title(ax, f"{len(lengths)} rows in one batch: who sees whom", "place that moves", "place whose token is changed")
+    title(ax, f"{len(lengths)} rows in one batch: who reads whom", "place whose token is changed", "place that moves")
     picture.colorbar(image, ax=ax, fraction=0.045, format=lambda value, _: f"1e{value:.0f}", label="change")
     return picture

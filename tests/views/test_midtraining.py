@@ -21,7 +21,7 @@ def test_influence_stays_within_a_row_and_goes_forward(monkeypatch: pytest.Monke
     moved = midtraining.influence(model, rows())
     row = np.repeat([0, 1, 2], [5, 2, 4])
     position = np.arange(len(row))
-    allowed = (row[:, None] == row[None, :]) & (position[:, None] <= position[None, :])
+    allowed = (row[:, None] == row[None, :]) & (position[:, None] >= position[None, :])
     assert moved.shape == allowed.shape and moved[~allowed].max() < midtraining.MOVED
     assert (moved.diagonal() > midtraining.MOVED).all() and (moved[allowed] > midtraining.MOVED).mean() > 0.9
     assert len(midtraining.who_sees_whom(moved, [5, 2, 4]).axes) == 2

@@ -251,20 +251,22 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
 
 def alone(batch: StoredBatch) -> Picture:
     """Draw each of the package's terms as if it were the whole reward: the share of groups in which its rollouts differ, and its
-    agreement with the tests there (`Scores.agreement`)."""
+    agreement with the tests there (`Scores.agreement`). Of terms that differ nowhere, only the number is shown."""
     names = [name for name, term in TERMS.items() if term.__module__.startswith("composer_nb.")]
-    scores_by_term = {name: rescore(batch, RewardSettings(weights={name: 1.0})) for name in names}
-    picture = Picture(9.5, 0.9 + 0.24 * len(names))
+    all_scores = {name: rescore(batch, RewardSettings(weights={name: 1.0})) for name in names}
+    scores_by_term = {name: scores for name, scores in all_scores.items() if scores.live_P.any()}
+    if not scores_by_term:
+        return style.empty(f"none of {len(names)} terms differs within a group")
+    picture = Picture(9.5, 1.1 + 0.3 * len(scores_by_term))
     live, agrees = picture.panels(1, 2)
     style.bars(live, {name: float(scores.live_P.mean()) for name, scores in scores_by_term.items()}, style.GREY, ".2f")
-    style.rows(agrees, names)
+    style.rows(agrees, list(scores_by_term))
     agrees.axvline(0.5, color=style.GREY, linewidth=0.8)
-    points = [scores.agreement if scores.live_P.any() else math.nan for scores in scores_by_term.values()]
-    agrees.plot(points, range(len(names)), "o", color=style.BLUE)
+    points = [scores.agreement for scores in scores_by_term.values()]
+    agrees.plot(points, range(len(points)), "o", color=style.BLUE)
     for ax in (live, agrees):
         ax.set_xlim(-0.05, 1.15)
-        ax.tick_params(axis="y", labelsize=7.5)
-    title(live, "groups in which it differs", "share")
+    title(live, f"groups in which it differs; {len(names) - len(points)} other terms: none", "share")
     title(agrees, "agreement with the tests", "0.5: as chance")
     return picture
 
@@ -289,20 +291,17 @@ def agreed(result: Agreement, levels: Sequence[str]) -> Picture:
     return picture
 
 
-def against_weight(
-    weights: Sequence[float], verdicts: Sequence[RescoredBatch], control: Sequence[RescoredBatch] = ()
-) -> Picture:
-    """Draw agreement and cosine against the weight of a term, on a logarithmic axis, with the cosine of a `control`. Both
-    vertical axes reach from 0 or below to 1, so that what hardly changes looks flat."""
+def against_weight(weights: Sequence[float], *terms: Sequence[RescoredBatch], names: Sequence[str] = ("",)) -> Picture:
+    """Draw agreement and cosine against the weight of one term, or of several `names`, on a logarithmic axis. Both vertical axes
+    reach from 0 or below to 1, so that what hardly changes looks flat."""
     picture = Picture(9.5, 2.8)
     agreement, cosine = picture.panels(1, 2)
-    agreement.plot(weights, [r.scores.agreement for r in verdicts], "o-", color=style.BLUE, markersize=3.5)
-    for label, series, color in (("this term", verdicts, style.BLUE), ("dealt at random", control, style.ORANGE)):
-        if series:
-            cosine.plot(weights, [r.cosine for r in series], "o-", color=color, markersize=3.5, label=label)
+    for name, verdicts, color in zip(names, terms, style.COLORS, strict=False):
+        agreement.plot(weights, [r.scores.agreement for r in verdicts], "o-", color=color, markersize=3.5, label=name)
+        cosine.plot(weights, [r.cosine for r in verdicts], "o-", color=color, markersize=3.5)
     for ax, name in ((agreement, "agreement with the tests"), (cosine, "cosine to the gradient as trained")):
         # Limits by hand, because a batch without signal has no point to scale an axis by.
         ax.set(xlim=(min(weights) / 1.5, max(weights) * 1.5), xscale="log", ylim=(min(0.0, ax.get_ylim()[0]), 1.05))
         title(ax, name, "weight")
-    key(cosine)
+    key(agreement)
     return picture
