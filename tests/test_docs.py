@@ -1,6 +1,7 @@
 """The pages of docs/ hold together: words are explained, links lead somewhere, the index is current, the site builds offline."""
 
 import argparse
+import io
 import json
 import re
 import subprocess
@@ -10,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 from composer_nb import cli
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
@@ -243,6 +246,22 @@ def test_a_page_of_other_code_or_prose_says_what_renews_it(tmp_path: Path) -> No
         next(cell for cell in book.cells if cell.cell_type == kind).source += "\n# more"
         nbformat.write(book, tmp_path / source.name)
         assert notebook_pages.fault(tmp_path / source.name).endswith(f"; run {mend}")
+
+
+def test_a_figure_of_a_page_keeps_the_colour_of_a_thin_line() -> None:
+    fields = np.random.default_rng(0).integers((120, 110, 60), (220, 200, 110), (200, 300, 3), np.uint8)
+    fields[:, 150] = VERMILION = (213, 94, 0)
+    file = io.BytesIO()
+    Image.fromarray(fields).save(file, "PNG")
+    line = np.asarray(Image.open(io.BytesIO(notebook_pages.small(file.getvalue()))).convert("RGB"))[:, 150].astype(int)
+    assert np.abs(line - VERMILION).max() < 24
+
+
+def test_a_page_marks_grounds_that_are_not_pale() -> None:
+    spans = {"pale": "rgba(0,114,178,0.05)", "strong": "rgba(0,114,178,0.40)", "whole": "#d55e00", "bare": "none"}
+    text = " ".join(f'<span style="background:{ground}">{name}</span>' for name, ground in spans.items())
+    shown = notebook_pages.as_github_shows(f"<div>{text}</div>", lambda png: "")
+    assert shown == "<div>pale <mark>strong</mark> <mark>whole</mark> bare</div>"
 
 
 def test_pages_for_github_are_small_and_name_no_machine() -> None:

@@ -396,7 +396,7 @@ def bars(columns: Mapping[str, Mapping[str, float]]) -> Picture:
 
 GIB = 2**30
 _GRIDS: dict[str, tuple[Axis, ...]] = {
-    "everything else": ("replicate", "shard", "cp"),
+    "attention and embeddings": ("replicate", "shard", "cp"),
     "experts": ("expert_replicate", "expert_shard", "ep"),
 }
 _SHADES = ListedColormap(["#ffffff", "#e8f3fa", "#cfe6f4", "#b3d8ee", "#95c8e6", "#78b8dd", "#5ca7d2", "#4396c6"])

@@ -1,7 +1,6 @@
 """Which published bits optimiser steps change: on a stored batch by tensor and learning rate, as predicted, and in the versions
 of a store; and their figures."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,8 +155,7 @@ def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
 def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
-    hues = itertools.cycle(style.COLORS)
-    sides = [style.BarSeries(name, next(hues), values) for name, values in bits_by_codec.items()]
+    sides = [style.BarSeries(*row) for row in zip(bits_by_codec, style.COLORS, bits_by_codec.values(), strict=False)]
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)
     title(ax, "bits per changed weight", "", "bits")

@@ -291,13 +291,9 @@ class Dashboard:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def still(self) -> Html:
-        """Return the board as it is now."""
-        return board(self.seen)
-
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """Return the widget, and its static twin for front ends without widgets."""
-        return {**self.widget._repr_mimebundle_(**options)[0], "text/html": self.still().text}
+        return {**self.widget._repr_mimebundle_(**options)[0], "text/html": board(self.seen).text}
 
     def _show(self, status: Status) -> None:
         self.seen = status

@@ -108,7 +108,7 @@ def behaviour(report: Mapping[str, Any]) -> Figure:
     for name, (heading, form) in _BEHAVIOUR.items():
         rows = [{"name": policy, "value": score.get(name)} for policy, score in scores.items()]
         if any(row["value"] is not None for row in rows):  # a run of an earlier version measured fewer
-            charts.append(bars(heading, rows, POLICY, form=form))
+            charts.append(bars(heading, rows, POLICY, unit="share" if form.endswith("%") else "", form=form))
     return Figure(charts, columns=4, width=190, note=_NOT_YET)
 
 

@@ -89,11 +89,8 @@ class BarSeries(NamedTuple):
     spans: Sequence[Sequence[float] | None] = ()
 
 
-def grouped(
-    ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], form: str = "", foot: float = 0.0, size: float = 8
-) -> Axes:
-    """Draw a group of bars per name, one bar per side, with their numbers if `form` is given and “–” for a missing one. `foot` is
-    the lowest place of a number."""
+def grouped(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], form: str = "", size: float = 8) -> Axes:
+    """Draw a group of bars per name, one bar per side, with their numbers if `form` is given and “–” for a missing one."""
     width = 0.8 / max(1, len(sides))
     for index, side in enumerate(sides):
         at = np.arange(len(names)) + (index - (len(sides) - 1) / 2) * width
@@ -105,7 +102,7 @@ def grouped(
             if span is not None and present:
                 interval(ax, [x, x], span)
             if form:
-                top = foot if not present else max(foot, value, max(span or [value]))
+                top = max(0.0, value, max(span or [value])) if present else 0.0
                 text = f"{value:{form}}" if present else "–"
                 ax.annotate(text, (x, top), (0, 2), textcoords="offset points", ha="center", fontsize=size, color=INK)
     ax.set_xticks(range(len(names)), list(names))

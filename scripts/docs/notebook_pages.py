@@ -23,8 +23,8 @@ from composer_nb.jobs.check import notebook_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "pages"
-LINES, COLOURS, WIDTH = 30, 128, 1100
-"""Lines of text that an output keeps; colours of a figure, and its greatest width."""
+LINES, COLOURS, WIDTH, PALE = 30, 128, 1100, 0.1
+"""Lines of text that an output keeps; colours of a figure, and its greatest width; the opacity of a ground that shows."""
 RUN, TEXT = "make docs", "scripts/docs/make_docs.py --text"
 """Commands that mend a page after a change of code, and of prose."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -196,12 +196,14 @@ def small(png: bytes) -> bytes:
     if flat.width > WIDTH:
         flat = flat.resize((WIDTH, round(flat.height * WIDTH / flat.width)), Image.Resampling.LANCZOS)
     out = BytesIO()
-    flat.quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    # MEDIANCUT would give the colour of a thin line to the field behind it.
+    flat.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
 class Reduced(HTMLParser):
-    """Reduces HTML to what GitHub shows: no styles and few attributes; a coloured ground becomes `mark`, a figure a file."""
+    """Reduces HTML to what GitHub shows: no styles and few attributes; a ground with a colour that is not pale becomes `mark`, a
+    figure a file."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
@@ -245,7 +247,8 @@ class Reduced(HTMLParser):
 def reduced(tag: str, attributes: Mapping[str, str]) -> tuple[str, str]:
     """Return how an element begins and ends on the page."""
     if tag == "span":
-        return ("<mark>", "</mark>") if re.search("background:(?!none)", attributes.get("style", "")) else ("", "")
+        ground = re.search(r"background:(?!none)(?:rgba\(.*,([\d.]+)\))?", attributes.get("style", ""))
+        return ("<mark>", "</mark>") if ground and float(ground[1] or 1) >= PALE else ("", "")
     if tag not in KEPT:
         return "", ""
     spans = "".join(f' {name}="{attributes[name]}"' for name in ("colspan", "rowspan") if name in attributes)

@@ -36,6 +36,7 @@ from composer_nb.kernels.moe.routing import Replay, RoutingRule, route
 from composer_nb.labs.exercises import systems
 from composer_nb.labs.exercises.exercise import Exercise, Function
 from composer_nb.labs.rewards.judges import agreement
+from composer_nb.labs.weights import expected_density, spacing
 from composer_nb.trainer.learning import loss
 from composer_nb.trainer.learning.learner import divergence
 from composer_nb.trainer.learning.loss import LossSettings, detached_weight, kl_estimate
@@ -515,6 +516,32 @@ def everything(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 DELTA = Exercise(
     delta, (BEFORE, AFTER), (BEFORE, BEFORE), observe=of_delta, mistakes=(differences, of_numbers, everything)
+)
+
+
+# The share of weights that a step changes
+
+
+def unbounded(masters: Tensor, directions: Tensor, lr: float, dtype: torch.dtype) -> float:
+    """A probability is above 1 here. A step that is longer than the spacing surely changes its weight: cut at 1."""
+    return float((lr * directions.abs() / spacing(masters, dtype)).mean())
+
+
+def downhill(masters: Tensor, directions: Tensor, lr: float, dtype: torch.dtype) -> float:
+    """A step down counts as less than nothing here. It changes a weight as well as one up: take |u|."""
+    return float((lr * directions / spacing(masters, dtype)).clamp_max(1).mean())
+
+
+def from_the_middle(masters: Tensor, directions: Tensor, lr: float, dtype: torch.dtype) -> float:
+    """This asks whether a step leaves a cell from its middle. A master may lie anywhere in its cell, so the chance grows with the
+    length of the step."""
+    return float((lr * directions.abs() > spacing(masters, dtype) / 2).double().mean())
+
+
+EXPECTED_DENSITY = Exercise(
+    expected_density,
+    *((normal(64) / 50, normal(64, seed=1), lr, torch.bfloat16) for lr in (3e-6, 1e-4)),
+    mistakes=(unbounded, downhill, from_the_middle),
 )
 
 

@@ -54,13 +54,12 @@ def waterfall(report: Examination) -> Picture:
     """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, from the trainer at the top to the
     engine at the bottom. Named causes have a dot; the last line is what is left."""
     picture = Picture(10.5, 0.55 + 0.3 * (len(report.steps) + 2))
-    left, right = picture.panels(1, 2, sharey=True)
-    _bars(left, report, "p99", "p99 of |Δ log p|, nats")
-    _bars(right, report, "k3", "k3, nats")
+    headings = {"p99": "p99 of |Δ log p|, nats", "k3": "k3, nats"}
     marks = {name: "● " for name in report.named}
     names = ["trainer", *(marks.get(step.cause, "") + step.cause for step in report.steps)]
     names.append(marks.get(UNEXPLAINED, "") + "left")
-    for ax in (left, right):
+    for ax, (figure, heading) in zip(picture.panels(1, 2, sharey=True), headings.items(), strict=True):
+        _bars(ax, report, figure, heading)
         style.rows(ax, names)
     return picture
 
@@ -87,20 +86,19 @@ def toggles(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch)
 def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
     values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
     ends = [0.0 if math.isnan(value) else value for value in values]
-    ax.barh(0, ends[0], color=style.GREY, height=0.7)
     for at, (before, after) in enumerate(pairwise(ends), 1):
         hue = style.BLUE if after <= before else style.VERMILION
         ax.barh(at, abs(before - after), left=min(before, after), color=hue, height=0.7)
         ax.plot([before, before], [at - 1, at + 0.35], color=style.GREY, linewidth=0.8)
-    ax.barh(len(ends), ends[-1], color=style.GREY, height=0.7)
+    ax.barh([0, len(ends)], [ends[0], ends[-1]], color=style.GREY, height=0.7)
     ax.ticklabel_format(axis="x", scilimits=(-2, 3))
+    ax.set_xlim(0, 1.05 * max(ends) or 1.0)
     title(ax, text)
 
 
-def apart(report: Examination, row: int | None = None) -> Picture:
-    """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
-    has a ring."""
-    number = row if row is not None else report.first.row if report.first else 0
+def apart(report: Examination) -> Picture:
+    """Draw the distance of residual streams, each half layer by token, in the row of the first difference, which has a ring."""
+    number = report.first.row if report.first else 0
     start = sum(report.lengths[:number])
     apart_PT = report.apart_PN[:, start : start + report.lengths[number]]
     picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(report.places))
@@ -109,9 +107,9 @@ def apart(report: Examination, row: int | None = None) -> Picture:
     names = [part if layer < 0 else f"{layer} {part}" for layer, part in report.places]
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
-    if report.first is not None and report.first.row == number and report.first.layer is not None:
+    if report.first is not None and report.first.layer is not None:
         at = report.places.index((report.first.layer, report.first_in))
-        ax.plot(report.first.token, at, "o", markersize=11, fillstyle="none", color=style.VERMILION, markeredgewidth=2)
+        ax.plot(report.first.token, at, "o", color=style.VERMILION, ms=11, fillstyle="none", mew=2, clip_on=False)
     picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
     title(ax, f"row {number}: ‖trainer − engine‖ / ‖engine‖ of the residual stream", "token")
     return picture
