@@ -10,6 +10,8 @@ from composer_nb.harness.tasks.making.kinds import KINDS
 from composer_nb.harness.tasks.task import load_tasks
 from scripts.docs import figures
 
+EXAMPLE = Path(__file__).parents[2] / "data" / "example" / "data"
+
 
 def test_estimators_have_their_moments() -> None:
     """Those of 300,000 samples lie within five standard errors of a mean; the variance near its own where it is light."""
@@ -31,19 +33,21 @@ def test_training_with_rounded_products_follows_bf16() -> None:
     assert bf16 < 1 and 0 < abs(mxfp8 - bf16) < 0.1 and 0 < abs(nvfp4 - bf16) < 0.3
 
 
+def test_sizes_are_those_of_solutions_and_requests() -> None:
+    """Quartiles of the example, as docs/figures.md has them."""
+    _, lines, characters = figures.sizes(tasks := load_tasks(EXAMPLE / "heldout.jsonl"))
+    assert (lines[2:5], characters[2:5]) == ((2, 2, 2), (13, 13, 42))
+    below = [ax.get_xticklabels()[0].get_text() for ax in figures.draw_sizes(tasks).axes]
+    assert [text.partition(",")[0] for text in below] == ["median 2", "median 13"]
+
+
 def test_a_mix_counts_categories_and_then_kinds() -> None:
     assert KINDS.keys() < {*chain(*figures.CATEGORIES.values())}, "each kind that is no bug has a category"
-    example = load_tasks(Path(__file__).parents[2] / "data" / "example" / "data" / "rl.jsonl")
+    example = load_tasks(EXAMPLE / "rl.jsonl")
     kinds = ["git", "move", "rename", "rename", "arithmetic"]
     tasks = [t.model_copy(update={"metadata": {"kind": k}}) for t, k in zip(example, kinds, strict=False)]
     _, *rows = figures.mix(tasks)
-    assert rows[0] == ("refactoring", "all", "", "", 3, "60%") and rows[3] == (
-        "refactoring",
-        "rename",
-        "–",
-        "–",
-        2,
-        "40%",
-    )
+    assert rows[0] == ("refactoring", "all", "", "", 3, "60%")
+    assert rows[3] == ("refactoring", "rename", "–", "–", 2, "40%")
     assert {row[0] for row in rows[:3]} == {"refactoring", "version control", "fixing bugs"} and len(rows) == 3 + 4
     assert figures.draw_mix(tasks).axes[0].get_yticklabels()[0].get_text() == "refactoring"

@@ -35,11 +35,12 @@ FILES = {
 
 
 def test_finds_by_words_and_by_meaning() -> None:
-    hits = CodeIndex.build(FILES, embedding()).search("rotate it", limit=2)
+    hits = (built := CodeIndex.build(FILES, embedding())).search("rotate it", limit=2)
     places = [(hit.path, hit.first_line, hit.last_line) for hit in hits]
     assert places == [("src/geometry.py", 1, 2), ("src/cache.py", 2, 3)]
     assert hits[0].text == "def rotate(matrix):\n    return matrix[::-1]"
     assert hits[0].score > hits[1].score > 0
+    assert [hit.path for hit in built.search("items") if hit.score > 0] == ["src/cache.py"], "a word without a vector"
 
 
 def test_files_that_hold_no_text_are_left_out() -> None:

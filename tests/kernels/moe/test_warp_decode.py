@@ -40,7 +40,7 @@ def test_it_is_closer_to_exact_arithmetic() -> None:
     for seed in range(3):
         errors = decode_errors(8, seed)
         warp, expert_centric = errors["warp decode"], errors["expert-centric"]
-        assert warp["relative"] < expert_centric["relative"] / 1.4 and warp["largest"] < expert_centric["largest"]
+        assert warp["relative"] < expert_centric["relative"] / 2.5 and warp["largest"] < expert_centric["largest"]
         assert warp["cosine"] > 0.99999
 
 

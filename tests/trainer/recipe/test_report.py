@@ -45,6 +45,7 @@ def test_scores_are_those_of_the_stored_attempts(tiny_run, report):
     for name, scores in report["eval"].items():
         solved = solved_by_task(tiny_run, name)
         assert len(solved) == scores["n_tasks"] and np.mean([*solved.values()]) == pytest.approx(scores["pass_at_1"])
+        assert np.mean([share > 0 for share in solved.values()]) == pytest.approx(scores["best_of_k"])
     low, high = report["gain"]["ci95"]
     assert low <= report["gain"]["pass_at_1"] <= high
 
