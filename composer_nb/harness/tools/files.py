@@ -126,8 +126,7 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
     patch: *** Begin Patch … *** End Patch.
     """
     # All changes are worked out before the first is made.
-    texts: dict[str, str | None] = {}
-    lines: list[str] = []
+    texts, before, lines, stored = dict[str, str | None](), dict[str, str](), list[str](), list[str]()
     for change in patches.parse(patch):
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
@@ -145,15 +144,23 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
         elif change.kind == "delete":
             texts[path] = None
         else:
-            changed = patches.updated(change, session.text(path))
+            before[path] = session.text(path)
             texts |= {path: None} if to != path else {}
-            texts[to] = changed
+            texts[to] = patches.updated(change, before[path])
         if sum(len(text) for text in texts.values() if text) > PATCHED:
             raise invalid(f"its files have more than {PATCHED} characters: make several patches")
         lines.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
-    for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
-        if text is None:
-            session.remove(path)
-        else:
-            session.store(path, text)
+    try:
+        for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
+            if text is None:
+                session.remove(path)
+            else:
+                session.store(path, text)
+                stored.append(path)
+    except OSError:  # a file where a folder should be, a full disk: all is as it was
+        for path in stored:
+            session.store(path, "")  # makes room
+        for path in stored:
+            session.store(path, before[path]) if path in before else session.remove(path)
+        raise
     return "\n".join(lines)

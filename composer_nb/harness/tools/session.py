@@ -205,8 +205,9 @@ class Session:
         Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
         result = self.run(command, timeout_s=TESTS_S)
-        if result.exit_code > 1 and not result.stdout:
-            raise ToolError("UnexpectedEnvironment", printable(clean(result.stderr).strip())[:110])
+        if result.truncated or (result.exit_code > 1 and not result.stdout):
+            reason = "more than 1 MiB of lines match" if result.truncated else clean(result.stderr).strip()
+            raise ToolError("UnexpectedEnvironment", printable(reason)[:110])
         rows = re.findall(rb"^([^\0\n]*)\0(\d+):(.*)$", result.stdout, re.M)
         matches = [(clean(path).removeprefix("./"), int(number), clean(code)) for path, number, code in rows]
         return sorted(matches) + remembered(self.history, text)

@@ -118,6 +118,8 @@ class TestFiles:
         call("apply_patch", patch=patch.format("c"), **NOT_THERE)
         for path in ("a", "./a", "d/../b"):
             call("apply_patch", patch=patch.format(path), **NEVER)
+        under = "\n".join([BEGIN, "*** Update File: a\n-1\n+x", "*** Add File: n\n+n", "*** Add File: n/m\n+m", END])
+        assert "Not a directory" in call("apply_patch", patch=under, **NOT_THERE).text
         assert box.snapshot().digest == before
         box.write("c", b"2\n", mode=0o755)
         assert call("apply_patch", patch=patch.format("c")).text == "changed a\nmade n\ndeleted b\nchanged c"

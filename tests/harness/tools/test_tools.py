@@ -1,6 +1,7 @@
 """The four tools at their edges, and what an agent gets to read of hostile results."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import CallResult
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.session import Observation
+from composer_nb.harness.tools.session import Observation, Session
 from composer_nb.harness.tools.tool_call import ToolError, call
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Workspace
@@ -163,6 +165,12 @@ def test_lints_are_those_of_code_and_not_of_the_history() -> None:
     work.remember("fix f.py\n[1] I read it.\n")
     assert step(work, "read_lints") == "f.py: unused os"
     assert step(work, "grep", pattern="I read") == ".composer_nb/history.txt:2[1] I read it."
+
+
+def test_lints_of_more_lines_than_a_search_returns_are_an_error() -> None:
+    cut = ExecResult(exit_code=0, stdout=b"./f.py\x001:import os\n[... 9 bytes left out", stderr=b"", truncated=True)
+    session: Any = Session(sandbox=SimpleNamespace(exec=lambda command, **options: cut), root="/w")  # type: ignore[arg-type]
+    assert step(session, "read_lints") == "error: more than 1 MiB of lines match"
 
 
 # Sets of tools by name
