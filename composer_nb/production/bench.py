@@ -43,7 +43,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
 from composer_nb.harness.tools.web import read_pages
-from composer_nb.harness.untrusted import visible
+from composer_nb.harness.untrusted import parquet, visible
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.tour.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPolicy
@@ -459,7 +459,7 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
 def _solved(file: Path) -> dict[str, float]:
     """Return the share of a task's graded attempts that solved it, by task. Raises ValueError for a damaged file."""
     try:
-        table = pq.read_table(file, columns=["task_id", "status", "passed"]).to_pylist()
+        table = pq.read_table(parquet(file), columns=["task_id", "status", "passed"]).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{file}: damaged ({error!r:.200})") from None
     passed: dict[str, list[float]] = {}

@@ -4,10 +4,11 @@ import base64
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from composer_nb.harness.agent.loop import Conversation, system_text
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
-from composer_nb.harness.files import write_atomic
+from composer_nb.harness.files import replacing, write_atomic
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Segment
 from composer_nb.harness.sandbox.contract import Backend
@@ -117,10 +118,11 @@ def give_verdict(
         if not changes:
             raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
         try:
-            accept(root, before, changes)
+            _write_verdict(path, verdict, partial(accept, root, before, changes))
         except Conflict as error:
             raise Conflict(f"{error}; the diff is {path.resolve() / DIFF}") from None
-    _write_verdict(path, verdict)
+    else:
+        _write_verdict(path, verdict)
     return root, len(changes) if verdict == "accepted" else 0
 
 
@@ -243,6 +245,9 @@ def _make_folder(path: Path, root: Path) -> None:
         (path / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
-def _write_verdict(path: Path, verdict: Verdict) -> None:
+def _write_verdict(path: Path, verdict: Verdict, carry_out: Callable[[], None] = lambda: None) -> None:
+    """Note a verdict that is carried out; one that cannot be written down is not."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    write_atomic(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))
+    with replacing(path / "verdict.json") as part:
+        part.write_text(json.dumps({"verdict": verdict, "time": when}))
+        carry_out()

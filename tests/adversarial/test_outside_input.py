@@ -24,10 +24,12 @@ from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import parquet
+from composer_nb.production.bench import compare_evals
 from composer_nb.production.diff import patch
 from composer_nb.production.work import CHANGES, DIFF, give_verdict
 from composer_nb.trainer.learning.data import load_rows
 from composer_nb.trainer.models.shards import read_shard
+from tests.folders import write
 
 # Patterns
 
@@ -168,6 +170,11 @@ def test_work_as_its_diff_shows_it_is_accepted(attempt: Path) -> None:
         give_verdict(attempt, "accepted")  # from another folder: the diff does not show where
     with pytest.raises(ValueError, match="nothing was written"):
         give_verdict(attempt, "accepted", root / ".git")
+    (no_room := attempt / f"verdict.json.{os.getpid()}.part").mkdir()
+    with pytest.raises(OSError):
+        give_verdict(attempt, "accepted", root)
+    assert not (root / "a").exists()
+    no_room.rmdir()
     assert give_verdict(attempt, "accepted", root) == (root, 1) and (root / "a").read_text() == "safe\n"
 
 
@@ -206,6 +213,9 @@ def test_a_small_table_that_announces_many_rows_is_refused(tmp_path: Path) -> No
     assert (tmp_path / "x.parquet").stat().st_size < 10**4
     with pytest.raises(ValueError, match=r"x.parquet: damaged.* announces 1,000,000 rows"):
         load_attempts(tmp_path / "x.parquet", {})
+    write(tmp_path / "eval", {"all/rollouts.parquet": (tmp_path / "x.parquet").read_bytes()})
+    with pytest.raises(ValueError, match=r"rollouts.parquet: damaged.* announces 1,000,000 rows"):
+        compare_evals(tmp_path / "eval", tmp_path / "eval")
     pq.write_table(pa.table(names), tmp_path / "y.parquet")
     assert parquet(tmp_path / "y.parquet") == tmp_path / "y.parquet"
 
