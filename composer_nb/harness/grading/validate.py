@@ -97,7 +97,7 @@ def validate_task(
     try:
         for path, text in {**task.tests, **conftests(task)}.items():
             _ = path.endswith(".py") and normal(changed_text(text, ()))
-    except (ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         return Validation(problems=(f"{path} cannot be rewritten by `ast`: {error}",))
     try:
         trials = boxes.run([replace(job(task, gold, keys=keys), hash_seed=seed) for seed in range(repeats)])

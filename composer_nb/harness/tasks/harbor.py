@@ -13,7 +13,9 @@ installed), and its `Verifier`, for the locations of files when a script runs.
 from __future__ import annotations
 
 import base64
+import errno
 import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -206,16 +208,22 @@ def read(path: Path) -> Directory:
 
 
 def write(directory: Directory, path: Path) -> Path:
-    """Write the directory `path`. Raises FileExistsError, and UnsafeName, before writing, for a name that leads out of it."""
+    """Write the directory `path`, whole or not at all. Raises FileExistsError, and UnsafeName, before writing, for a name that
+    leads out of it."""
     for name in directory.files:
         checked(name)
-    path.mkdir(parents=True)
-    for name, data in directory.files.items():
-        target = beneath(path, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        target.chmod(0o755 if name in directory.executable else 0o644)
-    return path
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "there is something already", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as folder:
+        part = Path(folder, path.name)
+        part.mkdir()
+        for name, data in directory.files.items():
+            target = beneath(part, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+            target.chmod(0o755 if name in directory.executable else 0o644)
+        return part.rename(path)
 
 
 @lru_cache(maxsize=1024)

@@ -170,7 +170,7 @@ class Task(BaseModel):
     @property
     def settings(self) -> harbor.TaskFile:
         """The settings of its task.toml."""
-        return harbor.settings(harbor.layout(self).files["task.toml"].decode())
+        return harbor.settings(harbor.layout(self).files["task.toml"].decode(), f"task {self.id}: its task.toml")
 
     @property
     def call_limits(self) -> CallLimits | None:

@@ -81,6 +81,11 @@ def test_kind(kind): assert f("ab", kind) == {"plain": "ab", "turned": "ba"}[kin
         ("def test_a(): pass\n", {}, "all tests pass without a change"),
         ("@pytest.mark.skip\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
         ("def test_a(): os._exit(0)\n", {}, "the gold patch: ended_early"),
+        (
+            "def test_a(): pass\n",
+            {"files": {"f.py": "", "conftest.py": "print 1\n"}},
+            r"conftest\.py cannot be rewritten",
+        ),
         ("def test_a(): assert f(1) == 2\n", {"metadata": {"pytest.ids": '["a.py::b"]'}}, "no test a.py::b"),
         ("def test_a(): assert f(1) == 2\n", {"solution": {"f.py": "def f(x): return 0\n"}}, "the gold patch fails"),
     ],

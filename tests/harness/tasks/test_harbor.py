@@ -46,6 +46,16 @@ def test_what_others_wrote_comes_out_as_it_was_but_for_what_is_changed(name: str
     assert old == new
 
 
+def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(AttributeError):
+        patch.delattr(Path, "chmod")
+        OURS.to_harbor(tmp_path / "t")
+    assert not [*tmp_path.iterdir()]
+    assert Task.from_harbor(OURS.to_harbor(tmp_path / "t")) == OURS
+    with pytest.raises(FileExistsError):
+        OURS.to_harbor(tmp_path / "t")
+
+
 def test_our_table_may_go_into_an_inline_one(tmp_path: Path) -> None:
     path = lay("plain", tmp_path)
     (path / "task.toml").write_text("metadata = {a = 1}\n")

@@ -190,3 +190,8 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, message: s
     path.write_text(json.dumps(MINIMAL) + "\n" + line + "\n" + json.dumps(MINIMAL) + "\n")
     with pytest.raises(ValueError, match=rf"tasks\.jsonl:2: .*{message}"):
         load_tasks(path)
+
+
+def test_a_task_whose_settings_are_too_large_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^task large: its task\.toml: TOML of more than"):
+        _ = Task(**MINIMAL | {"id": "large", "metadata": {"notes": "x" * (1 << 20)}}).settings

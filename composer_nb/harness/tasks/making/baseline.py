@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from composer_nb.harness.grading.box import Boxes, JobResult, Place, Reach, RunnerEnded, TestJob
-from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of
+from composer_nb.harness.grading.plan import GradePlan, conftests, digest, gold_files, job, modules_of
 from composer_nb.harness.grading.validate import with_twins
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.tasks.functions import parse_module
 from composer_nb.harness.tasks.making.options import Options, RunOptions
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.runtime import packages_of
@@ -105,6 +106,7 @@ def measure(
     """
     running, options = running or RunOptions(), options or Options()
     task = whole(repository)
+    _ = [parse_module(path, text) for path, text in conftests(task).items()]
     gold = gold_files(task)
     boxes = Boxes(backend=backend, spec=spec, timeout_s=running.suite_s)
     _refuse_copies(repository, backend, spec)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, islice
@@ -89,13 +90,24 @@ def make(
         baseline = Baseline.from_json(store.facts["baseline"])
         maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require, kinds)
         try:
-            maker.run()
+            with writing(lambda: [task for _, task in maker.kept.values()], out / TASKS):
+                maker.run()
         finally:
-            if tasks := [task for _, task in maker.kept.values()]:
-                save_tasks(tasks, out / TASKS)
-            summary = _summary(maker, tasks, time.monotonic() - began)
+            summary = _summary(maker, time.monotonic() - began)
             write_json(out / SUMMARY, summary)
     return summary
+
+
+@contextmanager
+def writing(tasks: Callable[[], Sequence[Task]], file: Path) -> Iterator[None]:
+    """Write the tasks at the end. An exception does not replace more tasks, of an earlier call, by fewer."""
+    least = file.read_bytes().count(b"\n") if file.is_file() else 0
+    try:
+        yield
+        least = 0
+    finally:
+        if len(tasks()) > least:
+            save_tasks(tasks(), file)
 
 
 def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, Options]:
@@ -201,7 +213,7 @@ class Maker:
         self.report(doing, f"{len(self.kept)} of {self.limit} tasks, {self.tried} tried{below}")
 
 
-def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
+def _summary(maker: Maker, wall_s: float) -> dict[str, Any]:
     """Return counts and times.
 
     `below` counts tasks below the required guard, by their guard. `files_left_out` are the files of the repository that are in
@@ -225,7 +237,7 @@ def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, An
     ]
     return {
         "repository": subject.repository.name,
-        "tasks": len(tasks),
+        "tasks": len(maker.kept),
         "tests": len(baseline.plan.tests),
         "left_out": Counter(baseline.left_out.values()),
         "coverage": round(baseline.plan.coverage, 3),
@@ -234,6 +246,6 @@ def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, An
         "below": dict(maker.below),
         "files_left_out": subject.repository.left_out,
         "no_bugs_in": subject.unfit,
-        "guards": {task.id: asdict(guard_of(task)) for task in tasks},
+        "guards": {task.id: asdict(guard_of(task)) for _, task in maker.kept.values()},
         "wall_s": round(wall_s, 1),
     }

@@ -37,7 +37,7 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.functions import parse_module
 from composer_nb.harness.tasks.making.instructions import passing_modules
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, Report, prepared, writing
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import (
     Repository,
@@ -51,7 +51,7 @@ from composer_nb.harness.tasks.making.repository import (
 from composer_nb.harness.tasks.making.trial import NoTask, TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_conftest, is_test_module
-from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import changed_lines, opcodes
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def try_candidates(
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
         rows: list[dict[str, Any]] = []
-        try:
+        with writing(lambda: tasks, out / TASKS):
             for candidate in candidates:
                 if len(tasks) == limit:
                     break
@@ -169,9 +169,6 @@ def try_candidates(
                 rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
                 if outcome.task is not None:
                     tasks.append(outcome.task)
-        finally:
-            if tasks:
-                save_tasks(tasks, out / TASKS)
     summary = {
         "repository": repository,
         "tasks": len(tasks),

@@ -108,10 +108,10 @@ def long_run(subject: Subject, unit: Unit) -> Task:
     """Return the task to run a program that takes minutes, and to write down what it prints last."""
     files = subject.repository.files
     words = {"paths": subject.repository.sources, "salt": f"{subject.seed} {unit.path} {unit.name}", "steps": STEPS}
+    quick, program = (LONG.format(**words, pause=pause) for pause in (0, PAUSE_S))
     with subject.backend.create(subject.spec) as box:
-        box.upload({path: files[path].encode() for path in subject.repository.sources})
-        output = box.exec(["python3", "-c", LONG.format(**words, pause=0)]).stdout
-    program, mark = LONG.format(**words, pause=PAUSE_S), output.decode().split()[-1]
+        box.upload({path: files[path].encode() for path in subject.repository.sources} | {PROGRAM: quick.encode()})
+        mark = box.exec(["python3", PROGRAM]).stdout.decode().split()[-1]
     wordings = (
         f"run {PROGRAM} as it is, it takes some minutes, and write the fingerprint that it prints at the end to {ANSWER}",
         f"For the release notes I need the last line that `python {PROGRAM}` prints. It takes {STEPS * PAUSE_S / 60:.0f} minutes "

@@ -95,11 +95,13 @@ def _exports(node: ast.AST) -> bool:
 
 
 def new_name(old: str, words: set[str], rng: Random) -> str:
-    """Return another name for a function: its words the other way round, or with a verb."""
+    """Return another name for a function: its words the other way round, or with a verb. Raises NoTask where all are in use."""
     core = old.strip("_")
     names = [f"{verb}_{core}" for verb in ("compute", "run", "make", "apply")] + ["_".join(reversed(core.split("_")))]
     names = [old.replace(core, name) for name in names]
-    return rng.choice([name for name in names if name.isidentifier() and name not in words | {old}])
+    if not (free := [name for name in names if name.isidentifier() and name not in words | {old}]):
+        raise NoTask("unfit", f"all new names for {old} are in use")
+    return rng.choice(free)
 
 
 class _Renamer(cst.CSTTransformer):

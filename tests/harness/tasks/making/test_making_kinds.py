@@ -1,9 +1,13 @@
 """Kinds of work from a repository: the right answer is accepted; the empty, the lazy and the deceitful one are refused."""
 
 import json
+import subprocess
 import tracemalloc
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,8 +23,8 @@ from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
 from composer_nb.harness.tasks.making.changes import units
 from composer_nb.harness.tasks.making.kinds import KINDS, without_assertions
 from composer_nb.harness.tasks.making.make import TASKS, make
-from composer_nb.harness.tasks.making.questions import questions
-from composer_nb.harness.tasks.making.refactors import renameable, renamed
+from composer_nb.harness.tasks.making.questions import long_run, questions
+from composer_nb.harness.tasks.making.refactors import new_name, renameable, renamed
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.trial import NoTask
 from composer_nb.harness.tasks.runtime import start_sandbox, workspace
@@ -272,6 +276,27 @@ def test_a_module_that_no_test_can_import_by_its_name_makes_no_task() -> None:
     [unit] = units("my-tool.py", files["my-tool.py"])
     with pytest.raises(NoTask, match=r"unfit.*test_the_new_structure\.py:1: not Python"):
         renamed(subject, unit)
+
+
+def test_a_function_for_which_no_name_is_left_makes_no_task() -> None:
+    words = {f"{verb}_work" for verb in ("compute", "run", "make", "apply")}
+    with pytest.raises(NoTask, match="unfit.*all new names for work are in use"):
+        new_name("work", words, Random(0))
+
+
+def test_a_long_program_may_read_more_sources_than_fit_into_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"{'x' * 200}{number}.py": "" for number in range(700)}
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True)
+    backend = SimpleNamespace(
+        create=lambda spec: nullcontext(SimpleNamespace(upload=partial(write, tmp_path), exec=run))
+    )
+    repository = Repository(name="r", files=files)
+    subject: Any = SimpleNamespace(repository=repository, backend=backend, spec=None, seed="0")
+    monkeypatch.setattr(f"{questions.__module__}._answered", lambda *task, files: task[-1])
+    [answer] = cast(Any, long_run(subject, units("f.py", "def f(x):\n    return x\n")[0]))
+    assert len(answer) == 12
 
 
 def test_structure_is_read_off_the_code_and_not_off_its_words() -> None:

@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -14,10 +14,11 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
-from composer_nb.harness.tasks.making.make import RECORD, TASKS, make
-from composer_nb.harness.tasks.making.repository import read_repository
+from composer_nb.harness.tasks.making.make import RECORD, TASKS, make, writing
+from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.task import Task, load_tasks
 from tests.harness.tasks.making.conftest import LEAKS
+from tests.harness.tasks.test_task import MINIMAL
 
 LIMIT = 7
 TOTAL = """\
@@ -93,6 +94,25 @@ def test_an_unfit_suite_is_refused(tmp_path: Path, backend: Backend, module: str
     (tmp_path / "test_a.py").write_text(f"{imports}def test_f(): assert {tests}\n")
     with pytest.raises(ValueError, match=message):
         make(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), backend)
+
+
+def test_a_call_that_is_cut_off_leaves_no_fewer_tasks(tmp_path: Path) -> None:
+    several = [Task(**MINIMAL | {"id": f"{number}"}) for number in range(3)]
+    with writing(lambda: several, file := tmp_path / TASKS):
+        pass
+    with pytest.raises(KeyboardInterrupt), writing(lambda: several[:1], file):
+        raise KeyboardInterrupt
+    assert load_tasks(file) == several
+    with writing(lambda: several[:1], file):
+        pass
+    assert load_tasks(file) == several[:1]
+
+
+def test_a_conftest_that_is_no_python_is_named() -> None:
+    files = {"a.py": "def f(): return 1\n", "conftest.py": "\nprint 1\n", "test_a.py": "def test_f(): pass\n"}
+    nothing: Any = None
+    with pytest.raises(ValueError, match=r"^conftest\.py:2: not Python"):
+        measure(Repository(name="r", files=files), nothing, nothing, print)
 
 
 @pytest.mark.slow
