@@ -168,7 +168,7 @@ class ExtendSettings:
 class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
-    steps: Count = 300
+    steps: Count = 600
     """Steps of this stage; 0 leaves it out."""
     tokens: Some = 2048
     lr: NotNegative = 1e-3
@@ -203,6 +203,9 @@ class RlSettings:
     """Steps between evaluations on the tuning tasks, with `eval.samples` attempts at each; 0: none. The last step has none: the
     held-out tasks follow instead."""
     microbatch_tokens: Some = 4096
+    rehearsal: NotNegative = 0.5
+    """Weight of demonstrations in RL's loss: in each step, `sft.tokens` tokens of those of fine-tuning get this advantage, which
+    keeps solutions that RL alone would lose. 0, or no fine-tuning: none."""
     frozen_layers: Count = 0
     """Lowest layers that RL does not train, nor the embedding then (and an output layer that is tied to it). Their gradients are
     not computed, which saves time and memory and leaves those of the other layers as they are."""

@@ -50,6 +50,7 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
     # Balances the gradient of a policy that is nearly sure, which is mostly negative (docs/benchmarks.md#a-pretrained-model).
     "successes × 5": {"loss.positive_weight": 5.0},
     "clip-cov": {"loss.clip_cov": 0.02},
+    "no rehearsal": {"rl.rehearsal": 0.0},
     "KL to the start": {"loss.beta": 0.05},
     "FlashREINFORCE": {
         **{"rl.group": 1, "rl.prompts": 64, "loss.baseline": "batch", "loss.ratio": "flash", "loss.length_norm": True}

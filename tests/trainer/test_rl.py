@@ -25,11 +25,13 @@ from composer_nb.tour.expert import ScriptedPolicy, one
 from composer_nb.trainer import rl
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import learner as learning
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import stream_of
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards
@@ -112,6 +114,29 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
     assert all(part.norm() > 1e-4 for part in parts), "each rank has its share"
     learner = Learner(model, FlatOptimizer(model), LossSettings())
     assert learner._loss(flatten([]), 50.0)[0] == 0, "that of ranks that wait for others"
+
+
+@pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
+def test_demonstrations_are_rehearsed_by_what_the_agent_wrote(make_model, sampled, replay: ReplaySettings) -> None:
+    """Their gradient is added, whatever the ratio's clip, the ranks, and the optimizer steps of a batch."""
+    model = make_model(3)
+    streams, shown = (
+        sampled(model),
+        [replace(s, advantage=np.full_like(s.advantage, 0.25)) for s in sampled(make_model(4))],
+    )
+    rows = [TokenRow(stream.token_ids, np.where(stream.acted, 1.0, 0.2).astype(np.float32)) for stream in shown]
+    changes = {"rehearsed": [stream_of(row, min_weight=1.0, scale=0.25) for row in rows]}
+    expected = torch.cat([slope.flatten() for slope in slopes_by_hand(model, shown)])
+    alone, figures = gradient(model, streams, replay=replay)
+    both, metrics = gradient(model, streams, replay=replay, **changes)
+    torch.testing.assert_close(both - alone, expected, atol=2e-5, rtol=1e-3)
+    assert metrics | {"grad_norm": 0.0} == figures | {"grad_norm": 0.0}, "metrics are of the policy's own tokens"
+    parts = [gradient(model, streams, ranks=Part(rank, 3), **changes)[0] for rank in range(3)]
+    torch.testing.assert_close(sum(parts), alone + expected, atol=2e-5, rtol=1e-3)
+    learner = Learner(model, FlatOptimizer(model), LossSettings())
+    before = learner.optimizer.weights.clone()
+    learner.learn([], Ranks(), Random(0), **LEARN | {"lr": 0.1} | changes)
+    assert torch.equal(learner.optimizer.weights, before), "a batch without a signal takes no step"
 
 
 @pytest.mark.parametrize("changes", [{"length_norm": True}, {"ratio": "gspo"}, {"ratio": "cispo", "length_norm": True}])

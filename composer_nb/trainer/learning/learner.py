@@ -88,6 +88,7 @@ class Learner:
         clip: float,
         microbatch_tokens: int,
         final_lr_share: float = 1.0,
+        rehearsed: Sequence[Stream] = (),
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Learn one epoch over `streams` (the same list on every rank) in up to `minibatches` optimizer steps (fewer if there are
@@ -97,7 +98,8 @@ class Learner:
         some steps, for a gradient norm that is not finite.
 
         `denominator`: of the loss of all streams, divided evenly over the steps. `clip`: largest gradient norm.
-        `microbatch_tokens`: most tokens of a micro-batch."""
+        `microbatch_tokens`: most tokens of a micro-batch. `rehearsed`: demonstrations (the same on every rank), which add
+        −A log p to the sum, with routes of the model's own (InstructGPT's PPO-ptx: arXiv 2203.02155, eq. 2)."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         shuffled_families = families(streams)
@@ -113,8 +115,15 @@ class Learner:
             [(microbatch, self._batch(microbatch, ranks)) for microbatch in rank_part if microbatch or ranks.lockstep]
             for rank_part, _ in dealt
         ]
-        for step_batches, rate in zip(steps, rates, strict=True):
+        for number, (step_batches, rate) in enumerate(zip(steps, rates, strict=True)):
             self.optimizer.zero_()
+            self._rehearse(
+                rehearsed,
+                families(rehearsed)[number :: len(steps)],
+                ranks,
+                denominator / minibatches,
+                microbatch_tokens,
+            )
             for microbatch, batch in step_batches:
                 loss, metrics, gap_S = self._loss(batch, denominator / minibatches)
                 gaps.append(gap_S)
@@ -128,21 +137,42 @@ class Learner:
             self.optimizer.sum_(ranks)
             norms.append(self.optimizer.step(float(rate), clip))
             after()
+        figures = self._figures(totals, gaps, streams, ranks)
+        if ranks.world > 1 and dealt:
+            figures |= {name: float(np.mean([imbalances[name] for _, imbalances in dealt])) for name in dealt[0][1]}
+        return figures | {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+
+    def _rehearse(
+        self,
+        streams: Sequence[Stream],
+        families: Sequence[Sequence[int]],
+        ranks: Ranks,
+        denominator: float,
+        microbatch_tokens: int,
+    ) -> None:
+        """Add the gradient of −A log p over the tokens of demonstrations, each divided by `denominator`."""
+        parts = self._deal(streams, families, ranks, microbatch_tokens)[0] if families else []
+        for microbatch in (part for part in parts if part or ranks.lockstep):
+            batch = moved(ranks.split(flatten(microbatch)), self.model.embed.device)
+            logprob_S, _ = score(self.model, batch)
+            (-(batch.advantage_S * logprob_S).sum() / denominator).backward()
+
+    def _figures(
+        self, totals: Counter[str], gaps: Sequence[NDArray[np.float32]], streams: Sequence[Stream], ranks: Ranks
+    ) -> dict[str, float]:
+        """Return means over the tokens of all ranks, from this rank's sums and gaps."""
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
         token_count, forwarded_rows, agreed, choices, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
-        results = {name: ratio(value, token_count) for name, value in sums.items()}
-        results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
-        results["logprob_gap_p99"] = _p99(ranks, gaps)
+        figures = {name: ratio(value, token_count) for name, value in sums.items()}
+        figures["logprob_gap_p99"] = _p99(ranks, gaps)
         if self.settings.feedback:
-            results |= {"hinted": hinted, "feedback_kl": ratio(kl, hinted)}
-        if ranks.world > 1 and dealt:
-            results |= {name: float(np.mean([imbalances[name] for _, imbalances in dealt])) for name in dealt[0][1]}
+            figures |= {"hinted": hinted, "feedback_kl": ratio(kl, hinted)}
         if self.replay.on:
             forwarded_tokens = sum(len(stream.token_ids) - 1 for stream in streams)
             assert forwarded_rows == forwarded_tokens, "each row of routes is used exactly once"
-            results["replay_overlap"] = ratio(agreed, choices)
-            results["replay_implausible"] = ratio(implausible, choices)
-        return results
+            figures["replay_overlap"] = ratio(agreed, choices)
+            figures["replay_implausible"] = ratio(implausible, choices)
+        return figures
 
     def _deal(
         self, streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, microbatch_tokens: int

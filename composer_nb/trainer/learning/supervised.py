@@ -126,18 +126,20 @@ def train_step(
 def batch_of(model: Model, rows: Sequence[TokenRow], ranks: Ranks, min_weight: float = 0.0) -> FlatBatch:
     """Return this rank's part of `rows` as a tree, in which shared prefixes are forwarded once. Its targets are the tokens with a
     weight above 0 and at least `min_weight`, with their weights as `advantage_S`."""
-    streams = [
-        Stream(
-            token_ids=row.token_ids,
-            acted=(row.weight > 0) & (row.weight >= min_weight),
-            logprob=row.weight,
-            advantage=row.weight,
-            routes=np.zeros((0, 0, 0), np.uint8),
-        )
-        for row in rows
-    ]
+    streams = [stream_of(row, min_weight) for row in rows]
     batch: FlatBatch = moved(ranks.split(flatten(streams)), model.embed.device)
     return batch
+
+
+def stream_of(row: TokenRow, min_weight: float = 0.0, scale: float = 1.0) -> Stream:
+    """Return a row as a stream, whose targets have their weights times `scale` as advantages."""
+    return Stream(
+        token_ids=row.token_ids,
+        acted=(row.weight > 0) & (row.weight >= min_weight),
+        logprob=row.weight,
+        advantage=row.weight * np.float32(scale),
+        routes=np.zeros((0, 0, 0), np.uint8),
+    )
 
 
 def rows_of_rank(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:

@@ -55,7 +55,10 @@ def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if settings.get("control_steps"):
         return (*STAGES[: STAGES.index("rl")], "control", "eval_control")
     rl, midtrain = settings.get("rl", {}), settings.get("midtrain", {})
-    optional = {"finish": rl.get("start_weight") or rl.get("sharpness", [1.0]) != [1.0], "draft": midtrain.get("draft_steps")}
+    optional = {
+        "finish": rl.get("start_weight") or rl.get("sharpness", [1.0]) != [1.0],
+        "draft": midtrain.get("draft_steps"),
+    }
     return tuple(name for name in STAGES if optional.get(name, True))
 
 

@@ -53,15 +53,14 @@ from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, as_engine, variant
-from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
-from composer_nb.trainer.recipe.reader import stored_groups
 from composer_nb.trainer.recipe.stages import Stages, stage
-from composer_nb.trainer.records.batches import batch_file, save_batch
+from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.provenance import harness_digest
 from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, to_streams, tuning_scores
-from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
+from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner, rehearsal_of
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.weights import delta_sizes
 
@@ -506,10 +505,10 @@ def finish(s: Stages, info: dict[str, Any]) -> None:
         start.final_norm.data.div_(s.run.sharpness)
     average(model, start, r.start_weight)
     calibrate(s, model, r.sharpness, info)
-    if not r.sharpness and s.run.steps("rl"):
-        streams = [
-            stream for group in stored_groups(s.run)[1] for scored in group for stream in to_streams(scored.attempt)
-        ]
+    live_steps = [step["step"] for step in s.run.steps("rl") if step["live_groups"]]
+    if not r.sharpness and live_steps:
+        groups = load_batch(batch_file(s.run.path, live_steps[-1] - 1), tasks_by_id(s.run.path))
+        streams = [stream for group in groups for scored in group for stream in to_streams(scored.attempt)]
         info["sharpness"] = match_entropy(model, start, microbatches(streams, r.microbatch_tokens))
         s.say(f"sharpness {info['sharpness']:.2f}: as unsure as the start on the tokens of RL's last batch")
     s.publish(model, "final")
@@ -556,7 +555,7 @@ class InProcess:
         self.stages, self.settings, self.ranks, self.say = s, s.settings, s.ranks, s.say
         resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
         self.learner, self.step, self.before = resumed
-        self.hinter = hinter_of(s.run, s.settings)
+        self.hinter, self.rehearsal = hinter_of(s.run, s.settings), rehearsal_of(s.run, s.settings)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []
@@ -606,7 +605,8 @@ class InProcess:
         release_memory()
         if streams or self.step == self.stages.run.forked_at_step:
             self.stages.publish(self.learner.model, "before_final")
-        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
+        rehearsed = self.rehearsal(self.step)
+        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr, rehearsed)
         self.step += 1
         trained_s = time.perf_counter()
         clock = {"sample_s": sampled_s - self._begin, "wait_s": waited_s - sampled_s, "train_s": trained_s - waited_s}

@@ -26,7 +26,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.orchestrator import Orchestrator
-from composer_nb.trainer.services.services import hinter_of, store_url
+from composer_nb.trainer.services.services import hinter_of, rehearsal_of, store_url
 from composer_nb.trainer.services.slots import Group
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, changed, override
@@ -79,10 +79,11 @@ def replay(
         trainer = TrainerRank(0, run.path, replay_settings)
         trainer.begin(sharpness=run.sharpness)  # before it there is nothing to close
         stack.enter_context(closing(trainer))
-        hinter = hinter_of(run, settings)
+        hinter, rehearsal = hinter_of(run, settings), rehearsal_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), tasks)
-            metrics = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
+            streams = streams_of(groups, settings.loss, hinter)
+            metrics = trainer.learn(train.step, lr, streams, [], rehearsed=rehearsal(train.step))
             version, now = metrics["version"], metrics["hash"]
             was, first = hashes.get(version) or "", ""
             if was != now:

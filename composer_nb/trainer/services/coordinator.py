@@ -43,7 +43,7 @@ from composer_nb.trainer.services.finished import FinishedRollouts
 from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.run_copy import RunCopy
-from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, store_url
+from composer_nb.trainer.services.services import EngineService, EvaluationService, hinter_of, rehearsal_of, store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup, save_versions
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
@@ -92,7 +92,7 @@ class Coordinator:
         # Errors of engines, without numbers, since the last finished rollout.
         self.failures = Counter[str]()
         self.ended = self.stopped_early = False
-        self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
+        self.ranks, self.hinter, self.rehearsal = Ranks(), hinter_of(run, settings), rehearsal_of(run, settings)
         # The batch that is due next, the one that the loop has, and the trainer's answer to it.
         self.due: fsm.Train | None = None
         self.train: fsm.Train
@@ -523,7 +523,8 @@ class Coordinator:
         self.push()
         self.live = batch.step if streams else self.live
         rate, shared = self.journal.rate(batch.step), self.actors.share(streams)
-        reply = self.trainer.call("learn", batch.step, rate, shared, self.running, min(self.saved, self.live))
+        saved, rehearsed = min(self.saved, self.live), self.rehearsal(batch.step)
+        reply = self.trainer.call("learn", batch.step, rate, shared, self.running, saved, rehearsed)
         self.metrics, self.running = None, []
         self._expect(reply, self.trainer, partial(self._on_train_step, batch.step))
         while reply in self.pending:

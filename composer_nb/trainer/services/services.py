@@ -9,6 +9,7 @@ import copy
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,10 +26,12 @@ from composer_nb.harness.environment import Sandboxes, make_agent, trained_in
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import deal, load_rows
 from composer_nb.trainer.learning.learner import Learner, without_gradient
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.learning.supervised import stream_of
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import load_tokenizer
@@ -122,6 +125,21 @@ def hinter_of(run: RunDir, s: Settings) -> Hinter | None:
     return partial(hints_of, renderer=agent.renderer, tools=agent.tools)
 
 
+def rehearsal_of(run: RunDir, s: Settings) -> Callable[[int], list[Stream]]:
+    """Return a function from a step to the demonstrations that RL rehearses in it, with the advantage `rl.rehearsal`; none if
+    that or `sft.steps` is 0."""
+    if not (s.rl.rehearsal and s.sft.steps):
+        return lambda step: []
+    rows = [row for path in sorted((run.path / "data").glob("mistaken-*.npz")) for row in load_rows(path)]
+    dealt, batches = deal(rows, s.sft.tokens, Random(f"rehearsal {s.seed}")), list[list[int]]()
+
+    def batch(step: int) -> list[Stream]:
+        batches.extend(islice(dealt, max(0, step + 1 - len(batches))))
+        return [stream_of(rows[number], min_weight=1.0, scale=s.rl.rehearsal) for number in batches[step]]
+
+    return batch
+
+
 def learn_batch(
     learner: Learner,
     streams: Sequence[Stream],
@@ -129,9 +147,11 @@ def learn_batch(
     s: Settings,
     step: int,
     lr: float,
+    rehearsed: Sequence[Stream] = (),
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Learn from the batch of a step, with the same result in every process. Call `after` after each optimizer step."""
+    """Learn from the batch of a step, and from what it rehearses, with the same result in every process. Call `after` after each
+    optimizer step."""
     rl = s.rl
     if s.loss.centre_scores:
         learner.sampler = variant(learner.model, ENGINES[s.engine.numerics])
@@ -146,6 +166,7 @@ def learn_batch(
         lr=lr,
         clip=rl.clip,
         microbatch_tokens=rl.microbatch_tokens,
+        rehearsed=rehearsed,
         after=after,
     )
 

@@ -111,11 +111,17 @@ class TrainerRank:
         return self.step
 
     def learn(
-        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[RunningVersion], saved: int = 0
+        self,
+        step: int,
+        lr: float,
+        streams: Sequence[Stream],
+        running: Sequence[RunningVersion],
+        saved: int = 0,
+        rehearsed: Sequence[Stream] = (),
     ) -> dict[str, Any]:
-        """Learn from a batch in optimizer steps that are published one by one. Return metrics with the final version and its
-        hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store, because a
-        trainer that dies returns there.
+        """Learn from a batch, and from what it rehearses, in optimizer steps that are published one by one. Return metrics with
+        the final version and its hash. `running` are the engines' reports since the last call. Versions since step `saved` stay
+        in the store, because a trainer that dies returns there.
 
         Raises ValueError for a batch out of order, or the error of publishing an earlier version.
         """
@@ -129,7 +135,7 @@ class TrainerRank:
         start = time.perf_counter()
         if streams:
             self._before = (self.version, self._newest)
-        metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
+        metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, rehearsed, self._publish)
         self.step += 1
         while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
             self._publish()
