@@ -299,7 +299,7 @@ def test_another_tool_at_the_tours_tasks_answers_as_its_page_says(
     usual, changed = (EnvSettings(tasks=f"{module}:{kind}") for kind in ("Usual", "FirstLine"))
     tasks = own_tasks(usual)
     assert len(tasks) == 3 and [task.id for task in own_tasks(changed)] == [task.id for task in tasks]
-    call = turn([ToolCall(name="grep", arguments={"pattern": "return"})])
+    call = turn([ToolCall(name="grep", arguments={"pattern": "e"})])
     lines = []
     with Sandboxes() as sandboxes:
         for env in (usual, changed):
