@@ -37,13 +37,14 @@ def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[Non
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, once, so that everything ends as on Ctrl-C. For the main thread."""
+    """Make SIGTERM raise KeyboardInterrupt, once, so that everything ends as on Ctrl-C. SIGINT does so too where a script
+    started this process in the background, where it would be ignored. For the main thread."""
 
     def interrupt(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    with handling({signal.SIGTERM: interrupt}):
+    with handling({signal.SIGTERM: interrupt, signal.SIGINT: signal.default_int_handler}):
         yield
 
 

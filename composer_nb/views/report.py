@@ -180,7 +180,7 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             figures = {name: ", ".join(f"{n:,} {what}" for what, n in work.items()) for name, work in services.items()}
             yield f"host {host}", "; ".join(f"{name} {text}".rstrip() for name, text in figures.items())
     for name, score in report.get("eval", {}).items():
-        if errors := score.get("errors"):
+        if "same_as" not in score and (errors := score.get("errors")):
             yield f"errors of tools, {name}", errors_line(errors)
     if replay := report.get("replay"):
         off, on = (shown(replay[name]["logprob_gap_p99"], ".4f") for name in ("off", "on"))

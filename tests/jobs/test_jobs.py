@@ -76,6 +76,15 @@ def test_a_signal_after_the_last_cell_changes_nothing(tmp_path: Path):
     assert (tmp_path / "signalled").exists() and states(output)[-1] == "completed"
 
 
+def test_an_interrupt_ends_what_a_script_started_in_the_background() -> None:
+    code = (
+        "import os, signal; from composer_nb.jobs.processes import terminate_as_interrupt\n"
+        "with terminate_as_interrupt():\n    os.kill(os.getpid(), signal.SIGINT)"
+    )
+    process = subprocess.run(["sh", "-c", '"$0" -c "$1" & wait', sys.executable, code], capture_output=True, text=True)
+    assert "KeyboardInterrupt" in process.stderr
+
+
 def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     child = "import subprocess, time\np = subprocess.Popen(['sleep', '300'], start_new_session=True)\nprint(p.pid)"
     source = notebook(tmp_path / "n.ipynb", child, "print('begun')\ntime.sleep(300)", "print('never')")

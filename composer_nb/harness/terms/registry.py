@@ -28,7 +28,8 @@ def term_named(name: str) -> Term:
         try:
             return cast(Term, getattr(import_module(module), function))
         except Exception as error:  # whatever the module raises
-            raise ValueError(f"reward.weights names {name!r}, which cannot be imported ({error})") from None
+            problem = f"reward.weights names {name!r}, which cannot be imported ({error})"
+            raise ValueError(f"{problem}; install the module, or put its folder into PYTHONPATH") from None
     if name not in TERMS:
         for module in ("conduct", "style"):
             import_module(f"composer_nb.harness.terms.{module}")

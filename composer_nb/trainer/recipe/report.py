@@ -258,7 +258,7 @@ def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -
     scores_of_kind = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
     if not all("pass_within" in score for score in scores_of_kind.values()):
         return {}
-    baselines = [name for name in ("midtrained", "start") if name in scores_of_kind]
+    baselines = [name for name in ("start", "midtrained") if name in scores_of_kind]  # of equal ones the first
     *befores, after = (solved_by_task(run, name + suffix, 12) for name in (*baselines, "final"))
     gains = {name: _paired(before, after) for name, before in zip(baselines, befores, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())

@@ -34,6 +34,8 @@ def test_a_gain_is_over_the_tasks_of_both_and_over_the_better_by_figure(monkeypa
     assert gain["over_stronger"] == pytest.approx(over)
     within = gain["within_12"]["heldout"]
     assert (within["over"], within["gain"], within["n_tasks"]) == ("start", over["pass_at_1"], 3)
+    sampled["midtrained"] = sampled["start"]  # as where no stage is before RL
+    assert report.within_12(SimpleNamespace(), {name: score for name in sampled}, "heldout")["over"] == "start"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -262,11 +262,16 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvSettings:
     """The environment of the documents, as a module that can be imported."""
+    return EnvSettings(tasks=f"{module_of_the_page('Mine', tmp_path, monkeypatch)}:Mine")
+
+
+def module_of_the_page(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a module in `folder` of the code that has a class of this name, with 3 tasks in place of 300; return its name."""
     page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text(encoding="utf-8")
-    [code] = [part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "class Mine" in part]
-    (tmp_path / "mine_of_the_docs.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    return EnvSettings(tasks="mine_of_the_docs:Mine")
+    [code] = [part for part in re.findall(r"```python\n(.*?)```", page, re.S) if f"class {kind}" in part]
+    (folder / f"{kind.lower()}_of_the_docs.py").write_text(code.replace("300", "3"))
+    monkeypatch.syspath_prepend(folder)
+    return f"{kind.lower()}_of_the_docs"
 
 
 def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(documented: EnvSettings, tokenizer: Tokenizer) -> None:
@@ -285,6 +290,24 @@ def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(documented: Env
     own_environment: Any = documented.own
     [[scored]] = score_groups([[attempt]], RewardSettings(), LossSettings(), own_environment.reward)
     assert scored.reward.total == pytest.approx(0.96) and scored.reward.terms == {"own": pytest.approx(0.96)}
+
+
+def test_another_tool_at_the_tours_tasks_answers_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    module = module_of_the_page("FirstLine", tmp_path, monkeypatch)
+    usual, changed = (EnvSettings(tasks=f"{module}:{kind}") for kind in ("Usual", "FirstLine"))
+    tasks = own_tasks(usual)
+    assert len(tasks) == 3 and [task.id for task in own_tasks(changed)] == [task.id for task in tasks]
+    call = turn([ToolCall(name="grep", arguments={"pattern": "e"})])
+    lines = []
+    with Sandboxes() as sandboxes:
+        for env in (usual, changed):
+            agent = make_agent(env, tokenizer, Limits(turns=1, tokens=4000), sandboxes)
+            policy = ScriptedPolicy(agent.renderer, lambda rollout: iter([call]))
+            [(_, attempt)] = drive([agent.attempt(tasks[0], 0)], policy, sandboxes)
+            lines.append(attempt.rollout.turns[0].observation.splitlines())
+    assert len(lines[0]) > 1 and lines[1] == lines[0][:1]
 
 
 def test_an_environment_of_ones_own_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
