@@ -26,7 +26,7 @@ from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW, InfillSettings
-from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.loss import GROUPED, LossSettings
 from composer_nb.trainer.learning.optimizer import OptimizerSettings, trapezoid
 from composer_nb.trainer.learning.packing import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
@@ -312,8 +312,7 @@ class Settings:
                 self.rl.uncalibrated
                 and (self.meshed or not self.sft.sharpness or len(self.rl.sharpness) < 2 or not sft)
             ),
-            "rl.group=1: needs loss.baseline=batch or none": self.rl.group == 1
-            and self.loss.baseline in ("group", "pass_at_k"),
+            "rl.group=1: needs loss.baseline=batch or none": self.rl.group == 1 and self.loss.baseline in GROUPED,
             f"loss.pass_k={self.loss.pass_k}: must be below rl.group": self.loss.baseline == "pass_at_k"
             and self.loss.pass_k >= self.rl.group,
             "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,

@@ -25,6 +25,8 @@ from composer_nb.harness.plain import NotNegative, Positive, Share, Some, requir
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash", "mis"]
 Kl = Literal["k1", "k2", "k3"]
 Baseline = Literal["group", "none", "batch", "pass_at_k"]
+# Baselines that compare the rollouts of a group.
+GROUPED: tuple[Baseline, ...] = ("group", "pass_at_k")
 Gate = Literal["none", "mixed", "ties"]
 # Ratios whose terms are a detached weight per token times A ℓ.
 WEIGHTED = ("none", "cispo", "tis", "icepop")
@@ -87,8 +89,8 @@ class LossSettings:
         require_ranges(self, "loss")
         if self.std_norm and self.baseline != "group":
             raise ValueError("loss.std_norm needs loss.baseline=group, whose deviation it divides by")
-        if self.gate != "none" and self.baseline not in ("group", "pass_at_k"):
-            raise ValueError(f"loss.gate={self.gate} needs loss.baseline=group or pass_at_k, which compare a group")
+        if self.gate != "none" and self.baseline not in GROUPED:
+            raise ValueError(f"loss.gate={self.gate} needs loss.baseline={' or '.join(GROUPED)}, which compare a group")
         if self.centre_scores and self.ratio not in WEIGHTED:
             raise ValueError(f"loss.centre_scores needs loss.ratio={', '.join(WEIGHTED[:-1])} or {WEIGHTED[-1]}")
 
