@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     **{"midtrain.steps": 30, "midtrain.tokens": 512, "sft.steps": 6, "sft.tokens": 1024},
     **{"rl.steps": 3, "rl.prompts": 4, "rl.group": 4, "rl.checkpoint_every": 2, "rl.evaluate_every": 2},
     "services.on": False,
+    "rl.rehearsal": 0.0,  # the gradient that is logged is of the rollouts alone
     # So small a model solves nothing. Other terms make its rewards differ, so that there is something to train on.
     "rl.gate": False,
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},

@@ -177,11 +177,11 @@ def gates(judgements: Mapping[str, Mapping[str, Any]]) -> Picture:
     style.grouped(ax, [*names.values()], [*map(style.BarSeries, sides, (style.GREY, *style.COLORS), values)], ".0%")
     title(as_share(ax, 1.15), "before and after an update")
     change.axhline(0, color=style.GREY, linewidth=0.8)
-    for place, judgement in enumerate(judgements.values()):
+    for position, judgement in enumerate(judgements.values()):
         gain, low, high = (100 * value for value in (judgement["gain"], *judgement["ci95"]))
-        style.interval(change, [place, place], [low, high])
-        change.plot(place, gain, "o", color=style.COLORS[place], markersize=8)
-        style.note(change, place + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})", va="bottom")
+        style.interval(change, [position, position], [low, high])
+        change.plot(position, gain, "o", color=style.COLORS[position], markersize=8)
+        style.note(change, position + 0.08, gain, f"{gain:+.0f} ({low:+.0f} to {high:+.0f})", va="bottom")
     change.set(xticks=range(len(judgements)), xticklabels=list(judgements), xlim=(-0.5, len(judgements)), ymargin=0.15)
     title(change, "change of pass@1, 95 % over tasks", y="points")
     key(ax)

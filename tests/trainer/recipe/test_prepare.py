@@ -304,7 +304,7 @@ def test_another_tool_at_the_tours_tasks_answers_as_its_page_says(
     with Sandboxes() as sandboxes:
         for env in (usual, changed):
             agent = make_agent(env, tokenizer, Limits(turns=1, tokens=4000), sandboxes)
-            policy = ScriptedPolicy(agent.renderer, lambda rollout: iter([call]))
+            policy = ScriptedPolicy(agent.renderer, lambda rollout: (message for message in [call]))
             [(_, attempt)] = drive([agent.attempt(tasks[0], 0)], policy, sandboxes)
             lines.append(attempt.rollout.turns[0].observation.splitlines())
     assert len(lines[0]) > 1 and lines[1] == lines[0][:1]
