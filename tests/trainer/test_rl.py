@@ -118,7 +118,7 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
 
 @pytest.mark.parametrize("replay", [NO_REPLAY, FULL])
 def test_demonstrations_are_rehearsed_by_what_the_agent_wrote(make_model, sampled, replay: ReplaySettings) -> None:
-    """Their gradient is added, whatever the ratio's clip, the ranks, and the optimizer steps of a batch."""
+    """Their gradient is added, with and without replay, on one rank and on several; length norm divides it like a rollout's."""
     model = make_model(3)
     streams, shown = (
         sampled(model),
@@ -133,6 +133,11 @@ def test_demonstrations_are_rehearsed_by_what_the_agent_wrote(make_model, sample
     assert metrics | {"grad_norm": 0.0} == figures | {"grad_norm": 0.0}, "metrics are of the policy's own tokens"
     parts = [gradient(model, streams, ranks=Part(rank, 3), **changes)[0] for rank in range(3)]
     torch.testing.assert_close(sum(parts), alone + expected, atol=2e-5, rtol=1e-3)
+    normed = LossSettings(length_norm=True)
+    by_length = gradient(model, streams, settings=normed, **changes)[0] - gradient(model, streams, settings=normed)[0]
+    shares = [replace(s, advantage=s.advantage / s.acted[1:].sum()) for s in shown]
+    expected = torch.cat([slope.flatten() for slope in slopes_by_hand(model, shares)])
+    torch.testing.assert_close(by_length, expected, atol=2e-5, rtol=1e-3)
     learner = Learner(model, FlatOptimizer(model), LossSettings())
     before = learner.optimizer.weights.clone()
     learner.learn([], Ranks(), Random(0), **LEARN | {"lr": 0.1} | changes)

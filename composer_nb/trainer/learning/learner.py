@@ -150,12 +150,14 @@ class Learner:
         denominator: float,
         microbatch_tokens: int,
     ) -> None:
-        """Add the gradient of −A log p over the tokens of demonstrations, each divided by `denominator`."""
+        """Add the gradient of −A log p over the tokens of demonstrations, divided like those of rollouts."""
+        loss_settings = LossSettings(ratio="none", length_norm=self.settings.length_norm)
         parts = self._deal(streams, families, ranks, microbatch_tokens)[0] if families else []
         for microbatch in (part for part in parts if part or ranks.lockstep):
             batch = moved(ranks.split(flatten(microbatch)), self.model.embed.device)
             logprob_S, _ = score(self.model, batch)
-            (-(batch.advantage_S * logprob_S).sum() / denominator).backward()
+            of_tokens = logprob_S, logprob_S.detach(), batch.advantage_S, batch.rollout_S
+            policy_loss(*of_tokens, loss_settings, denominator, batch.length_S)[0].backward()
 
     def _figures(
         self, totals: Counter[str], gaps: Sequence[NDArray[np.float32]], streams: Sequence[Stream], ranks: Ranks
