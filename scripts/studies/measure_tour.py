@@ -92,14 +92,22 @@ def rescored(runs: Path, name: str, settings: Settings, source: RunDir, trained:
     """Return a fork of `source` that takes what RL left in `trained`, and does what follows RL by its own settings."""
     path = runs / name
     if not (path / "run.db").is_file():
-        new_run = fork(source, settings, runs=runs, name=name)
-        for source_weights in (trained.path / "weights" / "before_final", trained.trained_weights):
-            name = "before_final" if source_weights.name == "before_final" else "final"
-            shutil.copytree(source_weights, new_run.path / "weights" / name)
-        info = trained.finished("rl")
-        assert info is not None
-        new_run.finish("rl", info.pop("seconds"), info)
+        take_rl(fork(source, settings, runs=runs, name=name), trained)
     return finished(path, settings)
+
+
+def take_rl(run: RunDir, trained: RunDir) -> None:
+    """Take over RL's weights, metrics and batches, which the sharpness of the final policy is set on."""
+    for source_weights in (trained.path / "weights" / "before_final", trained.trained_weights):
+        name = "before_final" if source_weights.name == "before_final" else "final"
+        shutil.copytree(source_weights, run.path / "weights" / name)
+    for file in (trained.path / "rollouts").glob("rl_*"):
+        copy = shutil.copytree if file.is_dir() else shutil.copyfile
+        copy(file, run.path / "rollouts" / file.name)
+    run.take_steps("rl", trained.steps("rl"))
+    info = trained.finished("rl")
+    assert info is not None
+    run.finish("rl", info.pop("seconds"), info)
 
 
 def rl_after_control(runs: Path, name: str, settings: Settings, source: RunDir, taught: RunDir) -> RunDir:
