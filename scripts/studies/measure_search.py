@@ -28,7 +28,7 @@ from composer_nb.operations import console, overrides
 from composer_nb.tour.environment import Tour
 from composer_nb.tour.miniatures import MANY, make_miniatures
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
-from composer_nb.trainer.recipe.recipe import evaluate_model
+from composer_nb.trainer.recipe.evaluate import evaluate_model
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, from_dict, override

@@ -102,7 +102,7 @@ REVIEWED = {
     "production/agents.py jobs/directory.py jobs/file.py jobs/runner.py trainer/recipe/launch.py trainer/records/rundir.py",
     "the name of a served rollout, which requests hold to letters, digits and a few signs": "production/record.py",
     "names that the package makes itself": "doctor.py labs/rewards/judges.py labs/rewards/review.py operations/track.py "
-    "trainer/recipe/prepare.py trainer/recipe/recipe.py trainer/recipe/stages.py "
+    "trainer/recipe/evaluate.py trainer/recipe/prepare.py trainer/recipe/recipe.py trainer/recipe/stages.py "
     "trainer/services/finished.py trainer/services/services.py trainer/services/trainer_ranks.py views/report.py",
     "names that the kernel has": "harness/sandbox/docker.py harness/sandbox/granted.py",
     "regular files that a walk of the same folder, without its links, has found": "production/checkout.py "

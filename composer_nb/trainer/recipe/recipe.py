@@ -8,7 +8,6 @@ initial weights are published under its name as well.
 """
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,18 +20,17 @@ import torch
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
-from composer_nb.harness.bench import bootstrap, detectable, run_eval, summarise
+from composer_nb.harness.bench import run_eval
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Policy, Request, Trace
+from composer_nb.harness.policy import Policy, Request
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.registry import Term
 from composer_nb.production.fidelity import differences
 from composer_nb.trainer.drafts import HeadTrainer, load_draft, new_head, rows_of, save_draft
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.headroom import headroom, refusal
+from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
     TokenRow,
@@ -46,20 +44,21 @@ from composer_nb.trainer.learning.data import (
     with_gaps,
 )
 from composer_nb.trainer.learning.optimizer import trapezoid
-from composer_nb.trainer.learning.packing import Stream, flatten, microbatches, moved, score
+from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import release_memory
 from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, supervise
 from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, as_engine, variant
-from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
+from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.recipe.evaluate import calibrate, evaluate, evaluate_model
+from composer_nb.trainer.recipe.finish import finish
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.stages import Stages, stage
-from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
-from composer_nb.trainer.records.provenance import harness_digest
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, to_streams, tuning_scores
+from composer_nb.trainer.records.batches import batch_file, save_batch
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner, rehearsal_of
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.weights import delta_sizes
@@ -307,40 +306,6 @@ def control(s: Stages, info: dict[str, Any]) -> None:
     _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
 
 
-# Attempts per tuning task when a factor of the logits is judged.
-TUNING_TRIES = 2
-
-
-def calibrate(s: Stages, model: Model, factors: Sequence[float], info: dict[str, Any]) -> None:
-    """Multiply the logits of a policy by the factor with which sampling solves the most tuning tasks, or by the only factor.
-
-    A policy that imitates an expert who tries at random is as unsure as the expert. So RL and its control both start at their
-    best, as far as the intervals (`sharpness_ci95`, over tasks) distinguish the factors."""
-    if not factors:
-        return
-    if len(factors) == 1:
-        info["sharpness"] = factors[0]
-        model.final_norm.data.mul_(factors[0])
-        return
-    tasks, gain = s.tasks("tune"), model.final_norm
-    solved: dict[float, float] = {}
-    info["sharpness_ci95"] = interval = dict[str, list[float]]()
-    before = gain.detach().clone()
-    for factor in factors:
-        with torch.no_grad():
-            gain.copy_(before * factor)
-        passed = [attempt.grade.passed for attempt in evaluate_model(s, model, tasks, TUNING_TRIES, 1.0)]
-        by_task = np.array(passed, float).reshape(len(tasks), TUNING_TRIES).mean(1)
-        solved[factor], interval[str(factor)] = float(by_task.mean()), bootstrap(by_task, 0)
-    best = max(solved, key=lambda factor: (solved[factor], -factor))
-    with torch.no_grad():
-        gain.copy_(before * best)
-    info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
-    results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
-    lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
-    s.say(f"sharpness {best:g}: " + ", ".join(lines))
-
-
 def _taught(s: Stages) -> str:
     return "extended" if s.settings.extend.steps else "midtrained"
 
@@ -368,76 +333,6 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
     calibrate(s, model, s.settings.sft.sharpness, info)
     s.publish(model, name)
     _save_head(s, head, model, name, info)
-
-
-# Evaluation
-
-
-# Number of tasks of each kind that score a policy from an early stage.
-FEW = 100
-
-
-@stage("eval_{}")
-def evaluate(s: Stages, info: dict[str, Any], name: str) -> None:
-    """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. A base or
-    a mid-trained policy that training follows is scored on FEW of each, the base with one sample. Weights that were scored
-    before under another name take over its figures and rollouts (`same_as`)."""
-    if same := _scored(s, name):
-        if s.ranks.first:
-            for file in (s.run.path / "rollouts").glob(f"eval_{same}*"):
-                shutil.copyfile(file, file.with_name(file.name.replace(f"eval_{same}", f"eval_{name}")))
-            info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
-            del info["seconds"]
-        return
-    attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
-    if s.ranks.first:
-        sampled, greedy = attempts_by_kind["heldout"]
-        custom = s.settings.env.reward_function(s.settings.limits.seconds)
-        info |= summarise(sampled, greedy) | {"harness": harness_digest()}
-        info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
-        if "structures" in attempts_by_kind:
-            info["structures"] = summarise(*attempts_by_kind["structures"])
-        s.say(
-            f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
-            f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks; "
-            f"a change of pass@1 below {detectable(info['n_tasks'], info['k']):.3f} may not show"
-        )
-
-
-def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
-    """Return attempts of published weights at tasks of a kind, sampled and greedy, and store them in the run."""
-    tasks, samples = s.tasks(kind), s.settings.eval.samples
-    followed = {"base": s.settings.midtrain.steps + s.settings.sft.steps, "midtrained": s.settings.sft.steps}
-    if followed.get(name):
-        tasks, samples = tasks[:FEW], 1 if name == "base" else samples
-    model = s.policy(name)
-    sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
-    if s.ranks.first:
-        suffix = "" if kind == "heldout" else f"_{kind}"
-        save_attempts(s.run.path / "rollouts" / f"eval_{name}{suffix}.parquet", [*sampled, *greedy])
-    return sampled, greedy
-
-
-def _scored(s: Stages, name: str) -> str | None:
-    """Return the name under which the same weights were scored before, or None."""
-    folder, others = s.run.path / "weights", {"base", "midtrained"} - {name}
-    same = [other for other in sorted(others) if (folder / other).resolve() == (folder / name).resolve()]
-    return next((other for other in same if s.run.finished(f"eval_{other}") is not None), None)
-
-
-def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:
-    """Return a model's attempts at tasks, in order of task. The ranks share the work, and all return the same list."""
-    engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
-    slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
-    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes, samples, slots)
-    parts = s.ranks.gather([_light(attempt) for attempt in mine])
-    order = {task.id: index for index, task in enumerate(tasks)}
-    return sorted((attempt for part in parts for attempt in part), key=lambda attempt: order[attempt.task.id])
-
-
-def _light(attempt: Attempt) -> Attempt:
-    segments = tuple(replace(segment, trace=Trace()) for segment in attempt.rollout.segments)
-    return replace(attempt, rollout=replace(attempt.rollout, segments=segments))
 
 
 @stage("numerics")
@@ -491,61 +386,6 @@ def reinforcement(s: Stages, info: dict[str, Any]) -> None:
     work.save(work.step)
     info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
     s.publish(work.learner.model, "final")
-
-
-@stage("finish")
-def finish(s: Stages, info: dict[str, Any]) -> None:
-    """Average the policy that RL trained with its start, set its sharpness, and publish it as `final`. As RL left it, it stays as
-    `trained`."""
-    r = s.settings.rl
-    if not s.ranks.gather(s.weights("trained").exists())[0]:  # a resumed stage begins from the same weights
-        s.publish(s.load("final"), "trained")
-    model, start = s.load("trained"), s.load("start")
-    if r.uncalibrated:
-        start.final_norm.data.div_(s.run.sharpness)
-    average(model, start, r.start_weight)
-    calibrate(s, model, r.sharpness, info)
-    live_steps = [step["step"] for step in s.run.steps("rl") if step["live_groups"]]
-    if not r.sharpness and live_steps:
-        groups = load_batch(batch_file(s.run.path, live_steps[-1] - 1), tasks_by_id(s.run.path))
-        streams = [stream for group in groups for scored in group for stream in to_streams(scored.attempt)]
-        info["sharpness"] = match_entropy(model, start, microbatches(streams, r.microbatch_tokens))
-        s.say(f"sharpness {info['sharpness']:.2f}: as unsure as the start on the tokens of RL's last batch")
-    s.publish(model, "final")
-
-
-@torch.no_grad()
-def average(model: Model, start: Model, weight: float) -> None:
-    """Replace the weights θ of `model` by (1 − w) θ + w θ₀, with the weights θ₀ of `start` (WiSE-FT: arXiv 2109.01903, eq. 1; for
-    best of k: arXiv 2504.10478)."""
-    for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
-        parameter.lerp_(before, weight)
-
-
-# Bisections of a factor between ½ and 2: it is right to 1 %.
-HALVINGS = 6
-
-
-@torch.no_grad()
-def match_entropy(model: Model, start: Model, microbatches: Sequence[Sequence[Stream]]) -> float:
-    """Multiply the logits of `model` by the factor with which its mean entropy over the sampled tokens is that of `start`, and
-    return it, at least ½ and at most 2. Entropy falls with the factor, because its derivative is −factor · Var(logits).
-
-    RL pays for reward with entropy (arXiv 2505.22617, eq. 1). A policy surer than its start solves fewer tasks in several
-    attempts."""
-    batches = [moved(flatten(streams), model.embed.device) for streams in microbatches]
-
-    def entropy(policy: Model) -> float:
-        return float(torch.cat([score(policy, batch)[1] for batch in batches]).mean())
-
-    goal, gain, low, high = entropy(start), model.final_norm.detach().clone(), math.log(0.5), math.log(2.0)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        model.final_norm.copy_(gain * math.exp(middle))
-        low, high = (middle, high) if entropy(model) > goal else (low, middle)
-    factor = math.exp((low + high) / 2)
-    model.final_norm.copy_(gain * factor)
-    return factor
 
 
 class InProcess:

@@ -36,7 +36,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
     `headroom`         room for RL above its start (`headroom.headroom`)
     `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of midtrained and start
-    `midtrain`, `sft`  first and last point of the loss curves; for `sft` also the factor of the logits (`recipe.calibrate`)
+    `midtrain`, `sft`  first and last point of the loss curves; for `sft` also the factor of the logits (`evaluate.calibrate`)
     `finish`           the factor of the final policy's logits
     `extend`           the same for the long-context phase, with the losses on long rows before it
     `train`            see `training`

@@ -13,7 +13,7 @@ from torch import nn
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-from composer_nb.trainer.recipe import recipe, report
+from composer_nb.trainer.recipe import evaluate, finish, report
 from composer_nb.trainer.settings import Settings, override
 
 NO_ROUTES = np.zeros((0, 0, 0), np.uint8)
@@ -59,12 +59,12 @@ def test_the_best_factor_is_kept(
         count = solved[float(candidate.final_norm[0].detach()) / 0.5]
         return [SimpleNamespace(grade=SimpleNamespace(passed=n < count)) for n in range(samples)]
 
-    monkeypatch.setattr(recipe, "evaluate_model", attempts)
+    monkeypatch.setattr(evaluate, "evaluate_model", attempts)
     lines: list[str] = []
     s: Any = SimpleNamespace(ranks=SimpleNamespace(first=True), tasks={"tune": ["a task"]}.get, say=lines.append)
     s.settings = Settings()
     info: dict[str, Any] = {}
-    recipe.calibrate(s, model, factors, info)
+    evaluate.calibrate(s, model, factors, info)
     assert info.get("sharpness") == best and len(lines) == bool(solved)
     share = solved.get(best or 0.0, 0) / 2
     assert info.get("sharpness_ci95", {}).get(str(best)) == ([share, share] if solved else None), "of one task"
@@ -98,9 +98,9 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
         return policy
 
     def attempts(s: Any, policy: nn.Module, *others: Any) -> list[Any]:
-        return [SimpleNamespace(grade=SimpleNamespace(passed=bool(policy.final_norm > 5.0)))] * recipe.TUNING_TRIES
+        return [SimpleNamespace(grade=SimpleNamespace(passed=bool(policy.final_norm > 5.0)))] * evaluate.TUNING_TRIES
 
-    monkeypatch.setattr(recipe, "evaluate_model", attempts)
+    monkeypatch.setattr(evaluate, "evaluate_model", attempts)
     run = SimpleNamespace(sharpness=2.0, finished=lambda name: None, finish=lambda name, seconds, info: None)
     run.steps = lambda name: []  # no rollouts to measure entropy on
     s: Any = SimpleNamespace(
@@ -108,7 +108,7 @@ def test_rl_ends_with_the_mean_and_the_sharpness_that_settings_ask_for(
     )
     s.settings, s.run, s.load, s.publish = override(Settings(), values), run, load, publish
     for _ in range(2):
-        recipe.finish(s)
+        finish.finish(s)
         assert published == {"final": final, "trained": 3.0, "start": 4.0}
 
 
@@ -121,5 +121,5 @@ def test_a_policy_becomes_as_unsure_as_its_start(make_model: MakeModel, factor: 
     acted, none = np.arange(12) > 3, np.zeros(12, np.float32)
     rows = np.random.default_rng(0).integers(3, 60, (3, 12)).astype(np.int32)
     streams = [Stream(token_ids=row, acted=acted, logprob=none, advantage=none, routes=NO_ROUTES) for row in rows]
-    assert recipe.match_entropy(model, start, [streams[:1], streams[1:]]) == pytest.approx(expected, rel=0.02)
+    assert finish.match_entropy(model, start, [streams[:1], streams[1:]]) == pytest.approx(expected, rel=0.02)
     torch.testing.assert_close(model.final_norm, start.final_norm * factor * expected, rtol=0.02, atol=0)
