@@ -131,9 +131,10 @@ def lines(
     zero: bool = True,
     window: int = WINDOW,
 ) -> Chart:
-    """Draw one line per `line` over `step`: its `value` faintly, the mean over `window` steps bold, and from `low` to `high` a
-    band. A row with `event` is a mark on the axis, one with `bound` a level, one with `point` a point of its `line`. Hovering
-    tells the values of a step; Shift and the wheel zoom, dragging moves, a double click shows all."""
+    """Draw one line per `line` over `step`: the mean of the last `window` values bold, each `value` faintly if there is one line
+    only, and from `low` to `high` a band. A row with `event` is a mark on the axis, one with `bound` a level, one with `point` a
+    point of its `line`. Hovering tells the values of a step; Shift and the wheel zoom, dragging moves, a double click shows
+    all."""
     share = {"scale": {"domainMax": 1.02, "domainMin": 0}} if unit == "share" else {"scale": {"zero": zero}}
     at = _number("step", x, "d", scale={"nice": False})
     smooth = {
@@ -147,15 +148,16 @@ def lines(
     hover = {"name": "hover", "select": {**pointer, "on": "pointerover", "clear": "pointerout"}}
     drag = {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"}
     by_line = {"color": color([row["line"] for row in rows if "line" in row], colors), "y": level}
-    raw = {**level, "field": "value"}
     mark = {"type": "line", "clip": True}
     number_of_steps = len({row.get("step") for row in rows})
     fields = {name for row in rows for name in row}
+    several = len({row["line"] for row in rows if "value" in row}) > 1  # whose faint lines would be one tangle
     layers = [
-        {"mark": {**mark, "strokeOpacity": 0.3, "strokeWidth": 1}, "encoding": {**by_line, "y": raw}, "transform": [is_value],
+        {"mark": {**mark, "strokeOpacity": 0.3, "strokeWidth": 1}, "transform": [is_value],
+         "encoding": {**by_line, "y": {**level, "field": "value"}}},
+        {"mark": {**mark, "point": number_of_steps < 12}, "encoding": by_line, "transform": [is_value],
          "params": [{"name": "zoom", "select": drag, "bind": "scales"}]},
-        {"mark": {**mark, "point": number_of_steps < 12}, "encoding": by_line, "transform": [is_value]},
-    ]  # fmt: skip
+    ][several:]  # fmt: skip
     extra = {
         "low": {"mark": {"type": "area", "clip": True, "fillOpacity": 0.15},
                 "encoding": {**by_line, "y": {**level, "field": "low"}, "y2": {"field": "high"}}},
@@ -171,7 +173,7 @@ def lines(
         for name, layer in extra.items()
         if name in fields
     ]
-    layers.insert(2, {
+    layers.insert(2 - several, {
         "transform": [is_value, {"pivot": "line", "value": "value", "groupby": ["step"]}], "params": [hover],
         "mark": {"type": "rule", "tooltip": {"content": "data"}, "color": GREY, "strokeWidth": 2, "clip": True},
         "encoding": {"opacity": {"condition": {"value": 0.6, "param": "hover", "empty": False}, "value": 0}},

@@ -262,11 +262,14 @@ def tools_archive(backend: Backend) -> bytes:
 
 def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, PatchVerdict]:
     """Return the verdicts of common graders on a workspace, by rule. All judge one pytest run where the agent worked, with the
-    hidden tests `ids` copied in; `tools` comes from `tools_archive`. Raises SandboxDied."""
+    hidden tests `ids` copied in; `tools` comes from `tools_archive`. Raises TimeoutError if that run did not end, and
+    SandboxDied."""
     sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
     sandbox.upload({path: text.encode() for path, text in task.tests.items()})
     command = ["python3", "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", *filter(is_test_module, task.tests)]
-    result = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30)
+    result = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30, granted=True)
+    if result.timed_out:
+        raise TimeoutError("pytest did not end, so there is no verdict")
     lines = result.stdout.decode("utf-8", "replace").splitlines()
     ids_by_word = {
         word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}

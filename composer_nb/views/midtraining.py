@@ -53,9 +53,10 @@ def yields_picture(report: Mapping[str, Any]) -> Picture:
 
 def bases_picture(rows: Sequence[Mapping[str, Any]]) -> Picture:
     """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation, and 95 % intervals over questions."""
-    picture = Picture(9.5, 0.8 + 0.35 * len(rows))
-    kinds = {"fresh_knowledge": "fresh knowledge, 95 % (more)", "state_distance": "state tracking, edits (less)"}
-    kinds["bits_per_byte"] = "codebase, bits per byte (less)"
+    picture = Picture(9.5, 1.0 + 0.35 * len(rows))
+    kinds = {"fresh_knowledge": "fresh knowledge, share right\n(more is better)"}
+    kinds["state_distance"] = "state tracking, characters off\n(less is better)"
+    kinds["bits_per_byte"] = "codebase, bits per byte\n(less is better)"
     for ax, (kind, text) in zip(picture.panels(1, 3, sharey=True), kinds.items(), strict=True):
         title(style.bars(ax, {row["base"]: row[kind] for row in rows}, style.BLUE), text)
     for number, row in enumerate(rows):
@@ -111,8 +112,9 @@ def against_tokens(
     return picture
 
 
-def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Picture:
-    """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss."""
+def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str, switch: float) -> Picture:
+    """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss, and
+    the `switch`, the tokens after which demonstrations begin."""
     picture = Picture(9.5, 3.2)
     panels = picture.panels(1, 2)
     for (name, (tokens, *losses)), hue, mark in zip(runs.items(), (style.BLUE, style.VERMILION), "os", strict=False):
@@ -121,6 +123,7 @@ def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Pi
     title(panels[0], "held-out code", "tokens", unit)
     title(panels[1], "what the agent writes, held out", "tokens", "nats a token")
     for ax in panels:
+        ax.axvline(switch, color=style.GREY, linestyle=":", label="demonstrations begin")
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     panels[1].set_yscale("log")
     style.log_axis(panels[1].yaxis)

@@ -130,7 +130,7 @@ def mismatch(report: Mapping[str, Any]) -> Figure:
 
 
 def differences(title: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
-    """Return differences with their intervals: one over 0 shows none."""
-    return bars(
-        title, [*rows], dict.fromkeys((row["name"] for row in rows), style.INK), unit="share", form="+.0%", mark="point"
-    )
+    """Return differences of shares, in points, with their intervals: one over 0 shows none."""
+    colors = dict.fromkeys((row["name"] for row in rows), style.INK)
+    rows = [{**row, **{end: row[end] and 100 * row[end] for end in ("value", "low", "high")}} for row in rows]
+    return bars(f"{title}, percentage points", rows, colors, form="+.0f", mark="point")

@@ -86,7 +86,7 @@ def test_the_bars_are_the_scores_and_what_is_missing_is_a_dash(tiny_run: RunDir)
     assert (bars["pass@1", "final"]["low"], bars["pass@1", "final"]["high"]) == (0.4, 0.6)
     assert bars["greedy", "base"]["value"] is None and bars["greedy", "base"]["low"] is None
     assert f"{final['n_tasks']} held-out tasks (base 3)" in chart.title
-    assert gains.rows[0]["value"] == report["gain"]["within_12"]["heldout"]["gain"]
+    assert gains.rows[0]["value"] == 100 * report["gain"]["within_12"]["heldout"]["gain"]
     assert [row["name"] for row in gains.rows] == ["heldout over midtrained", "structures over start"]
     names = ["pass_at_1", "pass_greedy", "retries_after_failed_test"]
     assert list(scores.table(report, names).loc["base"][1:]) == ["–", "–"]

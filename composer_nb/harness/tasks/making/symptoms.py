@@ -63,7 +63,7 @@ def symptom(key: str, test: str, result: TestResult, failure: Failure | None) ->
     statement = _failing(function, failure.line) if function and failure else None
     if failure is None or function is None or statement is None or isinstance(statement, ast.Raise):
         return None  # a test that raises by itself shows no call
-    values = _given(function, failure.values)
+    values = _given(tree, function, failure.values)
     filled = _filled(statement, values)
     if (reproduction := _reproduced(tree, function, statement, values)) is None:
         return None
@@ -241,9 +241,11 @@ def _filled(statement: ast.stmt, values: Mapping[str, ast.expr]) -> ast.stmt:
     return filled
 
 
-def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]:
-    """Return the plain values of a test's parameters and of its loops' variables."""
+def _given(tree: ast.Module, function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]:
+    """Return the plain values of a test's parameters and of its loops' variables. A fixture of the module is shown instead: its
+    value may be what the bug made of it."""
     variables = {arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]}
+    variables -= {n.name for n in tree.body if isinstance(n, Function) and "request" not in _stored(n)}
     variables |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
     assigned = {n for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign) for n in _stored(node)}
     texts = {name: text for name, text in values.items() if name in variables - assigned and len(text) <= MAX_QUOTE}

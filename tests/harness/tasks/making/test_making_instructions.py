@@ -105,7 +105,7 @@ LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresul
          {"call": "chunks([1], 0)", "exception": "TypeError", "missing": "ValueError"}),
         (symptom_of("TestStack::test_order", "clamp(3)", message="3 != 4"),
          {"call": "clamp(3)", "expected": "4", "actual": "3"}),
-        (symptom_of("test_full", "full.size", compared=["==", "'test_full.<locals>.x'", "2"]),
+        (symptom_of("test_full", "full.size", values={"full": "[]"}, compared=["==", "'test_full.<locals>.x'", "2"]),
          {"code": "from shapes import Stack\n@pytest.fixture\ndef full():\n    return Stack([1, 2])\n"
                   "assert full.size == 2", "actual": "'x'", "setup": ()}),
     ],
