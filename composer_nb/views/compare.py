@@ -97,7 +97,7 @@ def table(comparison: Mapping[str, Any]) -> Group:
 
 def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, Any]] = MappingProxyType({})) -> str:
     """Return a comparison of runs, or of evaluations, as one HTML page; `figures` are (caption, figure) by name."""
-    names = " and ".join(_names(comparison))
+    names = "{} (first) and {} (second)".format(*_names(comparison))
     body = [f"<h1>{html.escape(names)}</h1>"]
     body += [f"<p class=note>{html.escape(line)}</p>" for line in _notes(comparison)]
     body += [figure(name, caption, drawing) for name, (caption, drawing) in figures.items()]
