@@ -22,7 +22,6 @@ from composer_nb.views.charts import WINDOW, Figure, bars, scored
 from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
 
-# What legends and tables call the runs.
 LABELS = ("first", "second")
 
 

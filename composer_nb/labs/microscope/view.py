@@ -103,8 +103,7 @@ def apart(report: Examination) -> Picture:
     apart_PT = report.apart_PN[:, start : start + report.lengths[number]]
     picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(report.places))
     size_PT = np.log10(np.maximum(apart_PT, 1e-8))
-    differing = size_PT[size_PT > -8]
-    least = math.floor(np.quantile(differing, 0.01)) if differing.size else -8
+    least = math.floor(np.min(size_PT, where=size_PT > -8, initial=-1.0))
     image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=least, vmax=0, interpolation="nearest")
     names = [part if layer < 0 else f"{layer} {part}" for layer, part in report.places]
     ax.set_yticks(range(len(names)), names)
