@@ -90,13 +90,13 @@ def bits(stored: Mapping[str, Sequence[int]], restored: Mapping[str, Sequence[fl
         kinds = [kind for kind, width in zip(FIELDS, widths, strict=True) for _ in range(width)]
         for index, number in enumerate(numbers):
             for position, kind in enumerate(kinds):
-                at = index * 22 + position
+                at = index * 24 + position
                 ax.add_patch(Rectangle((at, -row - 0.4), 0.92, 0.8, color=FIELDS[kind]))
                 bit = number >> (len(kinds) - 1 - position) & 1
                 ax.text(at + 0.46, -row, str(bit), ha="center", va="center", fontsize=7.5, color=style.DARK)
             product = f" → {restored[name][index]:.3g}" if name in restored else ""
-            style.note(ax, index * 22 + len(kinds), -row, f" = {decimal(name, number):.3g}{product}", fontsize=8)
-    ax.set(xlim=(-0.5, 22 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
+            style.note(ax, index * 24 + len(kinds), -row, f" = {decimal(name, number):.3g}{product}", fontsize=8)
+    ax.set(xlim=(-0.5, 24 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
     ax.set_yticks([-row for row in range(len(stored))], list(stored))
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)

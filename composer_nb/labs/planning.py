@@ -369,13 +369,15 @@ class Fleet:
 
 
 def sweep(
-    x: Sequence[float], across: str, series: Mapping[str, Sequence[Mapping[str, Any]]], headings: Mapping[str, str]
+    x: Sequence[float], across: str, series: Mapping[str, Sequence[Any]], headings: Mapping[str, str], limit: float = 0
 ) -> Picture:
-    """Draw results of `simulate`: a panel per figure in `headings` (name → heading), a line per series, over `x` (`across`)."""
+    """Draw results of `simulate` over `x` (`across`): a panel per figure in `headings`, a line per series, `limit` dashed."""
     picture = Picture(4.2 * len(headings), 3.0)
     for ax, (name, heading) in zip(picture.panels(1, len(headings)), headings.items(), strict=True):
         for (label, results), color in zip(series.items(), style.COLORS, strict=False):
             ax.plot(x, [result[name] for result in results], "o-", color=color, markersize=4, label=label)
+        if limit and name == "samples_s":
+            ax.axhline(limit, color=style.GREY, linestyle="--", label="the trainer's limit")
         if min(x) > 0:
             ax.set_xscale("log")
             style.log_axis(ax.xaxis)

@@ -17,10 +17,12 @@ from rich.table import Table
 
 from composer_nb.harness.untrusted import visible
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views import style
 from composer_nb.views.charts import WINDOW, Figure, bars, scored
 from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
-from composer_nb.views.scores import differences
+
+LABELS = ("first", "second")
 
 
 def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, Figure]]:
@@ -44,18 +46,19 @@ def scores(comparison: Mapping[str, Any]) -> Figure:
     rows = [
         scored(name, s["pass_at_1"], s["ci95"], series=label)
         for name, part in shared.items()
-        for label, s in zip(labels(comparison), part["scores"], strict=True)
+        for label, s in zip(LABELS, part["scores"], strict=True)
     ]
     gaps = {name: part["difference"] for name, part in shared.items()}
     how = "paired by task" if all(gap["paired"] for gap in gaps.values()) else "not paired"
     spans = [scored(name, gap["pass_at_1"], gap["ci95"]) for name, gap in gaps.items()]
     bar_chart = bars("solved, held-out tasks, pass@1", rows, unit="share", form=".2f")
-    return Figure([bar_chart, differences(f"second − first, {how}", spans)])
+    ink = dict.fromkeys(gaps, style.INK)
+    return Figure([bar_chart, bars(f"second − first, {how}", spans, ink, form="+.2f", mark="point")])
 
 
 def curves(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> Figure:
     """Draw curves of RL in both runs."""
-    steps = {label: [run.steps("rl")] for label, run in zip(labels(comparison), (first, second), strict=True)}
+    steps = {label: [run.steps("rl")] for label, run in zip(LABELS, (first, second), strict=True)}
     return Figure(overlaid(steps), note="RL has not reached its first checkpoint yet in either run")
 
 
@@ -65,15 +68,9 @@ def times(comparison: Mapping[str, Any]) -> Figure:
     rows = [
         {"name": name, "series": label, "value": comparison["wall_s"].get(name, (0, 0))[side] or 0.0}
         for name in names
-        for side, label in enumerate(labels(comparison))
+        for side, label in enumerate(LABELS)
     ]
     return Figure([bars("seconds by part of the recipe", rows, form=",.0f")], width=700)
-
-
-def labels(comparison: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of the runs; a run compared with itself gets two."""
-    names = [run["run"] for run in comparison["runs"]]
-    return names if names[0] != names[1] else [f"{names[0]}, first", f"{names[1]}, second"]
 
 
 # As text
@@ -84,7 +81,7 @@ _PARTS = {
     "train": "reinforcement learning",
     "wall_s": "seconds",
 }
-_HEAD = ("tools", "first", "second", "difference", "95 %", "tasks")
+_HEAD = ("tools", *LABELS, "difference", "95 %", "tasks")
 Section = tuple[str, Sequence[str], list[tuple[str, ...]]]
 
 
@@ -99,7 +96,7 @@ def table(comparison: Mapping[str, Any]) -> Group:
 
 def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, Any]] = MappingProxyType({})) -> str:
     """Return a comparison of runs, or of evaluations, as one HTML page; `figures` are (caption, figure) by name."""
-    names = " and ".join(_names(comparison))
+    names = "{} (first) and {} (second)".format(*_names(comparison))
     body = [f"<h1>{html.escape(names)}</h1>"]
     body += [f"<p class=note>{html.escape(line)}</p>" for line in _notes(comparison)]
     body += [figure(name, caption, drawing) for name, (caption, drawing) in figures.items()]

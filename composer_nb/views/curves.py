@@ -50,8 +50,8 @@ METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         "share",
         (
             ("unfinished", style.GREY, "never finished"),
-            ("dead", style.SKY, "groups: no signal"),
             ("invalid_call_rate", style.VERMILION, "invalid calls"),
+            ("dead", style.SKY, "groups: no signal"),
         ),
     ),
 }

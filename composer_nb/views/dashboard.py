@@ -70,7 +70,7 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
         wall_s = sum(point["time"]["wall_s"] for point in recent)
         yield (
             "trainer busy",
-            f"{utilisation(status):.0%} of the time of RL steps; the last took {wall_s / len(recent):.1f} s",
+            f"{utilisation(status):.0%} of the time of RL steps; the last {len(recent)} took {wall_s / len(recent):.1f} s each",
         )
         yield "tokens sampled a second", f"{sum(point.get('sampled') or 0 for point in recent) / wall_s:,.0f}"
         yield "reward", reward_trend(status.steps)

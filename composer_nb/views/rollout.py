@@ -204,7 +204,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
             ink = "white" if share < 0.6 * use_LE.max() else style.DARK
             ax.text(expert, layer, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink)
     ax.set_xticks(range(use_LE.shape[1]), [str(n) for n in range(use_LE.shape[1])], fontsize=8.5)
-    ax.set_yticks(range(len(use_LE)), [f"layer {n + 1}" for n in range(len(use_LE))], fontsize=8.5)
+    ax.set_yticks(range(len(use_LE)), [f"layer {n}" for n in range(len(use_LE))], fontsize=8.5)
     even_share = experts_per_token / use_LE.shape[1]
     title(ax, f"share of tokens by expert, RL step {number + 1} (even use: {even_share:.0%})", "expert")
     picture.colorbar(image, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
@@ -250,9 +250,9 @@ def _route_lines(segment: Segment, position: int) -> Iterator[str]:
     trace = segment.trace
     if not len(trace.routes) or not trace.route_valid[position]:
         return
-    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[position], trace.gates[position], strict=True), 1):
+    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[position], trace.gates[position], strict=True)):
         shares = ", ".join(f"{expert} ({gate:.2f})" for expert, gate in zip(experts_K, gates_K, strict=True))
-        yield f"layer {layer}: experts {shares}, margin {trace.margins[position][layer - 1]:.2f}"
+        yield f"layer {layer}: experts {shares}, margin {trace.margins[position][layer]:.2f}"
 
 
 Floats = NDArray[np.float64]

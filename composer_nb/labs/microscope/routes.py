@@ -31,7 +31,7 @@ def flips(pairs: Mapping[str, Comparison]) -> Picture:
     layers, margins = picture.panels(1, 2)
     hues = dict(zip(pairs, itertools.cycle(_HUES), strict=False))
     sides = [style.BarSeries(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in pairs.items()]
-    style.grouped(layers, [str(layer + 1) for layer in range(len(sides[0].values))], sides)
+    style.grouped(layers, [str(layer) for layer in range(len(sides[0].values))], sides)
     for (name, pair), mark in zip(pairs.items(), itertools.cycle(_MARKS), strict=False):
         margins.plot(*by_margin(pair), color=hues[name], marker=mark, markersize=4, label=name)
     layers.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
@@ -143,10 +143,10 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
         for k in range(routes_TLK.shape[2]):
             ax.plot(range(tokens), routes_TLK[:, layer, k], "os"[k % 2], color=_HUES[k % 5], markersize=4.5)
         ax.set(ylim=(experts - 0.5, -0.5), yticks=range(0, experts, 2))
-        ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
+        ax.set_ylabel(f"layer {layer}", fontsize=8.5, color=style.INK)
     labels = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
     picture.axes[-1].set_xticks(range(tokens), labels, rotation=70, ha="right", fontsize=8)
-    title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 1: expert")
+    title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 0: expert")
     return picture
 
 
@@ -174,7 +174,7 @@ def flip_map(engine: Trace, trainer: Trace) -> Picture:
     image = ax.imshow(np.log10(margin_TL.T), aspect="auto", cmap="cividis_r", vmin=-4, vmax=0, interpolation="nearest")
     for token, layer in np.argwhere(flipped_TL).tolist():
         ax.plot(token, layer, "o", markersize=8, fillstyle="none", color=style.VERMILION, markeredgewidth=1.8)
-    ax.set_yticks(range(margin_TL.shape[1]), [str(layer + 1) for layer in range(margin_TL.shape[1])])
+    ax.set_yticks(range(margin_TL.shape[1]), [str(layer) for layer in range(margin_TL.shape[1])])
     ax.grid(visible=False)
     picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
     title(ax, "margins; rings: the trainer would choose other experts", "token", "layer")

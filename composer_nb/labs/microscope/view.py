@@ -103,7 +103,8 @@ def apart(report: Examination) -> Picture:
     apart_PT = report.apart_PN[:, start : start + report.lengths[number]]
     picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(report.places))
     size_PT = np.log10(np.maximum(apart_PT, 1e-8))
-    image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest")
+    least = math.floor(np.min(size_PT, where=size_PT > -8, initial=-1.0))
+    image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=least, vmax=0, interpolation="nearest")
     names = [part if layer < 0 else f"{layer} {part}" for layer, part in report.places]
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
