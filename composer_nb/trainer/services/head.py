@@ -238,13 +238,11 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 def holder(lock: Path) -> int | None:
     """Return the id of the process that holds a lock; None without a holder, 0 if it has not written its id yet."""
-    try:
-        with lock.open("rb") as file:
+    with suppress(FileNotFoundError), lock.open("rb") as file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return None
-    except BlockingIOError:
-        return int(lock.read_text().strip() or 0)
+        except BlockingIOError:
+            return int(file.read().strip() or 0)  # of this file, which may be removed by now
     return None
 
 

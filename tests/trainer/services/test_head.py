@@ -191,3 +191,17 @@ def test_a_token_is_never_read_in_part(tmp_path: Path) -> None:
         [value] = set(starters.map(token, range(64)))
     assert len(value) == 64 and file.stat().st_mode & 0o777 == 0o600
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_lock_that_is_removed_while_it_is_read_still_has_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "launch.lock"
+    lock.write_text("4711\n")
+
+    def flock(file: object, operation: int) -> None:
+        lock.unlink()
+        raise BlockingIOError
+
+    monkeypatch.setattr(head.fcntl, "flock", flock)
+    assert holder(lock) == 4711 and holder(lock) is None
