@@ -1,6 +1,7 @@
 """A head's life: up, attach, renew, lease, down, SIGKILL and reap. What it carries here is a process and a folder, not Ray;
 `test_services_ray.py` has a real one."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -203,5 +204,5 @@ def test_a_lock_that_is_removed_while_it_is_read_still_has_its_holder(
         lock.unlink()
         raise BlockingIOError
 
-    monkeypatch.setattr(head.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert holder(lock) == 4711 and holder(lock) is None
