@@ -237,6 +237,16 @@ def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
     return [float(x) for x in np.quantile(resampled(values, seed), [0.025, 0.975])]
 
 
+# Quantiles .975 of Student's t for 2, 3, … values; more have the last.
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half the 95 % interval of the mean of a few values, as of seeds (Student's t); None for fewer than two."""
+    n = len(values)
+    return T_975[min(n - 2, len(T_975) - 1)] * float(np.std(values, ddof=1)) / sqrt(n) if n > 1 else None
+
+
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share of n (1927): the p with |share − p| ≤ z √(p(1 − p)/n); (0, 1) for n = 0."""
     if not n:

@@ -1,7 +1,5 @@
 """The environment of a run: settings for its tasks, tools, chat format and sandboxes."""
 
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,10 +7,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, update_wrapper
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal, Protocol, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -27,6 +23,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.plain import import_for_user
 from composer_nb.harness.rewards import OWN, fault
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
@@ -56,15 +53,6 @@ GENERATOR = "composer_nb.tour.environment:Tour"
 
 # Beginnings of the names of environments of others, and the module that makes custom ones of them.
 FOREIGN, OPENED_BY = ("openenv:", "verifiers:"), "composer_nb.production.foreign"
-
-
-def import_for_user(module: str) -> ModuleType:
-    """Import a module of the user's. One that is found nowhere else may lie in the current folder. The folder is added to the
-    path only then, and last: it may be untrusted."""
-    first = module.partition(".")[0]
-    if first not in sys.modules and find_spec(first) is None:
-        sys.path += {os.getcwd()} - {*sys.path}
-    return import_module(module)
 
 
 @lru_cache(maxsize=8)

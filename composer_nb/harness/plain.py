@@ -1,12 +1,17 @@
-"""Plain values: portable JSON, and types and ranges of settings."""
+"""Plain values: portable JSON, types and ranges of settings, and the functions that settings name."""
 
 import json
 import math
+import os
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
-from typing import Annotated, Any
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -36,6 +41,25 @@ def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: TypeAdapter(hint, config=strict) for name, hint in hints.items() if not is_dataclass(hint)}
+
+
+def import_for_user(module: str) -> ModuleType:
+    """Import a module of the user's. One that is found nowhere else may lie in the current folder. The folder is added to the
+    path only then, and last: it may be untrusted."""
+    first = module.partition(".")[0]
+    if first not in sys.modules and find_spec(first) is None:
+        sys.path += {os.getcwd()} - {*sys.path}
+    return import_module(module)
+
+
+def function_named(name: str, setting: str) -> Callable[..., Any]:
+    """Return the function `MODULE:FUNCTION` of the user's. Raises ValueError, which names the setting, if there is none."""
+    module, _, function = name.partition(":")
+    try:
+        return cast(Callable[..., Any], getattr(import_for_user(module), function))
+    except (Exception, SystemExit) as error:  # whatever the module raises
+        problem = f"{setting} names {name!r}, which cannot be imported ({error})"
+        raise ValueError(f"{problem}; install the module, or put its folder into PYTHONPATH") from None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -359,25 +359,37 @@ def _graded_again(args: argparse.Namespace, run: Any, fitting: Sequence[Any]) ->
 
 @command(
     "compare",
-    arg("paths RUN|EVAL", "two runs, or folders of eval; more of these are drawn on the page", nargs="+", type=Path),
+    arg(
+        "paths RUN|EVAL",
+        "two runs, or more by arm and seed; or folders of eval, of which --html draws several",
+        nargs="+",
+        type=Path,
+    ),
     HTML,
     JSON,
 )
 def compare(args: argparse.Namespace) -> int:
-    """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
+    """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task.
+
+    Of more runs, those that differ in their seeds alone are an arm, and each arm is compared with the first over seeds."""
     from composer_nb.harness.files import read_json
     from composer_nb.production.bench import compare_evals
+    from composer_nb.trainer.recipe.arms import compare_arms
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
     from composer_nb.views.agent import pareto
-    from composer_nb.views.compare import figures, page, table
+    from composer_nb.views.compare import arms_page, arms_table, figures, page, table
 
     runs = any((path / "run.db").is_file() for path in args.paths)
-    if len(args.paths) < 2 or (len(args.paths) > 2 and (runs or not args.html)):
+    if len(args.paths) < 2 or (len(args.paths) > 2 and not runs and not args.html):
         names = " ".join(map(str, args.paths))
         raise ValueError(
-            f"compare {names}: give two runs, or two folders of eval; or with --html, which draws all, several"
+            f"compare {names}: give two runs or more, or two folders of eval; or with --html, which draws all, several"
         )
+    if len(args.paths) > 2 and runs:
+        arms = compare_arms([ReadOnly(path) for path in args.paths])
+        save(args.html, lambda: arms_page(arms))
+        return emit(args, arms, lambda: arms_table(arms))
     pictures: dict[str, tuple[str, Any]] = {}
     if runs:
         first, second = map(ReadOnly, args.paths)

@@ -21,8 +21,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from composer_nb.harness.environment import import_for_user
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.plain import import_for_user
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.functions import render_tests

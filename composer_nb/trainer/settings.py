@@ -26,7 +26,7 @@ from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW, InfillSettings
-from composer_nb.trainer.learning.loss import GROUPED, LossSettings
+from composer_nb.trainer.learning.loss import GROUPED, UNGROUPED, LossSettings
 from composer_nb.trainer.learning.optimizer import OptimizerSettings, trapezoid
 from composer_nb.trainer.learning.packing import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
@@ -327,7 +327,7 @@ class Settings:
             f"{kinds}: tasks of data.level='functions' are bugs": data.level == "functions" and data.kinds != ("bug",),
             "rl.refill: needs services.on=true": self.rl.refill and not on,
             "rl.refill: needs loss.baseline=group or pass_at_k; with others, equal rewards teach": self.rl.refill
-            and self.loss.baseline in ("batch", "none"),
+            and self.loss.baseline in UNGROUPED,
             "rl.refill: needs reward.effort.by_solved=0, as it scores rollouts before their group is whole": self.rl.refill
             and self.reward.effort.by_solved,
             "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,

@@ -21,6 +21,7 @@ from composer_nb.views import style
 from composer_nb.views.charts import WINDOW, Figure, bars, scored
 from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
+from composer_nb.views.scores import differences
 
 LABELS = ("first", "second")
 
@@ -105,6 +106,47 @@ def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, Any]] =
     return document(names, body)
 
 
+ARMS_NOTE = (
+    "Means over seeds. In brackets: what the arm adds to the first, in points, ± half the 95 % interval over the seeds of both. "
+    "Chance explains a gain that is smaller than that half."
+)
+
+
+def arms_table(comparison: Mapping[str, Any]) -> Group:
+    """Return the comparison of `recipe.arms.compare_arms` for a terminal."""
+    return Group(text_table(_arms_rows(comparison), _arms_head(comparison)), ARMS_NOTE)
+
+
+def arms_page(comparison: Mapping[str, Any]) -> str:
+    """Return the comparison of `recipe.arms.compare_arms` as one HTML page, with a figure of what each arm adds."""
+    first, *others = comparison["arms"]
+    rows = [
+        scored(f"{arm}: {score}", s["gain"], s["half"] and [s["gain"] - s["half"], s["gain"] + s["half"]])
+        for arm in others
+        for score, s in comparison["arms"][arm]["scores"].items()
+        if s["gain"] is not None
+    ]
+    parts = [f"<h1>{len(others) + 1} arms</h1>", html_table(_arms_rows(comparison), _arms_head(comparison))]
+    drawing = Figure([differences(f"over {first}", rows)] if rows else [], note="there is one arm only", width=560)
+    return document("arms", [*parts, figure("arms", ARMS_NOTE, drawing)])
+
+
+def _arms_head(comparison: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("arm", "seeds", *next(iter(comparison["arms"].values()))["scores"])
+
+
+def _arms_rows(comparison: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    first = next(iter(comparison["arms"]))
+    rows = []
+    for arm, row in comparison["arms"].items():
+        cells = [f"{score['mean']:.3f}" for score in row["scores"].values()]
+        for number, score in enumerate(row["scores"].values() if arm != first else ()):
+            half = shown(score["half"] and 100 * score["half"], ".1f")
+            cells[number] += "" if score["gain"] is None else f" ({100 * score['gain']:+.1f} ± {half})"
+        rows.append((visible(arm), str(len(row["seeds"])), *cells))
+    return rows
+
+
 def _names(comparison: Mapping[str, Any]) -> list[str]:
     return [visible(name) for name in comparison.get("evals", ())] or [run["run"] for run in comparison["runs"]]
 
@@ -146,15 +188,16 @@ def _arm_row(arm: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def score_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield ("policy", "pass@1, first", "second", "difference", "95 %", "tasks")
+    yield ("policy", "pass@1, first", "second", "difference", "95 %", "difference in 12 calls", "tasks")
     for name, part in comparison["eval"].items():
-        scores, gap = part["scores"], part.get("difference")
+        scores, gap, quick = part["scores"], part.get("difference"), part.get("within_12", {})
         how = "" if gap is None else "paired by task: {}" if gap["paired"] else "other tasks: {}, {}, not paired"
         yield (
             name,
             *("–" if s is None else "{:.3f} ({:.3f}–{:.3f})".format(s["pass_at_1"], *s["ci95"]) for s in scores),
             "" if gap is None else f"{gap['pass_at_1']:+.3f}",
             "" if gap is None else "{:+.3f} to {:+.3f}".format(*gap["ci95"]),
+            "" if gap is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(quick["pass_at_1"], *quick["ci95"]),
             how.format(*(gap or {}).get("n_tasks", ())),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from composer_nb.harness.bench import half_width
 from composer_nb.trainer.recipe.reader import Status
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
@@ -55,8 +56,6 @@ METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         ),
     ),
 }
-# Quantiles .975 of Student's t for 3, 4, … values.
-T_975 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def known(steps: Steps, name: str) -> list[tuple[int, float]]:
@@ -133,7 +132,7 @@ def _over_seeds(seeds: Sequence[Steps], figure: str, line: str) -> Iterator[dict
     values = pd.DataFrame([{row["step"]: row["value"] for row in points(steps, figure, line)} for steps in seeds])
     values = values.dropna(axis=1).sort_index(axis=1).T
     smooth = values.rolling(WINDOW, min_periods=1).mean()
-    half = T_975[min(len(seeds), len(T_975) + 2) - 3] * smooth.std(axis=1) / len(seeds) ** 0.5
+    half = smooth.apply(half_width, axis=1)
     ends = {"low": smooth.mean(axis=1) - half, "high": smooth.mean(axis=1) + half}
     for row in pd.DataFrame({"value": values.mean(axis=1), **ends}).itertuples():
         yield {"step": row.Index, "line": line, "value": row.value, "low": row.low, "high": row.high}

@@ -4,18 +4,17 @@ rows = run_rows(runs_below(Path("runs")))
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from composer_nb.trainer.recipe.arms import SEEDS, label
 from composer_nb.trainer.recipe.reader import Status, read_status
 from composer_nb.trainer.recipe.report import current, differing, mean
 from composer_nb.views.curves import known
 from composer_nb.views.query import selector
 
-# Settings that tell repetitions of one experiment apart.
-SEEDS = ("seed", "rl_seed")
 # Policies whose held-out scores a run's row has.
 POLICIES = ("start", "final")
 # RL steps at the end whose mean a run's row has.
@@ -36,11 +35,6 @@ def differing_settings(statuses: Sequence[Status]) -> list[dict[str, Any]]:
     """Return the settings of each run, by dotted name, that are not the same in all."""
     settings = differing(*(current(status.settings) for status in statuses))
     return [{name: values[run] for name, values in settings.items()} for run in range(len(statuses))]
-
-
-def label(values: Mapping[str, Any]) -> str:
-    """Return the name of a run by what differs: `lr 3e-05, seed 1`."""
-    return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in values.items())
 
 
 def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:

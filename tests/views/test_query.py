@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from composer_nb.harness.bench import T_975
 from composer_nb.harness.monitors import DETECTORS
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly, read_status
 from composer_nb.views import rollouts
-from composer_nb.views.curves import T_975, overlaid
+from composer_nb.views.curves import overlaid
 from composer_nb.views.query import selector
 from composer_nb.views.runs import grouped, run_rows, runs_below
 
@@ -78,5 +79,5 @@ def test_runs_are_named_by_what_differs_and_seeds_are_one_line_with_an_interval(
     points = [[{"step": 2, "reward": value + 2}, {"step": 1, "reward": value}] for value in (1.0, 2.0, 3.0)]
     [chart] = overlaid({"x": points})
     rows = [(row["step"], row["value"], row["low"], row["high"]) for row in chart.rows]
-    half = T_975[0] / 3**0.5
+    half = T_975[1] / 3**0.5
     assert rows == [pytest.approx((1, 2, 2 - half, 2 + half)), pytest.approx((2, 4, 3 - half, 3 + half))]

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.plain import function_named
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.untrusted import json_of
 
@@ -23,13 +24,8 @@ def term(function: Term) -> Term:
 
 def term_named(name: str) -> Term:
     """Return a registered term, or the function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
-    module, _, function = name.partition(":")
-    if function:
-        try:
-            return cast(Term, getattr(import_module(module), function))
-        except Exception as error:  # whatever the module raises
-            problem = f"reward.weights names {name!r}, which cannot be imported ({error})"
-            raise ValueError(f"{problem}; install the module, or put its folder into PYTHONPATH") from None
+    if ":" in name:
+        return function_named(name, "reward.weights")
     if name not in TERMS:
         for module in ("conduct", "style"):
             import_module(f"composer_nb.harness.terms.{module}")

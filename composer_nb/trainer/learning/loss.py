@@ -20,13 +20,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from composer_nb.harness.plain import NotNegative, Positive, Share, Some, require_ranges
+from composer_nb.harness.plain import NotNegative, Positive, Share, Some, function_named, require_ranges
 
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo", "flash", "mis"]
 Kl = Literal["k1", "k2", "k3"]
-Baseline = Literal["group", "none", "batch", "pass_at_k"]
-# Baselines that compare the rollouts of a group.
-GROUPED: tuple[Baseline, ...] = ("group", "pass_at_k")
+# Baselines that compare the rollouts of a group, and the others.
+GROUPED, UNGROUPED = ("group", "pass_at_k"), ("none", "batch")
 Gate = Literal["none", "mixed", "ties"]
 # Ratios whose terms are a detached weight per token times A ℓ.
 WEIGHTED = ("none", "cispo", "tis", "icepop")
@@ -52,10 +51,10 @@ class LossSettings:
     """FlashREINFORCE drops rollouts whose mean binary KL from the sampler is above this."""
     mis: Positive = 2.0
     """MIS drops rollouts whose ratio, the product over all their tokens, is above this."""
-    baseline: Baseline = "group"
+    baseline: str = "group"
     """group: the mean reward of the group. none: the reward is the advantage; if it is 1 for solved and else 0, this imitates
     solved rollouts (expert iteration). batch: the mean reward of the batch, which allows one rollout per task (rl.group=1).
-    pass_at_k: see `pass_at_k_advantages`."""
+    pass_at_k: see `pass_at_k_advantages`. MODULE:FUNCTION: a function of yours; see `own_advantages`."""
     pass_k: Some = 4
     """k of the baseline pass_at_k, below `rl.group`. 1 is the baseline `group`."""
     gate: Gate = "none"
@@ -87,15 +86,22 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
+        if ":" in self.baseline:
+            own_advantages(
+                torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.0, 1.0, 0.0]), self.baseline
+            )  # now, not in RL
+        elif self.baseline not in (*GROUPED, *UNGROUPED):
+            names = ", ".join((*GROUPED, *UNGROUPED))
+            raise ValueError(f"loss.baseline={self.baseline!r}: must be {names}, or MODULE:FUNCTION of yours")
         if self.std_norm and self.baseline != "group":
             raise ValueError("loss.std_norm needs loss.baseline=group, whose deviation it divides by")
-        if self.gate != "none" and self.baseline not in GROUPED:
+        if self.gate != "none" and self.baseline in UNGROUPED:
             raise ValueError(f"loss.gate={self.gate} needs loss.baseline={' or '.join(GROUPED)}, which compare a group")
         if self.centre_scores and self.ratio not in WEIGHTED:
             raise ValueError(f"loss.centre_scores needs loss.ratio={', '.join(WEIGHTED[:-1])} or {WEIGHTED[-1]}")
 
 
-def advantages(rewards_G: Tensor, std_norm: bool = False, baseline: Baseline = "group") -> Tensor:
+def advantages(rewards_G: Tensor, std_norm: bool = False, baseline: str = "group") -> Tensor:
     """Return A_i = R_i − mean(R) over one group, or R_i without a baseline; with `std_norm`, divided by the population standard
     deviation (GRPO, arXiv 2402.03300). Some implementations use n − 1, a constant factor for groups of one size.
 
@@ -146,12 +152,28 @@ def pass_at_k_advantages(rewards_G: Tensor, k: int) -> Tensor:
     return torch.empty_like(advantage_G).index_copy(0, order_G, advantage_G).to(rewards_G.dtype)
 
 
+def own_advantages(rewards_G: Tensor, solved_G: Tensor, name: str) -> Tensor:
+    """Return what the function `name` (MODULE:FUNCTION) makes of a group: of its gated rewards, and of its outcomes (0 or 1), one
+    advantage for each rollout, float32 [G]. Raises ValueError if the function fails or returns something else."""
+    try:
+        advantage_G = torch.as_tensor(function_named(name, "loss.baseline")(rewards_G, solved_G), dtype=rewards_G.dtype)
+    except (TypeError, RuntimeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"loss.baseline={name} ended in {type(error).__name__}: {error}") from error
+    if advantage_G.shape != rewards_G.shape or not advantage_G.isfinite().all():
+        raise ValueError(
+            f"loss.baseline={name}: returned {advantage_G} for {len(rewards_G)} rewards; one finite number each"
+        )
+    return advantage_G
+
+
 def group_advantages(rewards_G: Tensor, solved_G: Tensor, settings: LossSettings, batch_mean: float = 0.0) -> Tensor:
     """Return the advantages of a group: of its gated rewards less the baseline, the positive ones times `positive_weight`.
     `batch_mean`: the mean reward of the batch, for the baseline `batch`."""
     gated_G = gated(rewards_G, solved_G, settings.gate)
     if settings.baseline == "pass_at_k":
         advantage_G = pass_at_k_advantages(gated_G, settings.pass_k)
+    elif ":" in settings.baseline:
+        advantage_G = own_advantages(gated_G, solved_G, settings.baseline)
     elif settings.baseline == "batch":
         advantage_G = (gated_G.double() - batch_mean).to(rewards_G.dtype)
     else:

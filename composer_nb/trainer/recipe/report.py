@@ -333,7 +333,8 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
     `runs`        name, path and completeness of each
     `settings`    settings with different values, by dotted name; `changed_live.STEP.NAME` was changed while the run was live
     `provenance`  commit, package digest, machine and versions that differ, by dotted name
-    `eval`        `scores` of each policy that either run scored, and `difference` if both did; pass@1 is that of the shared tasks
+    `eval`        `scores` of each policy that either run scored, and if both did `difference`, and `within_12`, that of the share
+                  solved in 12 calls; pass@1 is that of the shared tasks
     `train`       figures of RL; `wall_s` seconds by part of the recipe
     """
     reports = build_report(first), build_report(second)
@@ -350,7 +351,11 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
         "eval": {
             name: {
                 "scores": _scores((first, second), scored, name, same),
-                **({"difference": difference(first, second, name, same)} if name in policies else {}),
+                **{
+                    key: difference(first, second, name, same, within)
+                    for key, within in (("difference", None), ("within_12", 12))
+                    if name in policies
+                },
             }
             for name in [*scored[0], *(name for name in scored[1] if name not in scored[0])]
         },
@@ -395,13 +400,15 @@ def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
     return shared if 2 * len(shared) >= len(fewer) else set()
 
 
-def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> dict[str, Any]:
-    """Return pass@1 of `second` − `first` with a 95 % bootstrap interval over tasks.
+def difference(
+    first: RunDir, second: RunDir, policy: str, shared: set[str], within: int | None = None
+) -> dict[str, Any]:
+    """Return pass@1 of `second` − `first`, or the share solved `within` so many calls, with a 95 % bootstrap interval over tasks.
 
     With `shared` tasks, the difference is paired by task, which removes the variance of their difficulty. Otherwise the tasks of
     each run are resampled independently.
     """
-    old, new = (solved_by_task(run, policy) for run in (first, second))
+    old, new = (solved_by_task(run, policy, within) for run in (first, second))
     gain_by_task = _paired({task: old[task] for task in old if task in shared}, new)
     if paired := bool(len(gain_by_task)):
         gain, means = gain_by_task.mean(), resampled(gain_by_task, 0)

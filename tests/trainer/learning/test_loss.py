@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,44 @@ def test_gates_and_weights_of_a_shaped_reward(changes: dict[str, Any], outcomes:
 
 
 # The vocabulary, and the batch
+
+
+OWN = """
+import torch
+
+def median(rewards_G, solved_G):
+    return rewards_G - rewards_G.median()
+
+def first(rewards_G, solved_G):
+    return rewards_G[:1]
+
+def endless(rewards_G, solved_G):
+    return rewards_G / 0
+
+def strange(rewards_G, solved_G):
+    return {}[0]
+"""
+
+
+def test_an_advantage_of_the_user_s_own_is_a_function_named_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_advantages.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = losses.LossSettings(baseline="own_advantages:median", positive_weight=2.0, gate="mixed")
+    rewards, solved = torch.tensor([0.0, 0.25, 1.0, 0.5, 0.25]), torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+    assert losses.group_advantages(rewards, solved, own).tolist() == [-0.25, 0.0, 1.5, 0.5, 0.0]
+    assert not losses.group_advantages(rewards, solved * 0, own).any(), "the gate comes first"
+    for name, problem in {
+        "own_advantages:first": "one finite number each",
+        "own_advantages:endless": "one finite number each",
+        "own_advantages:strange": "ended in KeyError",
+        "own_advantages:absent": "cannot be imported",
+        "absent_module:median": "PYTHONPATH",
+        "median": "must be group, pass_at_k, none, batch, or MODULE:FUNCTION",
+    }.items():
+        with pytest.raises(ValueError, match=rf"loss\.baseline.*{name}.*{problem}"):
+            losses.LossSettings(baseline=name)
 
 
 @pytest.mark.parametrize("ratio", losses.WEIGHTED)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
-from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
+from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly, solved_by_task
 from composer_nb.trainer.recipe.report import build_report, compare, difference, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings
@@ -96,3 +96,7 @@ def test_scores_and_their_difference_are_of_the_same_tasks() -> None:
         first, second = part["scores"]
         assert second["pass_at_1"] - first["pass_at_1"] == pytest.approx(part["difference"]["pass_at_1"]), name
         assert [first["n_tasks"], second["n_tasks"]] == part["difference"]["n_tasks"]
+        quick = [solved_by_task(ReadOnly(path), name, 12) for path in EXAMPLES]
+        shared = [task for task in quick[0] if task in quick[1]]
+        gain = sum(quick[1][task] - quick[0][task] for task in shared) / len(shared)
+        assert part["within_12"]["pass_at_1"] == pytest.approx(gain), name
