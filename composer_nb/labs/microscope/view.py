@@ -51,8 +51,8 @@ def place(where: Where) -> str:
 
 
 def waterfall(report: Examination) -> Picture:
-    """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, from the trainer at the top to the
-    engine at the bottom. Named causes have a dot; the last line is what is left."""
+    """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, also as a share of the trainer's gap,
+    from the trainer at the top to the engine at the bottom. Named causes have a dot; the last line is what is left."""
     picture = Picture(10.5, 0.55 + 0.3 * (len(report.steps) + 2))
     headings = {"p99": "p99 of |Δ log p|, nats", "k3": "k3, nats"}
     marks = {name: "● " for name in report.named}
@@ -84,15 +84,15 @@ def toggles(trainer: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch)
 
 
 def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
-    values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
-    ends = [0.0 if math.isnan(value) else value for value in values]
+    ends = [float(np.nan_to_num(getattr(f, figure))) for f in (report.start, *(step.figures for step in report.steps))]
     for at, (before, after) in enumerate(pairwise(ends), 1):
-        hue = style.BLUE if after <= before else style.VERMILION
-        ax.barh(at, abs(before - after), left=min(before, after), color=hue, height=0.7)
+        ax.barh(at, after - before, left=before, color=style.BLUE if after <= before else style.VERMILION, height=0.7)
         ax.plot([before, before], [at - 1, at + 0.35], color=style.GREY, linewidth=0.8)
+        if ends[0] and (change := round((after - before) / ends[0], 2)):
+            style.note(ax, max(before, after), at, f" {change:+.0%}")
     ax.barh([0, len(ends)], [ends[0], ends[-1]], color=style.GREY, height=0.7)
     ax.ticklabel_format(axis="x", scilimits=(-2, 3))
-    ax.set_xlim(0, 1.05 * max(ends) or 1.0)
+    ax.set_xlim(0, 1.12 * max(ends) or 1.0)
     title(ax, text)
 
 
