@@ -250,10 +250,11 @@ def test_two_evaluations_are_compared_by_task(tmp_path: Path, capsys: Any) -> No
     assert cli.main(["compare", str(first), str(second), str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "data:image/png" in page and f"no report.json: {first}, {tmp_path}." in page and capsys.readouterr()
-    for wrong in ([], [str(first), str(second)]):
-        (tmp_path / "run.db").touch()
-        assert cli.main(["compare", str(tmp_path), *wrong]) == 2
-        assert "give two runs, or two folders of eval" in capsys.readouterr().err
+    assert cli.main(["compare", str(first)]) == cli.main(["compare", str(first), str(first), str(first)]) == 2
+    assert capsys.readouterr().err.count("give two runs or more, or two folders of eval") == 2
+    (tmp_path / "run.db").touch()
+    assert cli.main(["compare", str(first), str(second), str(tmp_path)]) == 2
+    assert f"{first}: no run" in capsys.readouterr().err
     (tmp_path / "run.db").unlink()
     assert cli.main(["compare", str(first), str(tmp_path)]) == 2
     assert "neither a run nor the folder of an evaluation" in capsys.readouterr().err
