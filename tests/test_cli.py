@@ -140,7 +140,7 @@ def test_a_command_whose_reader_is_gone_is_no_success(monkeypatch: pytest.Monkey
 SHOWN = {
     "report": ("policy before it", "midtrained", "final", "every token accounted for", "mismatch ("),
     "watch": ("complete, 3 RL steps", "ledger, tokens"),
-    "compare": ("settings that differ: none", "paired by task"),
+    "compare": ("settings that differ: none", "paired by task", "the same final weights"),
 }
 
 

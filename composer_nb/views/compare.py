@@ -155,6 +155,8 @@ def _notes(comparison: Mapping[str, Any]) -> Iterator[str]:
     for run in comparison.get("runs", ()):
         if not run["complete"]:
             yield f"{run['run']} is not complete."
+    if comparison.get("same_final"):
+        yield "Both runs end with the same final weights: what differs between them had no effect."
     for arm, row in comparison.get("arms", {}).items():
         for side, names in zip(("first", "second"), row["left_out"], strict=True):
             if names:

@@ -133,4 +133,4 @@ def differences(title: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
     """Return differences of shares, in points, with their intervals: one over 0 shows none."""
     colors = dict.fromkeys((row["name"] for row in rows), style.INK)
     rows = [{**row, **{end: row[end] and 100 * row[end] for end in ("value", "low", "high")}} for row in rows]
-    return bars(f"{title}, percentage points", rows, colors, form="+.0f", mark="point")
+    return bars(f"{title}, percentage points", rows, colors, form="+.1f", mark="point")

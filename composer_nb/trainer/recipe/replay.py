@@ -116,11 +116,11 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
     0 is the start of RL. Its provenance names the source and the step.
 
     Raises ValueError for a step that the source has not trained, or whose trainer cannot be made again, and for settings that the
-    steps before depend on.
+    steps before depend on; at step 0 these are the stages before RL.
     """
     source_settings = settings_after(source, step)
     settings = override(source_settings, changes)
-    if fixed := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
+    if step and (fixed := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]):
         raise ValueError(f"{fixed[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
     if not 0 <= step <= (trained_steps := len(source.steps("rl"))):
         raise ValueError(f"--step {step}: {source.path.name} has trained {trained_steps} steps")

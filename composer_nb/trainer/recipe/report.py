@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from filecmp import cmp
 from typing import Any
 
 import numpy as np
@@ -336,6 +337,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
     `eval`        `scores` of each policy that either run scored, and if both did `difference`, and `within_12`, that of the share
                   solved in 12 calls; pass@1 is that of the shared tasks
     `train`       figures of RL; `wall_s` seconds by part of the recipe
+    `same_final`  whether both have final weights, and the same ones
     """
     reports = build_report(first), build_report(second)
     scored = [report.get("eval", {}) for report in reports]
@@ -361,7 +363,16 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
         },
         "train": {name: pair for name in TRAINING if (pair := _pair(reports, "train", name)) != [None, None]},
         "wall_s": {name: _pair(reports, "wall_s", name) for name in {**reports[0]["wall_s"], **reports[1]["wall_s"]}},
+        "same_final": _same_final(first, second),
     }
+
+
+def _same_final(first: RunDir, second: RunDir) -> bool:
+    files = [sorted((run.path / "weights" / "final").glob("*.safetensors")) for run in (first, second)]
+    names = [[file.name for file in run_files] for run_files in files]
+    return (
+        bool(names[0]) and names[0] == names[1] and all(cmp(*pair, shallow=False) for pair in zip(*files, strict=True))
+    )
 
 
 def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[Any]:

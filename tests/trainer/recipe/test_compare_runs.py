@@ -92,7 +92,9 @@ def test_a_task_is_shared_only_if_all_of_it_is_the_same(tiny_run: RunDir, copy_o
 
 def test_scores_and_their_difference_are_of_the_same_tasks() -> None:
     """The two examples share most of their held-out tasks; the excerpts hold fewer than were scored."""
-    for name, part in compare(*map(ReadOnly, EXAMPLES))["eval"].items():
+    comparison = compare(*map(ReadOnly, EXAMPLES))
+    assert not comparison["same_final"] and compare(*[ReadOnly(EXAMPLES[0])] * 2)["same_final"]
+    for name, part in comparison["eval"].items():
         first, second = part["scores"]
         assert second["pass_at_1"] - first["pass_at_1"] == pytest.approx(part["difference"]["pass_at_1"]), name
         assert [first["n_tasks"], second["n_tasks"]] == part["difference"]["n_tasks"]

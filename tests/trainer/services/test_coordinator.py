@@ -472,6 +472,7 @@ def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Pat
     ]:
         with pytest.raises(ValueError, match=why):
             branch(source, step, changes, tmp_path, "refused")
+    assert branch(source, 0, {"rl_seed": 1}, tmp_path, "seeded").settings()["rl_seed"] == 1
     with pytest.raises(ValueError, match=r"only its checkpoint is kept: --step 0 or 4"):
         branch(loop, 2, {}, tmp_path, "refused")
     assert not (tmp_path / "refused").exists()
