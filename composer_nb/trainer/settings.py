@@ -223,7 +223,7 @@ class RlSettings:
     after RL, from several factors."""
     draft_steps: Count = 0
     """Steps that train the draft head on the frozen final policy, on the rollouts of RL; 0: it stays as RL began with it."""
-    start_weight: Share = 0.15
+    start_weight: Share = 0.3
     """Weight w of the start in the final policy, which is (1 − w) times the trained weights plus w times those of the start. It
     keeps solutions that RL alone would lose. The default was chosen on the tour's model. 0: the trained weights."""
     sharpness: tuple[Positive, ...] = ()
