@@ -24,7 +24,7 @@ def headings(lab: Lab) -> dict[str, str]:
     books = [nbformat.read(path, 4) for path in sorted(lab.folder.glob("[0-9]*.ipynb"))]
     text = "\n".join(cell.source for book in books for cell in book.cells if cell.cell_type == "markdown")
     expected = {}
-    for target in sorted(set(re.findall(r"\]\((\.\./docs/[^)]+)\)", text))):
+    for target in sorted(set(re.findall(r"\]\((\.\./docs/[^)]+\.md[^)]*)\)", text))):
         file, _, anchor = target.partition("#")
         names = re.findall(r"^#+ (.+)$", (lab.folder / file).read_text(), re.M)
         [expected[target]] = [

@@ -33,7 +33,7 @@ def test_the_run_outlives_the_kernel_of_its_notebook(
     from composer_nb.trainer.recipe.reader import read_status, wait_until
 
     book = notebook(BOOK)
-    book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 600}')
+    book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 1200}')
     book.run_above("early_status = wait_until")
     path = (runs / "watched").resolve()
     assert read_status(path).state == "live"
