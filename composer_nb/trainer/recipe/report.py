@@ -371,7 +371,7 @@ def _same_final(first: RunDir, second: RunDir) -> bool:
     files = [sorted((run.path / "weights" / "final").glob("*.safetensors")) for run in (first, second)]
     names = [[file.name for file in run_files] for run_files in files]
     return (
-        bool(names[0]) and names[0] == names[1] and all(cmp(*pair, shallow=False) for pair in zip(*files, strict=True))
+        bool(names[0]) and names[0] == names[1] and all(cmp(a, b, shallow=False) for a, b in zip(*files, strict=True))
     )
 
 
