@@ -5,6 +5,7 @@ import shutil
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
@@ -18,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.faults import Fault, ThreadRemote, Threads, no_fault
@@ -336,8 +339,14 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     assert all(step.same for step in steps) and {r.version: r.now for r in steps} == versions(run)
 
 
-def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun):
-    changes = IN_STEP | {"rl.refill": 1.0, "reward.weights": {"invalid_calls": -1.0}}
+def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_same(begun, monkeypatch):
+    def signal(rollout: Rollout, grade: Grade) -> float:
+        """A number of the sampled tokens, whatever the policy writes; nothing for a third of the tasks."""
+        tokens = b"".join(segment.token_ids[segment.acted].tobytes() for segment in rollout.segments)
+        return zlib.crc32(tokens) / 2**32 if zlib.crc32(rollout.task_id.encode()) % 3 else 0.0
+
+    monkeypatch.setitem(TERMS, "signal", signal)
+    changes = IN_STEP | {"rl.refill": 1.0, "reward.weights": {"signal": 1.0}}
     runs, infos = [], []
     for name, interrupted in (("whole", ()), ("cut", (5, 9))):
         run, settings = begun(name, changes)
