@@ -17,7 +17,6 @@ from rich.table import Table
 
 from composer_nb.harness.untrusted import visible
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import style
 from composer_nb.views.charts import WINDOW, Figure, bars, scored
 from composer_nb.views.curves import overlaid
 from composer_nb.views.page import document, figure, html_table, shown, text_table
@@ -30,8 +29,9 @@ def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dic
     """Return (caption, figure) by name of every figure that both runs have data for. `comparison` is the result of `compare`."""
     drawings: dict[str, tuple[str, Figure]] = {}
     if any("difference" in part for part in comparison["eval"].values()):
-        sides = "Left: pass@1 with 95 % intervals over tasks. Right: second − first. An interval over 0 shows no difference; "
-        drawings["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
+        sides = "Left: pass@1 with 95 % intervals over tasks. Right: second − first, in points. An interval over 0 shows no "
+        paired = "difference; paired by task it is narrower than the bars suggest."
+        drawings["scores"] = (sides + paired, scores(comparison))
     if first.steps("rl") and second.steps("rl"):
         drawings["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
     if comparison["wall_s"]:
@@ -53,8 +53,7 @@ def scores(comparison: Mapping[str, Any]) -> Figure:
     how = "paired by task" if all(gap["paired"] for gap in gaps.values()) else "not paired"
     spans = [scored(name, gap["pass_at_1"], gap["ci95"]) for name, gap in gaps.items()]
     bar_chart = bars("solved, held-out tasks, pass@1", rows, unit="share", form=".2f")
-    ink = dict.fromkeys(gaps, style.INK)
-    return Figure([bar_chart, bars(f"second − first, {how}", spans, ink, form="+.2f", mark="point")])
+    return Figure([bar_chart, differences(f"second − first, {how}", spans)])
 
 
 def curves(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> Figure:
@@ -121,10 +120,10 @@ def arms_page(comparison: Mapping[str, Any]) -> str:
     """Return the comparison of `recipe.arms.compare_arms` as one HTML page, with a figure of what each arm adds."""
     first, *others = comparison["arms"]
     rows = [
-        scored(f"{arm}: {score}", s["gain"], s["half"] and [s["gain"] - s["half"], s["gain"] + s["half"]])
+        scored(f"{arm}: {score}", gain, None if half is None else [gain - half, gain + half])
         for arm in others
-        for score, s in comparison["arms"][arm]["scores"].items()
-        if s["gain"] is not None
+        for score, (_, gain, half) in ((name, s.values()) for name, s in comparison["arms"][arm]["scores"].items())
+        if gain is not None
     ]
     parts = [f"<h1>{len(others) + 1} arms</h1>", html_table(_arms_rows(comparison), _arms_head(comparison))]
     drawing = Figure([differences(f"over {first}", rows)] if rows else [], note="there is one arm only", width=560)

@@ -31,4 +31,4 @@ def test_figures_of_two_runs_show_what_was_found(tiny_run: RunDir, copy_of: Call
     bars, gaps = views.scores(comparison).charts
     values = [row["value"] for row in bars.rows if row["name"] == "final"]
     assert values == [final["scores"][0]["pass_at_1"], 0.5]
-    assert {"name": "final", "value": 0.25, "low": 0.1, "high": 0.4} in gaps.rows
+    assert {"name": "final", "value": 25.0, "low": 10.0, "high": 40.0} in gaps.rows

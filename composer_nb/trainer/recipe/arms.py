@@ -1,5 +1,6 @@
 """Arms of an experiment: runs that differ in more than their seeds, and what each arm adds to the scores of the first."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ SCORES = {"in 12 calls": "12", "pass@1": "pass_at_1", "greedy": "pass_greedy", "
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """Return the name of a run by what differs: `lr 3e-05, seed 1`."""
-    return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in values.items())
+    """Return the name of a run by what differs: `lr 3e-05, seed 1`. Two settings of one name have their groups too."""
+    names = Counter(name.rpartition(".")[2] for name in values)
+    short = {name: last if names[last := name.rpartition(".")[2]] == 1 else name for name in values}
+    return ", ".join(f"{short[name]} {value}" for name, value in values.items())
 
 
 def compare_arms(runs: Sequence[RunDir]) -> dict[str, Any]:

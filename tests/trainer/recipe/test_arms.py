@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe.arms import compare_arms
+from composer_nb.trainer.recipe.arms import compare_arms, label
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, override, to_dict
 from composer_nb.views.compare import arms_page, arms_table
@@ -42,6 +42,7 @@ def test_each_arm_is_compared_with_the_first_over_the_seeds_of_both(make_run: Ma
     half = 12.71 * 0.01 / math.sqrt(2) / math.sqrt(2)  # gains of .02 and .03: their deviation is .01 / √2
     assert second["scores"]["pass@1"] == pytest.approx({"mean": 2.05 / 3, "gain": 0.025, "half": half}, abs=1e-9)
     assert (second["paired"], third["paired"]) == (2, 1)
+    assert label({"rl.steps": 4, "sft.steps": 8, "rl.lr": 2.0}) == "rl.steps 4, sft.steps 8, lr 2.0"
     assert third["scores"]["pass@1"] == pytest.approx({"mean": 0.1, "gain": -0.6, "half": None})
     out = io.StringIO()
     Console(file=out, width=160).print(arms_table(comparison))
