@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.test_imports import PACKAGE, ROOT, imported, modules
 
-SIZES = {"package": 49_560, "core": 32_450, "rl": 5_830, "tests": 31_500}
+SIZES = {"package": 49_560, "core": 32_450, "rl": 5_830, "tests": 32_000}
 """Code lines as last recorded; `core` is kernels, harness and trainer, `rl` what `trainer/rl.py` imports."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""

@@ -22,7 +22,6 @@ from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.carry import Blob, add_history, carry_back, commits_left
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rewards import OWN, own_reward
 from composer_nb.harness.sandbox.contract import Backend, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
@@ -30,13 +29,14 @@ from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.history import GIT_REPORT, import_stream
 from composer_nb.harness.tasks.runtime import artifacts_left, start_sandbox, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
-from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Workspace
 
 # Maximum size of the changed files that are kept with a rollout.
 MAX_KEPT_BYTES = 16 << 20
+# What rates a graded attempt: entries of its grade's `rewards`.
+Rater = Callable[[Attempt], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class Agent:
         speaks: Callable[..., TokenTurnPolicy] = TokenTurnPolicy,
         *,
         graded: bool = True,
-        reward: Term | None = None,
+        rater: Rater | None = None,
     ) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` is the attempt's number at the policy and
-        determines its random draws; `speaks` makes the turn policy; `reward` as for `rewarded`. Without `graded`, the job ends
+        determines its random draws; `speaks` makes the turn policy; `rater` as for `rated`. Without `graded`, the job ends
         with the conversation (`play`). The job raises ValueError if the task cannot run here, or if its prompt leaves no room to
         answer."""
 
@@ -116,18 +116,18 @@ class Agent:
             turn_policy = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
             env = self.environment(seat)
             env = replace(env, clock=seat.clock, opened=lambda opened: seat.at_drop.append(opened.abort))
-            return rewarded(attempt(task, env, turn_policy), reward) if graded else play(task, env, turn_policy)
+            return rated(attempt(task, env, turn_policy), rater) if graded else play(task, env, turn_policy)
 
         return job
 
 
-def rewarded(result: Attempt, term: Term | None) -> Attempt:
-    """Return an attempt with the reward of the user's own environment, if it has one, in its grade. If the reward blocks, nothing
-    is known of the attempt: its status is `infra_error`. Raises like `own_reward`."""
-    if term is None or not result.grade.known:
+def rated(result: Attempt, rater: Rater | None) -> Attempt:
+    """Return an attempt with the rating of `rater`, if there is one, in its grade. If the rater blocks, nothing is known of the
+    attempt: its status is `infra_error`. Raises ValueError if the rater fails."""
+    if rater is None or not result.grade.known:
         return result
     try:
-        rewards = {**result.grade.rewards, OWN: own_reward(term, result)}
+        rewards = {**result.grade.rewards, **rater(result)}
     except CallTimeout as late:
         return replace(result, grade=Grade(status="infra_error", output=str(late)))
     return replace(result, grade=replace(result.grade, rewards=rewards))

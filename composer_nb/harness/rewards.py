@@ -12,8 +12,8 @@ infrastructure error: such a rollout never reaches a gradient.
 import math
 import traceback
 from bdb import BdbQuit
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,14 @@ from pydantic import ValidationError
 
 from composer_nb.harness.blocking import CallTimeout, TooManyBlocked
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.plain import NotNegative, Positive, require_ranges
+from composer_nb.harness.plain import NotNegative, Positive, function_named, require_ranges
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.terms.registry import Term, term, term_named
 
 # Key of a custom environment's reward in a grade's `rewards`.
 OWN = "own"
+# Key of a judge's rating in a grade's `rewards`.
+JUDGED = "judged"
 
 
 @term
@@ -63,6 +65,12 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
 def given(rollout: Rollout, grade: Grade) -> float:
     """Return the reward stored in the grade, from a client of `composer-nb serve --record` or from a task's script."""
     return float(grade.rewards.get("reward", 0.0))
+
+
+@term
+def judged(rollout: Rollout, grade: Grade) -> float:
+    """Return what `reward.judge` returned for the attempt; 0 if it rated none of the group."""
+    return float(grade.rewards.get(JUDGED, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +125,26 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Weights of the registered terms, and the effort penalty. Raises ValueError for a weight without a registered term."""
+    """Weights of the registered terms, the effort penalty, and the judge. Raises ValueError for a weight without a registered
+    term, and if a judge has no weight, or `judged` no judge."""
 
     weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0, "invalid_calls": -0.2})
     effort: Effort = field(default_factory=Effort)
+    judge: str = ""
+    """`MODULE:FUNCTION`, which is called with each graded attempt of RL while others are sampled. It returns a number, the term
+    `judged`, or None if it cannot tell: then the term is the mean of the group."""
+    judge_share: NotNegative = 1.0
+    """Seconds that calls of the judge may take for each second of the run, those of all threads together. What ends while they
+    have taken more is not judged."""
 
     def __post_init__(self) -> None:
+        require_ranges(self, "reward")
         for name in self.weights:
             term_named(name)
+        if self.judge:
+            function_named(self.judge, "reward.judge")
+        if bool(self.judge) != bool(self.weights.get(JUDGED)):
+            raise ValueError(f"reward.judge={self.judge!r}: needs `judged` in reward.weights, which needs a judge")
 
     def tried(self, pairs: Iterable[tuple[Rollout, Grade]] = ()) -> None:
         """Score an empty rollout and the rollouts in `pairs`, so that a failing term is found before it ends a run. Raises
@@ -192,3 +212,13 @@ def reward(rollout: Rollout, grade: Grade, settings: RewardSettings, solved_shar
         price = effort.weight * solved_share**effort.by_solved
         terms["effort"] = -price * effort_curve(effort.of(rollout), effort.k, effort.q)
     return Reward(total=sum(terms.values()), terms=terms)
+
+
+def rated_alike(group: Sequence[Attempt]) -> list[Attempt]:
+    """Return a group whose attempts are all rated, if any is: those without a rating get the mean of the others, so that the term
+    `judged` changes their advantage as little as can be."""
+    ratings = [attempt.grade.rewards[JUDGED] for attempt in group if JUDGED in attempt.grade.rewards]
+    if len(ratings) in (0, len(group)):
+        return [*group]
+    mean = sum(ratings) / len(ratings)
+    return [replace(a, grade=replace(a.grade, rewards={JUDGED: mean, **a.grade.rewards})) for a in group]

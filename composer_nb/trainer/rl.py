@@ -26,7 +26,7 @@ import torch
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
-from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
+from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, rated_alike, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.harness.tool_errors import errors_of, tool_errors
 from composer_nb.trainer.learning.learner import ratio
@@ -195,7 +195,8 @@ def score_groups(
     scored = []
     for group in groups:
         share = float(np.mean([a.grade.passed for a in group if a.grade.known] or [False]))
-        scored.append([(a, reward_of(a, rewards, custom, share), a.grade.passed) for a in group])
+        rewards_of_group = (reward_of(rated, rewards, custom, share) for rated in rated_alike(group))
+        scored.append([(a, r, a.grade.passed) for a, r in zip(group, rewards_of_group, strict=True)])
     return _scored([[row for row in group if row[1].total is not None] for group in scored], loss, ranks)
 
 

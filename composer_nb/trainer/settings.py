@@ -328,8 +328,8 @@ class Settings:
             "rl.refill: needs services.on=true": self.rl.refill and not on,
             "rl.refill: needs loss.baseline=group or pass_at_k; with others, equal rewards teach": self.rl.refill
             and self.loss.baseline in UNGROUPED,
-            "rl.refill: needs reward.effort.by_solved=0, as it scores rollouts before their group is whole": self.rl.refill
-            and self.reward.effort.by_solved,
+            "rl.refill: needs reward.effort.by_solved=0 and no reward.judge; it scores parts of groups": self.rl.refill
+            and (self.reward.effort.by_solved or self.reward.judge),
             "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,
             "services.changes: needs services.on=true": self.services.changes and not on,
             "engine.transition=sync: needs services.lockstep=false, as turns under way wait for the swap": on

@@ -149,6 +149,10 @@ class JudgeScore:
     written: int = 0
     cached: bool = False
 
+    def share_of(self, rubric: Rubric) -> float | None:
+        """Return the level as a share of the highest, from 0 to 1."""
+        return None if self.level is None else (self.level - rubric.lowest) / (len(rubric.levels) - 1)
+
 
 class JudgeModel(Protocol):
     """Something that answers conversations: an `Endpoint`, or `RuleJudge`. Its `repr` names it in the cache."""
@@ -185,6 +189,11 @@ class RubricJudge:
             if scores[work].level is not None:  # the next one like it costs nothing
                 scores[work] = replace(scores[work], read=0, written=0, cached=True)
         return verdicts
+
+    def share(self, rubric: Rubric, attempt: Attempt) -> float | None:
+        """Return the level of an attempt as a share of the highest, or None without a verdict: a `reward.judge` returns it."""
+        [verdict] = self.verdicts(rubric, [attempt])
+        return verdict.share_of(rubric)
 
     def _ask(self, rubric: Rubric, work: str) -> JudgeScore:
         digest = hashlib.sha256("\0".join((repr(self.endpoint), rubric.rules, work)).encode()).hexdigest()
@@ -249,7 +258,7 @@ def rubric_levels(judge: RubricJudge, attempts: Sequence[Attempt]) -> dict[str, 
     graded, rubrics = [attempt for attempt in attempts if attempt.grade.known], dict[str, dict[str, Any]]()
     for name, rubric in RUBRICS.items():
         verdicts = judge.verdicts(rubric, graded)
-        levels = [verdict.level / (len(rubric.levels) - 1) for verdict in verdicts if verdict.level is not None]
+        levels = [share for verdict in verdicts if (share := verdict.share_of(rubric)) is not None]
         rubrics[name] = {"level": sum(levels) / len(levels) if levels else None, "n": len(levels), **cost(verdicts)}
     return rubrics
 

@@ -19,14 +19,14 @@ import torch
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent
+from composer_nb.harness.attempt import Agent, Rater
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.judge import rater_of
 from composer_nb.harness.policy import Policy, Request
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.terms.registry import Term
 from composer_nb.production.fidelity import differences
 from composer_nb.trainer.drafts import HeadTrainer, load_draft, new_head, rows_of, save_draft
 from composer_nb.trainer.engine import Engine
@@ -396,6 +396,7 @@ class InProcess:
         resumed = make_learner(s.weights("start"), s.settings, s.run.sharpness, s.run.checkpoint("rl"))
         self.learner, self.step, self.before = resumed
         self.hinter, self.rehearsal = hinter_of(s.run, s.settings), rehearsal_of(s.run, s.settings)
+        self.rater = rater_of(s.settings.env, s.settings.reward, s.settings.limits.seconds)
         self.tasks = prompt_order(s.run.path, Order.of(s.settings))
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._ledgers: list[tuple[int, dict[str, int]]] = []
@@ -430,8 +431,7 @@ class InProcess:
         sampler = as_engine(self.learner.model, self.settings.engine.numerics)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
-        reward_function = self.settings.env.reward_function(self.settings.limits.seconds)
-        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, reward_function)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, self.rater)
         return Batch(step=self.step, groups=groups, lost=lost)
 
     def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
@@ -478,7 +478,7 @@ TRIES = 3
 
 
 def sample_groups(
-    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, custom: Term | None = None
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, rater: Rater | None = None
 ) -> tuple[Sequence[Sequence[Attempt]], int]:
     """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
 
@@ -491,7 +491,7 @@ def sample_groups(
     lost = 0
     for _ in range(TRIES):
         missing = [number for number in range(len(order)) if number not in attempts]
-        runs = (agent.attempt(order[number][1], order[number][0], reward=custom) for number in missing)
+        runs = (agent.attempt(order[number][1], order[number][0], rater=rater) for number in missing)
         results = [(missing[index], result) for index, result in drive(runs, policy, executor)]
         attempts |= {number: result for number, result in results if result.grade.known}
         faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]

@@ -171,7 +171,7 @@ class Coordinator:
         s = self.settings
         engine_args = self.run.path, s, version, s.sampling_seed, name
         engine = self.actors.make(EngineService, *engine_args, name=name, threads=4, gpus=s.mesh.gpus)
-        run_args = self.run.path, s.env, s.limits, self.started_with.rl.group
+        run_args = self.run.path, s.env, s.limits, s.reward, self.started_with.rl.group
         policy_args = (engine, name, s.slots), s.services.lockstep, s.services.store
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = EnginePair(name, engine, worker, version, since=time.monotonic())

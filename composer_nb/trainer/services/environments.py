@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Environment, graded, rewarded
+from composer_nb.harness.attempt import Environment, graded, rated
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.judge import rater_of
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
+from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import Task
@@ -113,6 +115,7 @@ class EnvironmentService:
         run: Path,
         env: EnvSettings,
         limits: Limits,
+        reward: RewardSettings,
         group: int,
         policy: tuple[RemoteService, str, int],
         lockstep: bool,
@@ -122,7 +125,7 @@ class EnvironmentService:
         `services.store`. `lockstep`: `work` grades and reports each ended rollout at once, so that the number of ended ones
         does not depend on a clock, and one seed gives one result."""
         run = local_run(run, store)
-        self._reward = env.reward_function(limits.seconds)
+        self._rater = rater_of(env, reward, limits.seconds)
         self._sandboxes = sandboxes = Sandboxes(env, run.name, run / FOLDER)
         # Their own, because those that call functions serve one batch at a time.
         self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env, run.name, run / FOLDER)
@@ -214,7 +217,7 @@ class EnvironmentService:
 
     def _report(self, name: RolloutName, ended: Attempt, env: Environment, start_s: float) -> Finished | Faulted:
         """Grade a rollout, store it, and return the report of its end."""
-        attempt = rewarded(graded(ended, env), self._reward)
+        attempt = rated(graded(ended, env), self._rater)
         identity = dict(zip(("slot", "attempt", "member"), name, strict=True))
         rollout, grade = attempt.rollout, attempt.grade
         if not grade.known:

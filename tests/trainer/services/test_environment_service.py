@@ -12,6 +12,7 @@ import pytest
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.sandbox.errors import SandboxSlow
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import environments
@@ -97,7 +98,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     (tmp_path / "rollouts").mkdir()
 
     def make(env: EnvSettings, slots: int) -> EnvironmentService:
-        return EnvironmentService(tmp_path, env, Limits(), 8, (None, "engine", slots), False)  # type: ignore[arg-type]
+        return EnvironmentService(tmp_path, env, Limits(), RewardSettings(), 8, (None, "engine", slots), False)  # type: ignore[arg-type]
 
     return make
 
