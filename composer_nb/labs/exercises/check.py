@@ -607,7 +607,17 @@ def signed(x_BK: Tensor) -> Tensor:
     return (x_BK.amax(1) / 448).log2().ceil().exp2()
 
 
-BLOCK_SCALE = Exercise(block_scale, (BLOCKS,), mistakes=(ocp_floor, any_number, nearest, signed))
+def exponents(x_BK: Tensor) -> Tensor:
+    """These are the exponents of the scales. Return the powers of two themselves: `exp2`."""
+    return block_scale(x_BK).log2()
+
+
+def factors(x_BK: Tensor) -> Tensor:
+    """These are factors, one over the scales. A block is *divided* by its scale."""
+    return 1 / block_scale(x_BK)
+
+
+BLOCK_SCALE = Exercise(block_scale, (BLOCKS,), mistakes=(ocp_floor, any_number, nearest, signed, exponents, factors))
 
 
 # Recovery
