@@ -1,6 +1,8 @@
 """The check of exercises tells right answers, unfinished ones and each usual mistake apart."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from composer_nb.labs.exercises.check import EXERCISES, check
 from composer_nb.labs.exercises.exercise import Exercise
@@ -13,6 +15,14 @@ def test_each_usual_mistake_gets_its_own_hint(exercise: Exercise):
     hints = [" ".join((mistake.__doc__ or "").split()) for mistake in exercise.mistakes]
     judgements = [("wrong", f"not right yet. {hint}") for hint in hints]
     assert all(hints) and [exercise.judge(mistake) for mistake in exercise.mistakes] == judgements
+
+
+def test_a_gradient_that_is_0_but_for_rounding_is_right():
+    def gates(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+        chosen_NK = torch.take_along_dim(logits_NE.softmax(-1), experts_NK, 1)
+        return chosen_NK / chosen_NK.sum(1, keepdim=True)
+
+    assert EXERCISES["gates"].judge(gates).state == "right"
 
 
 def test_other_mistakes_show_an_input_or_their_error_and_leave_the_package_s_function(

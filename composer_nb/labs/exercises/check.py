@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial, update_wrapper
 from math import comb
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import ANY
 
 import numpy as np
@@ -59,12 +59,20 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def with_gradient(function: Function, first: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+class WithGradient(NamedTuple):
+    """A result and its gradient, which a judgement shows by these names."""
+
+    value: Tensor
+    gradient: Tensor
+
+
+def with_gradient(function: Function, first: Tensor, *others: Any) -> WithGradient:
     """Return a result and its gradient with respect to the first argument, 0 if none reaches it."""
     result = function(first.requires_grad_(), *others)
     if result.requires_grad:
-        (result * torch.arange(1.0, result.numel() + 1).view_as(result)).sum().backward()
-    return result, torch.zeros_like(first) if first.grad is None else first.grad
+        # Small weights: what is 0 but for rounding stays within the tolerance of `same`.
+        (result * torch.linspace(1, 2, result.numel()).view_as(result)).mean().backward()
+    return WithGradient(result.detach(), torch.zeros_like(first) if first.grad is None else first.grad)
 
 
 # Advantages
@@ -396,11 +404,17 @@ def in_order(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     return gates(logits_NE, experts_NK).sort(-1, descending=True).values
 
 
+def of_probabilities(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+    """The softmax is taken twice, which makes the gates nearly equal. Divide the probabilities of the chosen experts by their
+    sum."""
+    return of_all_experts(logits_NE, experts_NK).softmax(-1)
+
+
 GATES = Exercise(
     gates,
     (normal(6, 4), EXPERTS),
     observe=with_gradient,
-    mistakes=(of_its_own_choice, of_all_experts, detached, in_order),
+    mistakes=(of_its_own_choice, of_all_experts, detached, in_order, of_probabilities),
 )
 
 
@@ -445,10 +459,20 @@ def without_probabilities(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
     return (student_SV - teacher_SV).sum(-1)
 
 
+def by_log_probabilities(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """The weights are log-probabilities here. An average needs the probabilities themselves, `student_SV.exp()`."""
+    return (student_SV * (student_SV - teacher_SV)).sum(-1)
+
+
+def below_zero(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """The sign is wrong: a divergence is never negative. Subtract the teacher's log-probabilities from the student's."""
+    return -divergence(student_SV, teacher_SV)
+
+
 DIVERGENCE = Exercise(
     divergence,
     (normal(5, 7).log_softmax(-1), normal(5, 7, seed=1).log_softmax(-1)),
-    mistakes=(from_the_teacher, of_all_tokens, without_probabilities),
+    mistakes=(from_the_teacher, of_all_tokens, without_probabilities, by_log_probabilities, below_zero),
 )
 
 
@@ -488,9 +512,9 @@ def delta(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_delta(function: Function, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions of a delta, and the bits of its values."""
+    """Return the positions of a delta, and the bits of its values, both also if they come in a column, as from `nonzero`."""
     position_C, value_C = function(before, after)
-    return position_C, value_C.to(before.dtype).view(torch.int16)
+    return position_C.flatten(), value_C.to(before.dtype).view(torch.int16).flatten()
 
 
 BEFORE = torch.tensor([1.0, 0.0, -3.0, 0.25, 1e-3, 300.0], dtype=torch.bfloat16)
@@ -538,10 +562,16 @@ def from_the_middle(masters: Tensor, directions: Tensor, lr: float, dtype: torch
     return float((lr * directions.abs() > spacing(masters, dtype) / 2).double().mean())
 
 
+def of_half_a_cell(masters: Tensor, directions: Tensor, lr: float, dtype: torch.dtype) -> float:
+    """This divides by half a spacing. A cell is a whole spacing wide: a step of half of it leaves the cell from half of its
+    places."""
+    return float((2 * lr * directions.abs() / spacing(masters, dtype)).clamp_max(1).double().mean())
+
+
 EXPECTED_DENSITY = Exercise(
     expected_density,
     *((normal(64) / 50, normal(64, seed=1), lr, torch.bfloat16) for lr in (3e-6, 1e-4)),
-    mistakes=(unbounded, downhill, from_the_middle),
+    mistakes=(unbounded, downhill, from_the_middle, of_half_a_cell),
 )
 
 
@@ -577,7 +607,17 @@ def signed(x_BK: Tensor) -> Tensor:
     return (x_BK.amax(1) / 448).log2().ceil().exp2()
 
 
-BLOCK_SCALE = Exercise(block_scale, (BLOCKS,), mistakes=(ocp_floor, any_number, nearest, signed))
+def exponents(x_BK: Tensor) -> Tensor:
+    """These are the exponents of the scales. Return the powers of two themselves: `exp2`."""
+    return block_scale(x_BK).log2()
+
+
+def factors(x_BK: Tensor) -> Tensor:
+    """These are factors, one over the scales. A block is *divided* by its scale."""
+    return 1 / block_scale(x_BK)
+
+
+BLOCK_SCALE = Exercise(block_scale, (BLOCKS,), mistakes=(ocp_floor, any_number, nearest, signed, exponents, factors))
 
 
 # Recovery

@@ -61,7 +61,8 @@ class Exercise:
         rows = zip(self.inputs, outcomes, expected, strict=True)
         arguments, outcome, right = next(row for row in rows if not same(row[1], row[2]))
         result = f"it raises {outcome!r}" if isinstance(outcome, Exception) else f"the result is {outcome}"
-        return Judgement("wrong", f"not right yet. For {arguments!s:.400}\n{result}\ninstead of {right}.")
+        instead = repr(right) if isinstance(right, Exception) else right
+        return Judgement("wrong", f"not right yet. For {arguments!s:.400}\n{result}\ninstead of {instead}.")
 
 
 def same(left: Any, right: Any) -> bool:

@@ -129,7 +129,7 @@ def one_after_another(sample_s: float, train_s: float, publish_s: float, ahead: 
 def all_hidden(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
     """This holds if enough batches run ahead. But only `ahead` + 1 of them are under way, and each takes the whole round: sample,
     train, publish."""
-    return max(sample_s, train_s)
+    return max(sample_s, train_s) if ahead else sample_s + train_s + publish_s
 
 
 def without_floor(sample_s: float, train_s: float, publish_s: float, ahead: int) -> float:
