@@ -23,7 +23,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "04_reward_design": {"shuffles": 20},
     "04b_judges_and_reruns": {},
     "10_router_replay": {"rollouts": 8},
-    "11_mismatch_and_losses": {"rollouts": 8},
+    "11_mismatch": {"rollouts": 8},
+    "11b_losses": {"rollouts": 8},
     "05_rl_run": {},
     "07_long_horizon": {"tasks_wanted": 2, "futures": 2},
     "12_weight_sync": {},
@@ -33,7 +34,8 @@ OFTEN = {
     ("04_reward_design", "all groups dead"),
     ("05_rl_run", "cut off"),
     ("06_compare_runs", "cut off"),
-    ("11_mismatch_and_losses", "all groups dead"),
+    ("11_mismatch", "all groups dead"),
+    ("11b_losses", "all groups dead"),
     ("12_weight_sync", "all groups dead"),
 }
 """Where an extreme reaches most code of a notebook: `make test` reads these, and `make test-slow` the others."""

@@ -27,7 +27,7 @@ SHORTER = {
     "08_product": {"tasks_wanted": 5},
     "09_bench": {"tasks_wanted": 6},
     "10_router_replay": {"rollouts": 16},
-    "11_mismatch_and_losses": {"rollouts": 16},
+    "11_mismatch": {"rollouts": 16},
 }
 """Parameters with which a notebook shows the same in less time. `make docs` runs it with its own."""
 ON_ONE_PAGE = ("00_minimal_loop",)

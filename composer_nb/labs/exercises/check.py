@@ -10,6 +10,7 @@ right, so a notebook also runs from top to bottom with nothing filled in.
 
 import ast
 import json
+import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -35,6 +36,7 @@ from composer_nb.kernels.formats.microscaling import Rule, e8m0_to_float, mx_qua
 from composer_nb.kernels.moe.routing import Replay, RoutingRule, route
 from composer_nb.labs.exercises import systems
 from composer_nb.labs.exercises.exercise import Exercise, Function
+from composer_nb.labs.microscope.routes import outside
 from composer_nb.labs.rewards.judges import agreement
 from composer_nb.labs.weights import expected_density, spacing
 from composer_nb.trainer.learning import loss
@@ -500,6 +502,59 @@ ICEPOP_WEIGHT = Exercise(
     (torch.tensor([0.1, 0.6, 1.0, 1.4, 3.0]), 0.5, 2.0),
     (torch.tensor([0.8, 1.1, 1.3]), 0.9, 1.2),
     mistakes=(clamped, mask_alone, upper_end),
+)
+
+
+# Ratios outside a window
+
+
+def share_outside(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    return outside((trainer_N - engine_N).double().numpy(), low, high) / len(trainer_N)
+
+
+def of_differences(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """These are differences of log-probabilities, which are only near r − 1. The ratio is their exponential, and its window lies
+    around 1."""
+    gap_N = trainer_N - engine_N
+    return float(((gap_N < -low) | (gap_N > high)).double().mean())
+
+
+def of_quotients(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """This divides logarithms. The ratio is that of the probabilities: exp of the difference."""
+    return share_outside((trainer_N / engine_N).log(), torch.zeros_like(engine_N), low, high)
+
+
+def engine_over_trainer(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """The ratio is upside down: it is the trainer's probability over the engine's."""
+    return share_outside(engine_N, trainer_N, low, high)
+
+
+def above_alone(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """Only tokens that the trainer finds too likely are counted. Count those below 1 − low as well."""
+    return share_outside(trainer_N, engine_N, math.inf, high)
+
+
+def equal_ends(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """The window is symmetric here. Its upper end is 1 + high."""
+    return share_outside(trainer_N, engine_N, low, low)
+
+
+def count_outside(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """This is a number of tokens. Divide by all of them for a share."""
+    return share_outside(trainer_N, engine_N, low, high) * len(trainer_N)
+
+
+def share_inside(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """This is the share of ratios *inside* the window."""
+    return 1 - share_outside(trainer_N, engine_N, low, high)
+
+
+RATIOS = torch.tensor([0.1, 0.79, 0.81, 1.0, 1.0, 1.0, 1.24, 1.27, 1.3, 1.33, 3.0])
+SHARE_OUTSIDE = Exercise(
+    share_outside,
+    (RATIOS.log() - 0.9, torch.full((11,), -0.9), 0.2, 0.28),
+    (normal(100, seed=3) / 3 - 2, normal(100, seed=4) / 3 - 2, 0.3, 0.6),
+    mistakes=(of_differences, of_quotients, engine_over_trainer, above_alone, equal_ends, count_outside, share_inside),
 )
 
 
