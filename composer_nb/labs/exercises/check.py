@@ -406,7 +406,7 @@ def of_forgotten_writes(rollout: Rollout, grade: Grade) -> float:
 def calls_in_words(arguments: tuple[Any, ...]) -> str:
     """Return the calls of a rollout as text, with their paths."""
     turns = [(*called(turn), turn.error) for turn in arguments[0].turns]
-    return ", ".join(f"{tool} {given['path']}{' (failed)' if error else ''}" for tool, given, error in turns)
+    return ", ".join(f"{tool} {named['path']}{' (failed)' if error else ''}" for tool, named, error in turns)
 
 
 UNREAD_EDITS = Exercise(
@@ -765,8 +765,8 @@ def with_missing(levels: list[int | None], labels: list[int]) -> float:
 def with_their_labels(levels: list[int | None], labels: list[int]) -> float:
     """The label of a missing answer still counts in e. Leave its rollout out there as well."""
     pairs = [(level, label) for level, label in zip(levels, labels, strict=True) if level is not None]
-    given, accuracy = [level for level, _ in pairs], agreement(levels, labels).accuracy
-    chance = sum(given.count(k) * labels.count(k) for k in set(labels)) / (len(given) * len(labels))
+    answers, accuracy = [level for level, _ in pairs], agreement(levels, labels).accuracy
+    chance = sum(answers.count(k) * labels.count(k) for k in set(labels)) / (len(answers) * len(labels))
     return (accuracy - chance) / (1 - chance)
 
 
