@@ -39,3 +39,15 @@ def test_other_mistakes_show_an_input_or_their_error_and_leave_the_package_s_fun
     assert always.text == "not right yet. For (10, 3, 4)\nthe result is 0.3\ninstead of 0.8333333333333334."
     with pytest.raises(ValueError, match="no exercise is called 'misspelt'; the exercises are advantages, policy_loss"):
         check(misspelt)
+
+
+def test_a_wrong_answer_without_a_hint_is_shown_in_words():
+    unread = EXERCISES["unread_edits"].judge(lambda rollout, grade: 0.25).text
+    assert unread.splitlines()[0].endswith("For search_replace a.py, read_file b.py, search_replace b.py")
+    opposite = EXERCISES["twin"].judge(lambda source: source.replace("assert total([1, 2])", "assert [1, 2]"))
+    assert "'same call': False" in opposite.text and "'same form': True" in opposite.text
+
+
+@pytest.mark.parametrize(("expected", "state"), [("4", "right"), ("-1", "right"), ("'4'", "wrong"), ("2 + 2", "wrong")])
+def test_a_twin_expects_another_number(expected: str, state: str):
+    assert EXERCISES["twin"].judge(lambda source: f"{source.split('==')[0]}== {expected}\n").state == state

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial, update_wrapper
 from math import comb
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -61,29 +61,22 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class WithGradient(NamedTuple):
-    """A result and its gradient, which a judgement shows by these names."""
-
-    value: Tensor
-    gradient: Tensor
-
-
-def with_gradient(function: Function, first: Tensor, *others: Any) -> WithGradient:
+def with_gradient(function: Function, first: Tensor, *others: Any) -> dict[str, Tensor]:
     """Return a result and its gradient with respect to the first argument, 0 if none reaches it."""
     result = function(first.requires_grad_(), *others)
     if result.requires_grad:
         # Small weights: what is 0 but for rounding stays within the tolerance of `same`.
         (result * torch.linspace(1, 2, result.numel()).view_as(result)).mean().backward()
-    return WithGradient(result.detach(), torch.zeros_like(first) if first.grad is None else first.grad)
+    return {"value": result.detach(), "gradient": torch.zeros_like(first) if first.grad is None else first.grad}
 
 
 # Advantages
 
 
-def with_zeros(function: Function, rewards_G: Tensor) -> tuple[Tensor, Tensor]:
+def with_zeros(function: Function, rewards_G: Tensor) -> dict[str, Tensor]:
     """Return advantages, and which are exactly 0: rounding must not become a signal."""
     advantage_G = function(rewards_G)
-    return advantage_G, advantage_G == 0
+    return {"advantages": advantage_G, "exactly 0": advantage_G == 0}
 
 
 def divided(rewards_G: Tensor, correction: int, floor: float) -> Tensor:
@@ -95,7 +88,7 @@ def divided(rewards_G: Tensor, correction: int, floor: float) -> Tensor:
 DIVISIONS = [
     update_wrapper(partial(divided, correction=correction, floor=floor), divided)
     for correction in (0, 1)
-    for floor in (0.0, 1e-8, 1e-6, 1e-4)
+    for floor in (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
 ]
 
 
@@ -175,6 +168,28 @@ def of_logarithms(logprob_N, sampled_N, advantage_N, low, high, denominator):  #
     return -torch.minimum(*products(logprob_N / sampled_N, advantage_N, low, high)).sum() / denominator
 
 
+def of_differences(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
+    """ℓ − ℓ_s is the logarithm of the ratio. The ratio is exp(ℓ − ℓ_s)."""
+    return -torch.minimum(*products(logprob_N - sampled_N, advantage_N, low, high)).sum() / denominator
+
+
+def of_smaller_ratio(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
+    """The smaller *ratio* is taken here. Where the advantage is negative, that is the larger product: take the minimum after
+    multiplying by the advantage."""
+    ratio_N = (logprob_N - sampled_N).exp()
+    return -(torch.minimum(ratio_N, ratio_N.clamp(1 - low, 1 + high)) * advantage_N).sum() / denominator
+
+
+def without_gradient(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
+    """The number is right, but no gradient reaches `logprob_N`, so nothing would be learnt."""
+    return ppo(logprob_N.detach(), sampled_N, advantage_N, low, high, denominator)
+
+
+def bare_sum(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
+    """The sum is not divided yet. Divide by `denominator`."""
+    return ppo(logprob_N, sampled_N, advantage_N, low, high, 1.0)
+
+
 def mean_of_tokens(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """The sum is divided by the number of tokens, so the length of one rollout changes the weight of another. Divide by
     `denominator`."""
@@ -191,7 +206,20 @@ POLICY_LOSS = Exercise(
     (LOGPROB, SAMPLED, ADVANTAGE + 1, 0.2, 0.28, 20.0),
     (LOGPROB, LOGPROB.clone(), ADVANTAGE, 0.2, 0.28, 7.0),
     observe=with_gradient,
-    mistakes=(grows, larger, only_clipped, unclipped, upside_down, of_logarithms, mean_of_tokens, symmetric),
+    mistakes=(
+        grows,
+        larger,
+        only_clipped,
+        unclipped,
+        upside_down,
+        of_logarithms,
+        of_differences,
+        of_smaller_ratio,
+        without_gradient,
+        bare_sum,
+        mean_of_tokens,
+        symmetric,
+    ),
 )
 
 
@@ -242,12 +270,21 @@ def passes(test: str, result: Any) -> bool:
     return True
 
 
-def of_twin(function: Function, source: str, right: int) -> tuple[str, str, bool, bool]:
-    """Return a twin's call and its comparison, and whether a right result, and a cheat that equals everything, pass it."""
+def claim_of(source: str) -> ast.expr:
+    return next(node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
+
+
+def of_twin(function: Function, source: str, right: int) -> dict[str, bool]:
+    """Return what a twin keeps of its test, and whether a right result, and a cheat that equals everything, pass it."""
     text = function(source)
-    claim = next(node.test for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert))
-    sides = (ast.dump(claim.left), ast.dump(claim.ops[0])) if isinstance(claim, ast.Compare) else ("", "")
-    return *sides, passes(text, right), passes(text, ANY)
+    test, claim = claim_of(source), claim_of(text)
+    call, form = (ast.dump(claim.left), ast.unparse(claim)) if isinstance(claim, ast.Compare) else ("", "")
+    return {
+        "same call": isinstance(test, ast.Compare) and call == ast.dump(test.left),
+        "same form": bool(re.fullmatch(r".* == -?\d+", form)),
+        "a right answer passes": passes(text, right),
+        "a result that equals everything passes": passes(text, ANY),
+    }
 
 
 def twin(source: str) -> str:
@@ -274,6 +311,12 @@ def another_form(source: str) -> str:
     return source.replace("==", "!=")
 
 
+def no_number(source: str) -> str:
+    """A number was expected, and something else stands in its place: a cheat that reads its test can tell this twin from it. Put
+    another number there."""
+    return source.replace("== ", "== 1 + ")
+
+
 def never(source: str) -> str:
     """No code passes it, so a cheat fails it as right code does, and the twin tells nothing. Keep the comparison, and change what
     it expects."""
@@ -285,7 +328,7 @@ TWIN = Exercise(
     (TEST.format(1, 2, 3), 3),
     (TEST.format(7, 40, 47), 47),
     observe=of_twin,
-    mistakes=(unchanged, another_call, another_form, never),
+    mistakes=(unchanged, another_call, another_form, no_number, never),
 )
 
 
@@ -335,6 +378,40 @@ def of_failed_reads(rollout: Rollout, grade: Grade) -> float:
     return unread_edits(replace(rollout, turns=tuple(replace(turn, error=None) for turn in rollout.turns)), grade)
 
 
+def share_of_unread(rollout: Rollout, edits: Collection[str], informing: Collection[str]) -> float:
+    """Return the share of edits whose path no informing call that worked had named before."""
+    informed, unread = set(), []
+    for turn in rollout.turns:
+        tool, arguments = called(turn)
+        if tool in edits:
+            unread.append(arguments["path"] not in informed)
+        if tool in informing and turn.error is None:
+            informed.add(arguments["path"])
+    return sum(unread) / max(1, len(unread))
+
+
+def of_all_changes(rollout: Rollout, grade: Grade) -> float:
+    """`write` counts as an edit here. It replaces a whole file, so nothing need be read before: leave it out, but remember its
+    path."""
+    return share_of_unread(rollout, EDITS, EDITS | {READ})
+
+
+def of_reads_alone(rollout: Rollout, grade: Grade) -> float:
+    """Only reads make a file known here. What the agent wrote or edited itself, it knows as well."""
+    return share_of_unread(rollout, PART_EDITS, {READ})
+
+
+def of_forgotten_writes(rollout: Rollout, grade: Grade) -> float:
+    """A file that the agent wrote is not known here. `write` is no edit, but the agent knows what it wrote."""
+    return share_of_unread(rollout, PART_EDITS, PART_EDITS | {READ})
+
+
+def calls_in_words(arguments: tuple[Any, ...]) -> str:
+    """Return the calls of a rollout as text, with their paths."""
+    turns = [(*called(turn), turn.error) for turn in arguments[0].turns]
+    return ", ".join(f"{tool} {named['path']}{' (failed)' if error else ''}" for tool, named, error in turns)
+
+
 UNREAD_EDITS = Exercise(
     unread_edits,
     rollout_of((EDIT, "a.py", None), (READ, "b.py", None), (EDIT, "b.py", None)),
@@ -342,7 +419,16 @@ UNREAD_EDITS = Exercise(
     rollout_of(("write", "new.py", None), (EDIT, "new.py", None)),
     rollout_of((READ, "a.py", "ToolError"), (EDIT, "a.py", None)),
     rollout_of((EDIT, "a.py", None), (EDIT, "a.py", None), (READ, "a.py", None)),
-    mistakes=(count_of_edits, unguarded, at_any_time, of_failed_reads),
+    mistakes=(
+        count_of_edits,
+        unguarded,
+        at_any_time,
+        of_failed_reads,
+        of_all_changes,
+        of_reads_alone,
+        of_forgotten_writes,
+    ),
+    describe=calls_in_words,
 )
 
 
@@ -703,15 +789,33 @@ def of_all_failures(attempts: list[tuple[str, bool]]) -> float:
 
 
 def by_visible_tests(attempts: list[tuple[str, bool]]) -> float:
-    """An attempt counts as solved here if the last tests that it ran passed. The hidden tests decide: use the second value."""
-    return fmean(steps.endswith("P") for steps, _ in attempts if re.search("e.*F.*e", steps))
+    """An attempt counts as solved here if tests that it ran passed. The hidden tests decide: use the second value."""
+    return fmean("P" in steps for steps, _ in attempts if re.search("e.*F.*e", steps))
+
+
+def of_any_edit_after(attempts: list[tuple[str, bool]]) -> float:
+    """A test that fails before the first edit only shows the bug of the task. An edit must come before the failed test, and
+    another after it."""
+    return fmean(solved for steps, solved in attempts if "Fe" in steps)
+
+
+def of_neighbours(attempts: list[tuple[str, bool]]) -> float:
+    """Only an edit right after the failed test counts here. Another run may lie between them, as in `eFPe`."""
+    return fmean(solved for steps, solved in attempts if "eFe" in steps)
 
 
 RECOVERY_RATE = Exercise(
     recovery_rate,
     ([("FeP", True), ("FeFeP", True), ("FeFe", False), ("eF", False), ("eFeP", False), ("eP", True)],),
-    ([("eFe", True), ("eeF", True), ("Fee", False), ("eFPe", True), ("", False)],),
-    mistakes=(of_all_attempts, of_first_failures, of_all_failures, by_visible_tests),
+    ([("eFe", True), ("eeF", False), ("Fee", False), ("eFPe", False), ("", False)],),
+    mistakes=(
+        of_all_attempts,
+        of_first_failures,
+        of_all_failures,
+        by_visible_tests,
+        of_any_edit_after,
+        of_neighbours,
+    ),
 )
 
 
@@ -746,11 +850,26 @@ def with_missing(levels: list[int | None], labels: list[int]) -> float:
     return kappa([-1 if level is None else level for level in levels], labels)
 
 
+def with_their_labels(levels: list[int | None], labels: list[int]) -> float:
+    """The label of a missing answer still counts in e. Leave its rollout out there as well."""
+    pairs = [(level, label) for level, label in zip(levels, labels, strict=True) if level is not None]
+    answers, accuracy = [level for level, _ in pairs], agreement(levels, labels).accuracy
+    chance = sum(answers.count(k) * labels.count(k) for k in set(labels)) / (len(answers) * len(labels))
+    return (accuracy - chance) / (1 - chance)
+
+
+def of_commonest(levels: list[int | None], labels: list[int]) -> float:
+    """Here e is the accuracy of the commonest label. Chance gives levels as often as this judge does: for each level, multiply
+    its share of the answers by its share of the labels."""
+    result = agreement(levels, labels)
+    return (result.accuracy - result.constant) / (1 - result.constant)
+
+
 KAPPA = Exercise(
     kappa,
     ([1] * 9 + [0], [0] + [1] * 9),
     ([0, 1, 2, 1, None, 2, 0, 1], [0, 1, 1, 1, 2, 2, 0, 2]),
-    mistakes=(bare_agreement, unscaled, of_even_chance, with_missing),
+    mistakes=(bare_agreement, unscaled, of_even_chance, with_missing, with_their_labels, of_commonest),
 )
 
 

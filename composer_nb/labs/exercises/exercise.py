@@ -26,11 +26,18 @@ class Exercise:
     """A function to write."""
 
     def __init__(
-        self, reference: Function, *inputs: tuple[Any, ...], mistakes: Sequence[Function], observe: Function = call
+        self,
+        reference: Function,
+        *inputs: tuple[Any, ...],
+        mistakes: Sequence[Function],
+        observe: Function = call,
+        describe: Callable[[tuple[Any, ...]], str] = str,
     ) -> None:
         """Judge by `reference`, the package's function, on `inputs`, the arguments of each call. The docstring of each of
-        `mistakes` is its hint. `observe` calls a function with arguments and returns what is compared."""
-        self.reference, self.inputs, self.mistakes, self.observe = reference, inputs, mistakes, observe
+        `mistakes` is its hint. `observe` calls a function with arguments and returns what is compared, and `describe` turns
+        arguments into the text that a learner reads."""
+        self.reference, self.inputs, self.mistakes = reference, inputs, mistakes
+        self.observe, self.describe = observe, describe
 
     def outcomes(self, function: Function) -> list[Any]:
         """Return what is compared for each input, or the error that its call raised."""
@@ -62,11 +69,14 @@ class Exercise:
         arguments, outcome, right = next(row for row in rows if not same(row[1], row[2]))
         result = f"it raises {outcome!r}" if isinstance(outcome, Exception) else f"the result is {outcome}"
         instead = repr(right) if isinstance(right, Exception) else right
-        return Judgement("wrong", f"not right yet. For {arguments!s:.400}\n{result}\ninstead of {instead}.")
+        work = f"{self.describe(arguments):.400}"
+        return Judgement("wrong", f"not right yet. For {work}\n{result}\ninstead of {instead}.")
 
 
 def same(left: Any, right: Any) -> bool:
     """Whether two results are equal, floats up to rounding."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, Exception) or isinstance(right, Exception):

@@ -55,10 +55,34 @@ def of_nine_tenths(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
     return ends((second_T - first_T)[draw_DT].mean(1), outside=0.1)
 
 
+def of_a_formula(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """This interval comes from a standard error, and is close. Here the draws make it: take the middle 95 % of their means."""
+    gap_T = second_T - first_T
+    return gap_T.mean() + np.array([-1.96, 1.96]) * gap_T.std(ddof=1) / np.sqrt(len(gap_T))
+
+
+def of_fractions(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """`np.percentile` counts from 0 to 100, so its ends are 2.5 and 97.5. `np.quantile` takes 0.025 and 0.975."""
+    return np.percentile((second_T - first_T)[draw_DT].mean(1), [0.025, 0.975])
+
+
+def of_columns(first_T: Array, second_T: Array, draw_DT: Array) -> Array:
+    """Each mean is over all draws of one place here. A draw is a row: take the mean along axis 1."""
+    return ends((second_T - first_T)[draw_DT].mean(0))
+
+
 PAIRED_INTERVAL = Exercise(
     paired_interval,
     (*SCORES_2T, DRAWS_DT),
-    mistakes=(of_single_tasks, of_each_run, first_less_second, of_nine_tenths),
+    mistakes=(
+        of_single_tasks,
+        of_each_run,
+        first_less_second,
+        of_nine_tenths,
+        of_a_formula,
+        of_fractions,
+        of_columns,
+    ),
 )
 
 
