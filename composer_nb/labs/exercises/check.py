@@ -168,7 +168,7 @@ def of_logarithms(logprob_N, sampled_N, advantage_N, low, high, denominator):  #
     return -torch.minimum(*products(logprob_N / sampled_N, advantage_N, low, high)).sum() / denominator
 
 
-def of_differences(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
+def of_bare_differences(logprob_N, sampled_N, advantage_N, low, high, denominator):  # type: ignore[no-untyped-def]
     """ℓ − ℓ_s is the logarithm of the ratio. The ratio is exp(ℓ − ℓ_s)."""
     return -torch.minimum(*products(logprob_N - sampled_N, advantage_N, low, high)).sum() / denominator
 
@@ -213,7 +213,7 @@ POLICY_LOSS = Exercise(
         unclipped,
         upside_down,
         of_logarithms,
-        of_differences,
+        of_bare_differences,
         of_smaller_ratio,
         without_gradient,
         bare_sum,
