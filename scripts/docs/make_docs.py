@@ -36,6 +36,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "05_rl_run": {"runs": str(ROOT / "build" / "docs" / "runs")},
     "08_product": {"tasks_wanted": 5},
     "09_bench": {"tasks_wanted": 8},
+    "09b_real_use": {"requests": 8},
 }
 """Parameters with which a notebook shows the same in less time."""
 FIRST = ("two_days", "glossary", "architecture", "comparison")

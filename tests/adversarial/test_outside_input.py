@@ -4,6 +4,7 @@ attack is refused, named or made harmless; one that would never end is cut short
 import json
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_work_as_its_diff_shows_it_is_accepted(attempt: Path) -> None:
         give_verdict(attempt, "accepted")  # from another folder: the diff does not show where
     with pytest.raises(ValueError, match="nothing was written"):
         give_verdict(attempt, "accepted", root / ".git")
-    (no_room := attempt / f"verdict.json.{os.getpid()}.part").mkdir()
+    (no_room := attempt / f"verdict.json.{os.getpid()}-{threading.get_ident()}.part").mkdir()
     with pytest.raises(OSError):
         give_verdict(attempt, "accepted", root)
     assert not (root / "a").exists()

@@ -26,6 +26,7 @@ SHORTER = {
     "02_mid_training": {"steps": 80, "tokens": 256, "demonstrations": 96},
     "08_product": {"tasks_wanted": 5},
     "09_bench": {"tasks_wanted": 6},
+    "09b_real_use": {"requests": 6},
     "10_router_replay": {"rollouts": 16},
     "11_mismatch": {"rollouts": 16},
 }

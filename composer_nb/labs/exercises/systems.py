@@ -1,4 +1,4 @@
-"""Exercises about a comparison of two runs, the paths that an agent names, and the schedule of a cluster."""
+"""Exercises about a comparison of two runs, paths that an agent names, users' verdicts, and the schedule of a cluster."""
 
 import posixpath
 from functools import partial
@@ -127,6 +127,50 @@ WORKSPACE_PATH = Exercise(
     workspace_path,
     *((WORKSPACE, path) for path in PATHS.split()),
     mistakes=(unresolved, by_letters, without_dots, always_below),
+)
+
+
+# A policy that learns when to say nothing
+
+CHOICE = np.random.default_rng(2)
+IS_SHOWN_BK = CHOICE.random((32, 4)) < (0.2, 0.5, 0.8, 1.0)
+VERDICT_BK = np.where(IS_SHOWN_BK, CHOICE.choice((-0.25, 0.75), (32, 4)), 0.0)
+
+
+def logit_gradient(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """Return the policy gradient of the logits of showing, with the mean reward of a kind as its baseline."""
+    return without_baseline(reward_BK - reward_BK.mean(0), is_shown_BK, share_K)
+
+
+def without_baseline(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """These are rewards without a baseline: right on average, but noisier. Subtract the mean reward of the kind."""
+    return (reward_BK * (is_shown_BK - share_K)).mean(0)
+
+
+def of_all_kinds(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """This baseline is one mean over all kinds. Each kind has its own: take the mean along axis 0."""
+    return without_baseline(reward_BK - reward_BK.mean(), is_shown_BK, share_K)
+
+
+def without_silence(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """Only chances at which the kind was shown count here. Silence is a choice as well; its derivative is −s."""
+    return ((reward_BK - reward_BK.mean(0)) * is_shown_BK * (1 - share_K)).mean(0)
+
+
+def downhill(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """The sign is that of a loss. The result is added to the logits, so it must lead to higher rewards."""
+    return -logit_gradient(reward_BK, is_shown_BK, share_K)
+
+
+def summed(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """This is a sum, which grows with the number of chances. Take the mean over them."""
+    return len(reward_BK) * logit_gradient(reward_BK, is_shown_BK, share_K)
+
+
+LOGIT_GRADIENT = Exercise(
+    logit_gradient,
+    (VERDICT_BK, IS_SHOWN_BK, np.array([0.2, 0.5, 0.8, 0.9])),
+    mistakes=(without_baseline, of_all_kinds, without_silence, downhill, summed),
 )
 
 
