@@ -63,6 +63,8 @@ CHECKS = {
     "07_long_horizon": (
         "all(figures_by_summary['truncate', t]['summary tokens'] == 0 for t in triggers)",
         "all(figures_by_summary['self', t]['forgotten'] == 0 for t in triggers)",
+    ),
+    "07b_forks_and_hints": (
         "len(advised.kl) == len(advised.tokens) and min(advised.kl) > -1e-5 and sum(control.kl) > -1e-5",
         "len(by_model.kl) == len(turn_positions)",
     ),

@@ -26,7 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "11_mismatch": {"rollouts": 8},
     "11b_losses": {"rollouts": 8},
     "05_rl_run": {},
-    "07_long_horizon": {"tasks_wanted": 2, "futures": 2},
+    "07_long_horizon": {"tasks_wanted": 2},
+    "07b_forks_and_hints": {"futures": 2},
     "12_weight_sync": {},
     "06_compare_runs": {},
 }

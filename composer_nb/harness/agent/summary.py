@@ -56,6 +56,10 @@ class SummarySettings:
     tokens: Annotated[int, Field(ge=1)] = 1024
     """Maximum tokens of a summary, including the thinking before it."""
 
+    def reached(self, tokens: int, turns: int) -> bool:
+        """Return whether a segment of so many tokens and turns has reached the trigger. After one turn it would end where it began."""
+        return 0 < self.trigger <= tokens and turns >= 2
+
 
 NO_SUMMARIES = SummarySettings()
 

@@ -138,8 +138,8 @@ class TokenTurnPolicy:
     def condense(self, news: News, until: float) -> Spoken | None:
         """Return a summary if the segment has reached its trigger, and end the segment; else None, also after `truncate`."""
         results = self.renderer.answers(news)
-        if not 0 < self.summary.trigger <= len(self._transcript.token_ids) + len(results) or len(self._starts) < 2:
-            return None  # after one turn a segment would end where it began
+        if not self.summary.reached(len(self._transcript.token_ids) + len(results), len(self._starts)):
+            return None
         if self.summary.kind == "truncate":
             self._truncate()
             return None

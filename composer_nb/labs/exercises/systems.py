@@ -1,12 +1,14 @@
-"""Exercises about a comparison of two runs, paths that an agent names, users' verdicts, and the schedule of a cluster."""
+"""Exercises about comparisons of runs, paths that an agent names, users' verdicts, segments, and a cluster's schedule."""
 
 import posixpath
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.tools.session import Session
@@ -171,6 +173,59 @@ LOGIT_GRADIENT = Exercise(
     logit_gradient,
     (VERDICT_BK, IS_SHOWN_BK, np.array([0.2, 0.5, 0.8, 0.9])),
     mistakes=(without_baseline, of_all_kinds, without_silence, downhill, summed),
+)
+
+
+# The turns of each segment
+
+
+def divided(tokens_T: Sequence[int], start: int, ends: Callable[[int, int, int], bool]) -> list[int]:
+    """Return the turns of each segment if one ends where `ends` of its tokens, its turns and the next turn's tokens holds."""
+    turns_S, segment_tokens = [0], start
+    for turn_tokens in tokens_T:
+        if ends(segment_tokens, turns_S[-1], turn_tokens):
+            turns_S, segment_tokens = [*turns_S, 0], start
+        turns_S[-1], segment_tokens = turns_S[-1] + 1, segment_tokens + turn_tokens
+    return turns_S
+
+
+def segment_turns(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    summary = SummarySettings(trigger=trigger)
+    return divided(tokens_T, start, lambda tokens, turns, _: summary.reached(tokens, turns))
+
+
+def before_it_is_crossed(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """A segment ends here before the turn that would cross the trigger. Nobody knows how long a turn will be: compare the tokens
+    that are there."""
+    return divided(tokens_T, start, lambda tokens, turns, following: tokens + following >= trigger and turns >= 2)
+
+
+def after_one_turn(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """A segment has a single turn here. If its first turn is long, it would end where it began: two turns are the least."""
+    return divided(tokens_T, start, lambda tokens, turns, _: tokens >= trigger and turns >= 1)
+
+
+def beyond_the_trigger(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """A segment of exactly `trigger` tokens goes on here. It has reached the trigger."""
+    return segment_turns(tokens_T, start, trigger + 1)
+
+
+def without_its_start(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """Only the turns are counted here. The task and the summary before them are tokens of the segment, too."""
+    return segment_turns(tokens_T, 0, trigger)
+
+
+def after_the_last_turn(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """The last segment has no turn. The trigger is compared before a turn, and none follows the last one."""
+    *before, last = segment_turns([*tokens_T, 0], start, trigger)
+    return [*before, last - 1]
+
+
+SEGMENT_TURNS = Exercise(
+    segment_turns,
+    ([30, 40, 20, 150, 10, 10, 90], 20, 110),
+    ([40, 40, 40, 10], 50, 120),
+    mistakes=(before_it_is_crossed, after_one_turn, beyond_the_trigger, without_its_start, after_the_last_turn),
 )
 
 

@@ -38,12 +38,13 @@ def contexts(attempts: Sequence[Attempt], triggers: Sequence[int]) -> Picture:
     return picture
 
 
-def chain(attempt: Attempt) -> Picture:
-    """Draw the tokens of each segment by what they are."""
+def chain(attempt: Attempt, trigger: int) -> Picture:
+    """Draw the tokens of each segment by what they are, and a line at the trigger."""
     segments = attempt.rollout.segments
     picture, ax = style.one_panel(8.5, 0.9 + 0.3 * len(segments))
     parts = {name: [np.isin(s.kind, kinds).sum() for s in segments] for name, kinds in _KINDS.items()}
     style.stacked(ax, [f"segment {number}" for number in range(1, len(segments) + 1)], parts, _COLORS)
+    ax.axvline(trigger, color=style.VERMILION, linewidth=1.2, label=f"trigger {trigger}")
     title(ax, f"task {attempt.task.id}: {'solved' if attempt.grade.passed else 'not solved'}", "tokens")
     key(ax)
     return picture
