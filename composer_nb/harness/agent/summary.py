@@ -57,7 +57,7 @@ class SummarySettings:
     """Maximum tokens of a summary, including the thinking before it."""
 
     def reached(self, tokens: int, turns: int) -> bool:
-        """Return whether a segment of so many tokens and turns has reached the trigger. After one turn it would end where it began."""
+        """Return whether a segment of so many tokens and turns is at its end. After one turn it would end where it began."""
         return 0 < self.trigger <= tokens and turns >= 2
 
 
