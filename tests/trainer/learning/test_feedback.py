@@ -89,7 +89,7 @@ def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make
 def test_a_hinted_turn_comes_to_be_written_as_with_its_hint(make_model, stream: Stream) -> None:
     learner = learner_of(make_model(4), 2.0)
     divergences = [learn(learner, [stream], lr=1e-4)["feedback_kl"] for _ in range(6)]
-    assert divergences == sorted(divergences, reverse=True) and divergences[-1] < divergences[0]
+    assert divergences == sorted(divergences, reverse=True) and 0 < divergences[-1] < divergences[0]
 
 
 READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
