@@ -396,7 +396,7 @@ def weights(losses: Mapping[str, LossSettings]) -> Picture:
     rows = math.ceil(len(losses) / 4)
     picture = Picture(10.0, 0.6 + 1.7 * rows)
     panels = picture.panels(rows, min(4, len(losses)), sharex=True, sharey=True)
-    ratio_S = torch.logspace(-1, 1, 801, base=4.0, dtype=torch.float64)
+    ratio_S = torch.logspace(-1, 1, 801, base=6.0, dtype=torch.float64)
     for number, (ax, (name, loss)) in enumerate(zip(panels, losses.items(), strict=False)):
         ax.plot(ratio_S, ratio_S, ":", color=style.GREY, linewidth=1, label="the ratio itself")
         for sign, advantage, color, width in ((">", 1.0, style.SKY, 4), ("<", -1.0, style.VERMILION, 1.4)):

@@ -112,9 +112,11 @@ def against_tokens(
     return picture
 
 
-def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str, switch: float) -> Picture:
-    """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss, and
-    the `switch`, the tokens after which demonstrations begin."""
+def mixtures(
+    runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str, switch: float, even: tuple[float, float]
+) -> Picture:
+    """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss, the
+    `switch`, the tokens after which demonstrations begin, and `even`, both losses of guessing evenly."""
     picture = Picture(9.5, 3.2)
     panels = picture.panels(1, 2)
     for (name, (tokens, *losses)), hue, mark in zip(runs.items(), (style.BLUE, style.VERMILION), "os", strict=False):
@@ -122,7 +124,8 @@ def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str, switc
             ax.plot(tokens, loss, color=hue, marker=mark, markersize=4, linewidth=1.7, label=name)
     title(panels[0], "held-out code", "tokens", unit)
     title(panels[1], "what the agent writes, held out", "tokens", "nats a token")
-    for ax in panels:
+    for ax, guess in zip(panels, even, strict=True):
+        ax.axhline(guess, color=style.GREY, linestyle="--", label="guessing evenly")
         ax.axvline(switch, color=style.GREY, linestyle=":", label="demonstrations begin")
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     panels[1].set_yscale("log")

@@ -51,3 +51,9 @@ def test_a_wrong_answer_without_a_hint_is_shown_in_words():
 @pytest.mark.parametrize(("expected", "state"), [("4", "right"), ("-1", "right"), ("'4'", "wrong"), ("2 + 2", "wrong")])
 def test_a_twin_expects_another_number(expected: str, state: str):
     assert EXERCISES["twin"].judge(lambda source: f"{source.split('==')[0]}== {expected}\n").state == state
+
+
+def test_a_table_of_numbers_or_of_numpy_is_not_yet_right():
+    visible = EXERCISES["visible"]
+    for answer in (lambda n: visible.reference(n).int(), lambda n: visible.reference(n).numpy()):
+        assert visible.judge(answer).text.startswith("not right yet. The entries are right.")

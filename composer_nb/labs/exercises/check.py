@@ -253,8 +253,29 @@ def transposed(lengths: list[int]) -> Tensor:
     return visible(lengths).T
 
 
+def forbidden(lengths: list[int]) -> Tensor:
+    """This is the opposite: an entry is True if the token may read, and False if it may not."""
+    return ~visible(lengths)
+
+
+def as_numbers(lengths: list[int]) -> Tensor:
+    """The entries are right. Return them as a tensor of dtype torch.bool, so that `~` can turn them round."""
+    return visible(lengths).float()
+
+
+def of_table(function: Function, lengths: list[int]) -> dict[str, Any]:
+    """Return a table, and whether its dtype is bool, which equal entries do not show."""
+    table = function(lengths)
+    return {"table": table, "dtype is torch.bool": getattr(table, "dtype", None) == torch.bool}
+
+
 VISIBLE = Exercise(
-    visible, ([3, 1, 2],), ([4],), ([2, 2],), mistakes=(one_text, whole_rows, blind_to_itself, transposed)
+    visible,
+    ([3, 1, 2],),
+    ([4],),
+    ([2, 2],),
+    mistakes=(one_text, whole_rows, blind_to_itself, transposed, forbidden, as_numbers),
+    observe=of_table,
 )
 
 
@@ -583,11 +604,21 @@ def upper_end(ratio_N: Tensor, low: float, high: float) -> Tensor:
     return torch.where(ratio_N <= high, ratio_N, 0.0)
 
 
+def without_ends(ratio_N: Tensor, low: float, high: float) -> Tensor:
+    """A ratio at an end of the window is dropped. Both ends belong to it."""
+    return torch.where((ratio_N > low) & (ratio_N < high), ratio_N, 0.0)
+
+
+def distances_from_1(ratio_N: Tensor, low: float, high: float) -> Tensor:
+    """`low` and `high` are the ends of the window here, not their distances from 1."""
+    return icepop(ratio_N, 1 - low, 1 + high)
+
+
 ICEPOP_WEIGHT = Exercise(
     icepop,
-    (torch.tensor([0.1, 0.6, 1.0, 1.4, 3.0]), 0.5, 2.0),
+    (torch.tensor([0.1, 0.5, 0.6, 1.0, 1.4, 2.0, 3.0]), 0.5, 2.0),
     (torch.tensor([0.8, 1.1, 1.3]), 0.9, 1.2),
-    mistakes=(clamped, mask_alone, upper_end),
+    mistakes=(clamped, mask_alone, upper_end, without_ends, distances_from_1),
 )
 
 
@@ -625,6 +656,16 @@ def equal_ends(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> 
     return share_outside(trainer_N, engine_N, low, low)
 
 
+def high_on_both_sides(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """The window is symmetric here. Its lower end is 1 − low."""
+    return share_outside(trainer_N, engine_N, high, high)
+
+
+def both_at_once(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
+    """No ratio is below the window and above it as well: join the two conditions with `|`, not with `&`."""
+    return 0.0
+
+
 def count_outside(trainer_N: Tensor, engine_N: Tensor, low: float, high: float) -> float:
     """This is a number of tokens. Divide by all of them for a share."""
     return share_outside(trainer_N, engine_N, low, high) * len(trainer_N)
@@ -640,7 +681,17 @@ SHARE_OUTSIDE = Exercise(
     share_outside,
     (RATIOS.log() - 0.9, torch.full((11,), -0.9), 0.2, 0.28),
     (normal(100, seed=3) / 3 - 2, normal(100, seed=4) / 3 - 2, 0.3, 0.6),
-    mistakes=(of_differences, of_quotients, engine_over_trainer, above_alone, equal_ends, count_outside, share_inside),
+    mistakes=(
+        of_differences,
+        of_quotients,
+        engine_over_trainer,
+        above_alone,
+        equal_ends,
+        high_on_both_sides,
+        both_at_once,
+        count_outside,
+        share_inside,
+    ),
 )
 
 
