@@ -31,6 +31,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
 OTHER_SENSE = {
     ("03_environments", "control"),
+    ("03b_isolation", "fork"),
     ("04_reward_design", "flip"),
     ("04_reward_design", "rank"),
     ("12_weight_sync", "flip"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -186,6 +187,18 @@ def cases(verdicts: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
         detail = f'<span class="quiet">{html.escape(judged.detail)} · {seconds:.1f} s</span>'
         rows.append(f'<div class="head">{html.escape(name)} {chip}</div><div>{detail}</div>')
     return page.box(*rows)
+
+
+def spread(durations: Mapping[str, Sequence[float]], unit: str) -> Picture:
+    """Draw each duration as a dot, and the median of each row as a line."""
+    picture, ax = style.one_panel(7.5, 0.32 * len(durations) + 0.8)
+    for y, values in enumerate(durations.values()):
+        ax.plot(values, [y] * len(values), "o", color=style.BLUE, alpha=0.5, markeredgewidth=0)
+        ax.plot([median(values)] * 2, [y - 0.35, y + 0.35], color=style.INK)
+    style.rows(ax, list(durations))
+    ax.set_xlim(0)
+    title(ax, "", unit)
+    return picture
 
 
 Kind = Literal["read", "write", "exec"]

@@ -84,3 +84,9 @@ def test_a_twin_is_shown_with_the_statement_around_it():
         columns = environments.twin(TARGET, twin).text.split("<pre>")[1:]
         assert all(column.startswith(begin) for column in columns) and "99</b>" in columns[1]
         assert all(column.partition("</pre>")[0].endswith(end) for column in columns)
+
+
+def test_durations_are_dots_in_rows_with_a_line_at_the_median():
+    [ax] = environments.spread({"fast": [1.0, 2.0, 9.0], "slow": [4.0, 7.0]}, "ms").axes
+    assert [list(line.get_xdata()) for line in ax.lines] == [[1, 2, 9], [2, 2], [4, 7], [5.5, 5.5]]
+    assert ax.get_xlim()[0] == 0 and [label.get_text() for label in ax.get_yticklabels()] == ["fast", "slow"]

@@ -279,12 +279,13 @@ def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
     return owners, errors
 
 
-def is_dead(owner: Owner) -> bool:
-    """Return whether an owner certainly lives no more; False also where that cannot be known from here."""
+def is_dead(owner: Owner, tick_of: Callable[[int], int | None] = started) -> bool:
+    """Return whether an owner certainly lives no more; False also where that cannot be known from here. `tick_of` returns the
+    clock tick in which the process with a pid began."""
     here = this_process()
     if owner.boot != here.boot:
         return owner.host == here.host  # this machine has started anew since
-    return owner.namespace == here.namespace and started(owner.pid) != owner.started
+    return owner.namespace == here.namespace and tick_of(owner.pid) != owner.started
 
 
 def end(resource: Resource) -> bool:

@@ -1,7 +1,8 @@
-"""Exercises about comparisons of runs, paths that an agent names, users' verdicts, segments, and a cluster's schedule."""
+"""Exercises about comparisons of runs, a sandbox's paths and processes, verdicts, segments, and a cluster's schedule."""
 
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.sandbox.contract import WORKSPACE
+from composer_nb.harness.sandbox.reap import is_dead, this_process
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolError
 from composer_nb.labs.exercises.exercise import Exercise
@@ -227,6 +229,47 @@ SEGMENT_TURNS = Exercise(
     ([40, 40, 40, 10], 50, 120),
     mistakes=(before_it_is_crossed, after_one_turn, beyond_the_trigger, without_its_start, after_the_last_turn),
 )
+
+
+# Processes that a killed harness left
+
+Notes = Sequence[tuple[int, int, int, int]]
+
+
+def reapable(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    return [pid for pid, start, *owner in notes if start_by_pid.get(pid) == start and ended(owner, start_by_pid)]
+
+
+def ended(owner: Sequence[int], start_by_pid: Mapping[int, int]) -> bool:
+    return is_dead(replace(this_process(), pid=owner[0], started=owner[1]), start_by_pid.get)
+
+
+def of_unused_pids(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    """An owner counts as alive here if anything has its pid. Another process may have it now: compare the starts."""
+    return [note[0] for note in notes if note[2] not in start_by_pid and start_by_pid.get(note[0]) == note[1]]
+
+
+def by_pid(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    """This ends whatever has a pid of the journal. It may be another process by now, and innocent: compare its start as well."""
+    return [pid for pid, _, *owner in notes if pid in start_by_pid and ended(owner, start_by_pid)]
+
+
+def of_ended_owners(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    """Processes that have ended are in this list. Their pids may be those of others now: leave them out."""
+    return [pid for pid, _, *owner in notes if ended(owner, start_by_pid)]
+
+
+def of_any_owner(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    """This takes processes from harnesses that still run. Only those of an owner that has ended are left over."""
+    return [pid for pid, start, *_ in notes if start_by_pid.get(pid) == start]
+
+
+REAPABLE = Exercise(
+    reapable,
+    ([(20, 5, 10, 1), (21, 5, 11, 2), (22, 6, 12, 3), (23, 6, 12, 3), (24, 7, 12, 3)],
+     {10: 1, 11: 9, 20: 5, 21: 5, 22: 6, 23: 8}),
+    mistakes=(of_unused_pids, by_pid, of_ended_owners, of_any_owner),
+)  # fmt: skip
 
 
 # The seconds of a step
