@@ -126,7 +126,7 @@ class Reward:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
     """Weights of the registered terms, the effort penalty, and the judge. Raises ValueError for a weight without a registered
-    term, and if a judge has no weight, or `judged` no judge."""
+    term, and for a judge that cannot be imported."""
 
     weights: dict[str, float] = field(default_factory=lambda: {"solved": 1.0, "invalid_calls": -0.2})
     effort: Effort = field(default_factory=Effort)
@@ -143,8 +143,6 @@ class RewardSettings:
             term_named(name)
         if self.judge:
             function_named(self.judge, "reward.judge")
-        if bool(self.judge) != bool(self.weights.get(JUDGED)):
-            raise ValueError(f"reward.judge={self.judge!r}: needs `judged` in reward.weights, which needs a judge")
 
     def tried(self, pairs: Iterable[tuple[Rollout, Grade]] = ()) -> None:
         """Score an empty rollout and the rollouts in `pairs`, so that a failing term is found before it ends a run. Raises

@@ -23,7 +23,7 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
-from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.rewards import JUDGED, RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.trainer.learning.data import CODE_ROW, InfillSettings
 from composer_nb.trainer.learning.loss import GROUPED, UNGROUPED, LossSettings
@@ -330,6 +330,10 @@ class Settings:
             and self.loss.baseline in UNGROUPED,
             "rl.refill: needs reward.effort.by_solved=0 and no reward.judge; it scores parts of groups": self.rl.refill
             and (self.reward.effort.by_solved or self.reward.judge),
+            f"reward.judge={self.reward.judge!r}: needs `judged` in reward.weights, which needs a judge": bool(
+                self.reward.judge
+            )
+            != bool(self.reward.weights.get(JUDGED)),
             "rl.frozen_layers: needs mesh.* at its defaults": self.rl.frozen_layers and self.meshed,
             "services.changes: needs services.on=true": self.services.changes and not on,
             "engine.transition=sync: needs services.lockstep=false, as turns under way wait for the swap": on

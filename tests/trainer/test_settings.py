@@ -72,6 +72,8 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
         ({"rl.refill": 0.1, "loss.baseline": "none", "data.rl_tasks": 1600}, "rl.refill: needs loss.baseline=group"),
         ({"reward.effort.turns": -0.5}, r"reward\.effort\.turns=-0\.5: "),
         ({"rl.refill": 0.1, "reward.effort.by_solved": 1}, "rl.refill: needs reward.effort.by_solved=0"),
+        ({"reward.judge": "math:sqrt"}, "reward.judge='math:sqrt': needs `judged` in reward.weights"),
+        ({"reward.weights": {"judged": 1.0}}, "reward.judge='': needs `judged`"),
         ({"loss.baseline": "pass_at_k", "loss.pass_k": 8}, "loss.pass_k=8: must be below rl.group"),
         ({"loss.baseline": "batch", "loss.gate": "mixed"}, "loss.gate=mixed needs loss.baseline=group or pass_at_k"),
         ({"loss.centre_scores": True}, "loss.centre_scores needs loss.ratio=none, cispo, tis or icepop"),
