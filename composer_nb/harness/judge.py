@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from composer_nb.harness.attempt import Rater
-from composer_nb.harness.blocking import CallTimeout, within
+from composer_nb.harness.blocking import CallTimeout, TooManyBlocked, within
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.plain import function_named
@@ -38,7 +38,8 @@ class Judge:
         self._lock, self._calls_s, self._start = threading.Lock(), 0.0, math.inf
 
     def __call__(self, attempt: Attempt) -> Mapping[str, float]:
-        """Return the rating of an attempt, or nothing. Raises ValueError if the function fails or returns no finite number."""
+        """Return the rating of an attempt, or nothing. Raises ValueError if the function fails or returns no finite number, and
+        TooManyBlocked like `within`."""
         start = time.monotonic()
         with self._lock:
             self._start = min(self._start, start)
@@ -49,6 +50,8 @@ class Judge:
             rating = within(lambda: start + self._seconds - time.monotonic(), what, lambda: self._function(attempt))
         except CallTimeout:
             return {}
+        except TooManyBlocked:
+            raise
         except (Exception, SystemExit) as error:
             raise fault(what, error) from error
         finally:
