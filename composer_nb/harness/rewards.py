@@ -134,8 +134,8 @@ class RewardSettings:
     """`MODULE:FUNCTION`, which is called with each graded attempt of RL while others are sampled. It returns a number, the term
     `judged`, or None if it cannot tell: then the term is the mean of the group."""
     judge_share: NotNegative = 1.0
-    """Seconds that calls of the judge may take for each second of the run, together in one environment worker. What ends while they
-    have taken more is not judged."""
+    """Seconds that calls of the judge may take for each second of the run, together in one environment worker. What ends while
+    they have taken more is not judged."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "reward")
