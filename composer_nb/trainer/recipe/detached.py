@@ -70,11 +70,13 @@ def stop(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> bool:
     """End a live run as Ctrl-C does, or kill it, and what it leaves, if that takes longer than END_S; it can be resumed. Say what
     is waited for. Return whether it was live. Raises TimeoutError if it cannot be killed."""
     run = open_run(run_dir)
-    if pid := holder(run.path / LOCK):
+    while (pid := holder(run.path / LOCK)) == 0:  # it has the lock and is about to write its id
+        time.sleep(0.02)
+    if pid is not None:
         say(f"{run.path.name}: process {pid} is asked to end its ranks, services and sandboxes")
         end(run.path / LOCK, pid, signal.SIGINT, END_S, say)
         reap(run.path)
-    return bool(pid)
+    return pid is not None
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Starting and following runs: one launcher a run, honest last words, forks that take over what they say and no more; and
 processes whose life ends with their parent's. `test_services_ray.py` starts a detached run for real."""
 
+import fcntl
 import json
 import os
 import signal
@@ -212,6 +213,22 @@ def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_sa
     assert all(line.startswith(f"waiting for process {process.pid} to end, ") for line in lines[1:-1])
     assert lines[-1] == f"process {process.pid} was killed: it had not ended within 0.5 s"
     assert main(["stop", str(run.path)]) == 0, "nothing lives"
+
+
+def test_a_launcher_that_has_not_written_its_id_yet_is_stopped(run: RunDir) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    with (run.path / "launch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines: list[str] = []
+        stopper = threading.Thread(target=stop, args=(run.path, lines.append))
+        stopper.start()
+        stopper.join(0.5)
+        assert stopper.is_alive() and not lines and process.poll() is None
+        lock.write(str(process.pid))
+        lock.flush()
+        assert process.wait(60) == -signal.SIGINT
+    stopper.join(60)
+    assert lines[0].startswith(f"{run.path.name}: process {process.pid} is asked to end")
 
 
 PARENT = """
