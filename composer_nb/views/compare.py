@@ -119,12 +119,12 @@ def arms_table(comparison: Mapping[str, Any]) -> Group:
 def arms_page(comparison: Mapping[str, Any]) -> str:
     """Return the comparison of `recipe.arms.compare_arms` as one HTML page, with a figure of what each arm adds."""
     first, *others = comparison["arms"]
-    rows = [
-        scored(f"{arm}: {score}", gain, None if half is None else [gain - half, gain + half])
-        for arm in others
-        for score, (_, gain, half) in ((name, s.values()) for name, s in comparison["arms"][arm]["scores"].items())
-        if gain is not None
-    ]
+    rows = []
+    for arm in others:
+        for name, score in comparison["arms"][arm]["scores"].items():
+            gain, half = score["gain"], score["half"]
+            if gain is not None:
+                rows.append(scored(f"{arm}: {name}", gain, None if half is None else [gain - half, gain + half]))
     parts = [f"<h1>{len(others) + 1} arms</h1>", html_table(_arms_rows(comparison), _arms_head(comparison))]
     drawing = Figure([differences(f"over {first}", rows)] if rows else [], note="there is one arm only", width=560)
     return document("arms", [*parts, figure("arms", ARMS_NOTE, drawing)])

@@ -216,7 +216,8 @@ def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_sa
 
 
 def test_a_launcher_that_has_not_written_its_id_yet_is_stopped(run: RunDir) -> None:
-    process = subprocess.Popen(["sleep", "60"])
+    # A background job of a shell has SIGINT ignored, and so would its children.
+    process = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     with (run.path / "launch.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines: list[str] = []
