@@ -36,7 +36,7 @@ def code_lines(source: str) -> int:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docstring_lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstring_lines |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()

@@ -105,7 +105,7 @@ def workers(network: Network, store: ObjectStore, far: Worker) -> Iterator[tuple
     yield trainer, near
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_versions_survive_hosts_links_clocks_and_the_store(
     network: Network, store_host: Host, store: ObjectStore, far: Worker, workers: tuple[Worker, Worker]
 ) -> None:

@@ -37,7 +37,6 @@ OFTEN = {
     ("06_compare_runs", "cut off"),
     ("11_mismatch", "all groups dead"),
     ("11b_losses", "all groups dead"),
-    ("12_weight_sync", "all groups dead"),
 }
 """Where an extreme reaches most code of a notebook: `make test` reads these, and `make test-slow` the others."""
 READ = [
