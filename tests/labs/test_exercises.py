@@ -1,5 +1,6 @@
 """The check of exercises tells right answers, unfinished ones and each usual mistake apart."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +47,13 @@ def test_a_wrong_answer_without_a_hint_is_shown_in_words():
     assert unread.splitlines()[0].endswith("For search_replace a.py, read_file b.py, search_replace b.py")
     opposite = EXERCISES["twin"].judge(lambda source: source.replace("assert total([1, 2])", "assert [1, 2]"))
     assert "'same call': False" in opposite.text and "'same form': True" in opposite.text
+
+
+def test_large_arrays_and_wrong_shapes_are_shown_as_shapes():
+    text = EXERCISES["logit_gradient"].judge(lambda reward_BK, is_shown_BK, share_K: reward_BK).text
+    arguments = "(an array of shape (32, 4), an array of shape (32, 4), array([0.2, 0.5, 0.8, 0.9]))"
+    assert text == f"not right yet. For {arguments}\nthe result has shape (32, 4)\ninstead of (4,)."
+    assert "it raises ValueError" in EXERCISES["logit_gradient"].judge(lambda *arguments: np.ones(2).reshape(3)).text
 
 
 @pytest.mark.parametrize(("expected", "state"), [("4", "right"), ("-1", "right"), ("'4'", "wrong"), ("2 + 2", "wrong")])

@@ -578,10 +578,28 @@ def below_zero(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
     return -divergence(student_SV, teacher_SV)
 
 
+def mean_of_vocabulary(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """This is a mean over the vocabulary. The probabilities are the weights already: take the sum."""
+    return divergence(student_SV, teacher_SV) / student_SV.shape[-1]
+
+
+def cross_entropy(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """This is the cross-entropy, which is not 0 where both agree. Average the student's log-probability minus the teacher's."""
+    return -(student_SV.exp() * teacher_SV).sum(-1)
+
+
 DIVERGENCE = Exercise(
     divergence,
     (normal(5, 7).log_softmax(-1), normal(5, 7, seed=1).log_softmax(-1)),
-    mistakes=(from_the_teacher, of_all_tokens, without_probabilities, by_log_probabilities, below_zero),
+    mistakes=(
+        from_the_teacher,
+        of_all_tokens,
+        without_probabilities,
+        by_log_probabilities,
+        below_zero,
+        mean_of_vocabulary,
+        cross_entropy,
+    ),
 )
 
 

@@ -22,6 +22,19 @@ class Judgement(NamedTuple):
     text: str
 
 
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array; None for another value."""
+    return tuple(value.shape) if isinstance(value, Tensor | np.ndarray | np.generic) else None
+
+
+def brief(value: Any) -> str:
+    """Return a value as text, large arrays by their shape."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(brief, value))})"
+    shape = shape_of(value)
+    return f"an array of shape {shape}" if shape and np.prod(shape) > 16 else repr(value)
+
+
 class Exercise:
     """A function to write."""
 
@@ -31,11 +44,11 @@ class Exercise:
         *inputs: tuple[Any, ...],
         mistakes: Sequence[Function],
         observe: Function = call,
-        describe: Callable[[tuple[Any, ...]], str] = str,
+        describe: Callable[[Any], str] = brief,
     ) -> None:
         """Judge by `reference`, the package's function, on `inputs`, the arguments of each call. The docstring of each of
         `mistakes` is its hint. `observe` calls a function with arguments and returns what is compared, and `describe` turns
-        arguments into the text that a learner reads."""
+        arguments into the text that a learner reads, by default `brief`."""
         self.reference, self.inputs, self.mistakes = reference, inputs, mistakes
         self.observe, self.describe = observe, describe
 
@@ -69,6 +82,9 @@ class Exercise:
         arguments, outcome, right = next(row for row in rows if not same(row[1], row[2]))
         result = f"it raises {outcome!r}" if isinstance(outcome, Exception) else f"the result is {outcome}"
         instead = repr(right) if isinstance(right, Exception) else right
+        shape, right_shape = shape_of(outcome), shape_of(right)
+        if shape is not None and right_shape is not None and shape != right_shape:
+            result, instead = f"the result has shape {shape}", right_shape
         work = f"{self.describe(arguments):.400}"
         return Judgement("wrong", f"not right yet. For {work}\n{result}\ninstead of {instead}.")
 

@@ -161,6 +161,18 @@ def without_silence(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Arr
     return ((reward_BK - reward_BK.mean(0)) * is_shown_BK * (1 - share_K)).mean(0)
 
 
+def with_wrong_silence(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """The derivative of silence has the wrong sign here: it is −s."""
+    return ((reward_BK - reward_BK.mean(0)) * np.where(is_shown_BK, 1 - share_K, share_K)).mean(0)
+
+
+def of_shown_alone(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
+    """This baseline is the mean over the chances at which the kind was shown. Silence is a choice as well, with reward 0: take
+    the mean over all chances."""
+    count_K = np.maximum(is_shown_BK.sum(0), 1)
+    return without_baseline(reward_BK - (reward_BK * is_shown_BK).sum(0) / count_K, is_shown_BK, share_K)
+
+
 def downhill(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
     """The sign is that of a loss. The result is added to the logits, so it must lead to higher rewards."""
     return -logit_gradient(reward_BK, is_shown_BK, share_K)
@@ -174,7 +186,15 @@ def summed(reward_BK: Array, is_shown_BK: Array, share_K: Array) -> Array:
 LOGIT_GRADIENT = Exercise(
     logit_gradient,
     (VERDICT_BK, IS_SHOWN_BK, np.array([0.2, 0.5, 0.8, 0.9])),
-    mistakes=(without_baseline, of_all_kinds, without_silence, downhill, summed),
+    mistakes=(
+        without_baseline,
+        of_all_kinds,
+        without_silence,
+        with_wrong_silence,
+        of_shown_alone,
+        downhill,
+        summed,
+    ),
 )
 
 
@@ -217,6 +237,12 @@ def without_its_start(tokens_T: Sequence[int], start: int, trigger: int) -> list
     return segment_turns(tokens_T, 0, trigger)
 
 
+def without_later_starts(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """Only the first segment begins with `start` tokens here. Each of them does."""
+    first = segment_turns(tokens_T, start, trigger)[0]
+    return [first, *(segment_turns(tokens_T[first:], 0, trigger) if tokens_T[first:] else ())]
+
+
 def after_the_last_turn(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
     """The last segment has no turn. The trigger is compared before a turn, and none follows the last one."""
     *before, last = segment_turns([*tokens_T, 0], start, trigger)
@@ -226,8 +252,15 @@ def after_the_last_turn(tokens_T: Sequence[int], start: int, trigger: int) -> li
 SEGMENT_TURNS = Exercise(
     segment_turns,
     ([30, 40, 20, 150, 10, 10, 90], 20, 110),
-    ([40, 40, 40, 10], 50, 120),
-    mistakes=(before_it_is_crossed, after_one_turn, beyond_the_trigger, without_its_start, after_the_last_turn),
+    ([40, 40, 40, 40, 40, 10], 50, 120),
+    mistakes=(
+        before_it_is_crossed,
+        after_one_turn,
+        beyond_the_trigger,
+        without_its_start,
+        without_later_starts,
+        after_the_last_turn,
+    ),
 )
 
 
@@ -254,6 +287,11 @@ def by_pid(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
     return [pid for pid, _, *owner in notes if pid in start_by_pid and ended(owner, start_by_pid)]
 
 
+def by_pids_alone(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
+    """Only pids are compared here. Another process may have a note's pid by now, or its owner's: compare the starts."""
+    return [note[0] for note in notes if note[0] in start_by_pid and note[2] not in start_by_pid]
+
+
 def of_ended_owners(notes: Notes, start_by_pid: Mapping[int, int]) -> list[int]:
     """Processes that have ended are in this list. Their pids may be those of others now: leave them out."""
     return [pid for pid, _, *owner in notes if ended(owner, start_by_pid)]
@@ -268,7 +306,7 @@ REAPABLE = Exercise(
     reapable,
     ([(20, 5, 10, 1), (21, 5, 11, 2), (22, 6, 12, 3), (23, 6, 12, 3), (24, 7, 12, 3)],
      {10: 1, 11: 9, 20: 5, 21: 5, 22: 6, 23: 8}),
-    mistakes=(of_unused_pids, by_pid, of_ended_owners, of_any_owner),
+    mistakes=(of_unused_pids, by_pid, by_pids_alone, of_ended_owners, of_any_owner),
 )  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def credit(group: Sequence[Scored], names: Sequence[str]) -> Picture:
     }
     style.stacked(ax, [f"{name} {n}" for name, _, n, _ in rows], parts, _COLORS)
     ax.axvline(0, color=style.GREY, linewidth=0.8)
-    ax.use_sticky_edges = False  # a margin at both ends
+    ax.use_sticky_edges = False
+    ax.autoscale(axis="x")  # a margin at both ends
     title(ax, "weight in the gradient of each segment", "advantage × written tokens")
     key(ax)
     return picture
