@@ -106,14 +106,14 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Make the n-th call of a tool take `seconds(n)` longer."""
-    answer, number = ToolSet.answer, count()
+    """Make the n-th turn's calls take `seconds(n)` longer."""
+    run, number = ToolSet.run, count()
 
     def slowly(tools: ToolSet, *args: Any) -> Any:
         time.sleep(seconds(next(number)))
-        return answer(tools, *args)
+        return run(tools, *args)
 
-    monkeypatch.setattr(ToolSet, "answer", slowly)
+    monkeypatch.setattr(ToolSet, "run", slowly)
 
 
 def test_in_lockstep_one_seed_gives_one_result_and_its_steps_replay(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def killed(
 def test_a_sandbox_that_is_killed_is_no_reward_of_0(rl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dispatched again, whether it is killed while the agent works or when its work is carried out."""
     dead: list[Sandbox] = []
-    killed(monkeypatch, ToolSet, "answer", lambda tools, session, calls: session.sandbox, {1, 6}, dead)
+    killed(monkeypatch, ToolSet, "run", lambda tools, session, calls: session.sandbox, {1, 6}, dead)
     killed(monkeypatch, attempts, "carry_back", lambda box: box, {4}, dead)
     run, _, _ = rl("killed")
     steps = run.steps("rl")

@@ -21,13 +21,14 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.trainer.models.companions import read_companions, template, token_ids
-from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
+from composer_nb.trainer.recipe.launch import SAID, RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.views.report import pictures
 from tests.conftest import MICRO
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.whole
 WEIGHTS = ("midtrained", "start", "final")
@@ -90,17 +91,17 @@ def test_killed_at_three_random_points_it_is_the_same_run(micro_run: RunDir, tmp
     rng = random.Random(7)
     program = "import sys, pathlib; from composer_nb.trainer.recipe.launch import start_or_resume as go; "
     command = [sys.executable, "-c", program + "go(pathlib.Path(sys.argv[1]))", str(run.path)]
-    for _ in range(3):
+    for stage, step in (("midtrain", rng.randint(1, 9)), ("rl", rng.randint(1, 2)), ("rl", 3)):
         process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + rng.uniform(3.0, 8.0)
-        while time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.05)
+        wait_until(lambda: len(run.steps(stage)) >= step or process.poll() is not None)  # noqa: B023
+        time.sleep(rng.uniform(0.0, 1.0))
         family = process.children(recursive=True)
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(family, timeout=patience(10))
         assert not alive, f"left behind: {alive}"
     same(start_or_resume(run.path, say=quiet), micro_run)
+    assert (run.path / SAID).read_text().count("rl 1/4") == 1, "RL does not begin again"
     assert not list(run.path.rglob("*.part*"))
 
 
