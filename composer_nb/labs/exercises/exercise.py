@@ -10,6 +10,7 @@ from operator import call
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
@@ -102,3 +103,20 @@ def same(left: Any, right: Any) -> bool:
     except (TypeError, ValueError):
         return bool(left == right)
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+# Inputs and observations
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normally distributed numbers, the same at every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_gradient(function: Function, first: Tensor, *others: Any) -> dict[str, Tensor]:
+    """Return a result and its gradient with respect to the first argument, 0 if none reaches it."""
+    result = function(first.requires_grad_(), *others)
+    if result.requires_grad:
+        # Small weights: what is 0 but for rounding stays within the tolerance of `same`.
+        (result * torch.linspace(1, 2, result.numel()).view_as(result)).mean().backward()
+    return {"value": result.detach(), "gradient": torch.zeros_like(first) if first.grad is None else first.grad}

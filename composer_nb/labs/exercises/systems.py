@@ -1,4 +1,4 @@
-"""Exercises about comparisons of runs, a sandbox's paths and processes, verdicts, segments, and a cluster's schedule."""
+"""Exercises about comparisons of runs, paths and processes of a sandbox, verdicts, segments, staleness, and schedules."""
 
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolError
 from composer_nb.labs.exercises.exercise import Exercise
 from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import Dispatch, Finished, Joined, Orchestrator
 
 Array = NDArray[Any]
 
@@ -357,4 +358,51 @@ STEP_SECONDS = Exercise(
     step_seconds,
     *((6.0, 4.0, 2.0, 0), (6.0, 4.0, 7.0, 1), (3.0, 8.0, 1.0, 1), (6.0, 4.0, 30.0, 3), (6.0, 4.0, 2.0, 4)),
     mistakes=(one_after_another, all_hidden, without_floor, one_too_few, trainer_waits),
+)
+
+
+# Staleness
+
+Groups = list[list[list[int]]]
+
+
+def within_bound(groups: Groups, step: int, bound: int) -> list[bool]:
+    """Return which groups the orchestrator keeps when their rollouts arrive before a step."""
+    orchestrator = Orchestrator(Schedule(ahead=0, bound=bound, prompts=len(groups), group=len(groups[0])))
+    orchestrator.version = step
+    for start in orchestrator.handle(Joined(worker="worker", capacity=orchestrator.schedule.batch)):
+        assert isinstance(start, Dispatch)
+        for member in start.members:
+            oldest = min(version for version in groups[start.slot][member] if version >= 0)
+            names = {"slot": start.slot, "attempt": start.attempt, "member": member}
+            orchestrator.handle(Finished(oldest_version=oldest, sampled=1, **names))
+    return [group.complete for group in orchestrator.groups.values()]
+
+
+def of_newest_tokens(groups: Groups, step: int, bound: int) -> list[bool]:
+    """This is the age of the newest token. Weights are swapped while a rollout is sampled, and its oldest token counts."""
+    return [all(step - max(rollout) <= bound for rollout in group) for group in groups]
+
+
+def of_tokens_read(groups: Groups, step: int, bound: int) -> list[bool]:
+    """−1 marks tokens that the policy read, as a prompt. No version made them, so they have no age: leave them out."""
+    return [all(step - min(rollout) <= bound for rollout in group) for group in groups]
+
+
+def of_single_rollouts(groups: Groups, step: int, bound: int) -> list[bool]:
+    """One rollout within the bound keeps its group here. One that is too old drops the whole group: to sample the long rollouts
+    alone again would select by length."""
+    return [any(within_bound([[rollout] for rollout in group], step, bound)) for group in groups]
+
+
+def below_bound(groups: Groups, step: int, bound: int) -> list[bool]:
+    """A rollout as old as the bound may still be trained on: the bound is the largest staleness that is allowed."""
+    return within_bound(groups, step, bound - 1)
+
+
+WITHIN_BOUND = Exercise(
+    within_bound,
+    ([[[-1, 4, 5], [-1, 6]], [[-1, 3, 5], [-1, 3, 5]], [[-1, 3, 3], [-1, 5]], [[-1, 5], [-1, 6, -1, 6]]], 6, 2),
+    ([[[-1, 3], [-1, 2]], [[-1, 1, 2], [-1, 3]]], 3, 1),
+    mistakes=(of_newest_tokens, of_tokens_read, of_single_rollouts, below_bound),
 )
