@@ -266,12 +266,15 @@ def region_figures(plan: RegionPlan, events: Sequence[RegionEvent]) -> dict[str,
 
     These are GiB read, their share of what full versions alone would take, the median and the longest seconds from a version's
     publication to receivers that run it or a newer one, versions behind on average and at most (while anything runs), and the
-    share of the time in which nothing runs that may be sampled from: no version, or one older than the bound.
+    share of the time in which nothing runs that may be sampled from: no version, or one older than the bound. Raises ValueError
+    for a plan that ends before a region runs its second version.
     """
     until, published = plan.versions * plan.step_s, {e.version: e.at for e in events if e.kind == "published"}
     figures = dict[str, dict[str, float]]()
     for region in plan.regions:
         runs = [event for event in events if event.kind == "running" and event.region == region.name]
+        if not runs or runs[-1].version < 1:
+            raise ValueError(f"--versions {plan.versions}: {region.name} has not come to its second; publish more")
         reads = [event.read_bytes for event in events if event.region == region.name]
         lags = [
             next(run.at for run in runs if run.version >= version and run.at >= at) - at

@@ -1,6 +1,7 @@
 """Regions in virtual time, with the real publisher, receivers and files of relays."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -40,3 +41,6 @@ def test_lag_is_what_the_line_and_the_swap_take():
     assert all(end == begin for (_, end, _), (begin, _, _) in zip(spans, spans[1:], strict=False))
     with pytest.raises(ValueError, match="different names"):
         outage_study(RegionPlan(regions=plan.regions * 2), "a", 0, 0)
+    for versions in (0, 1):
+        with pytest.raises(ValueError, match=f"--versions {versions}: a has not come to its second"):
+            outage_study(replace(plan, versions=versions), "a", 0, 0)

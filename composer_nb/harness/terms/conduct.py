@@ -28,7 +28,8 @@ _COMMENT = re.compile(r"(?:^|\s)(?:#(?![!:]|include|define|if|end|pragma)|//|/\*
 _PROSE = (".md", ".rst", ".txt")
 # Programs whose work a tool does: reading, searching and editing files.
 _REPLACED = frozenset("cat head tail less more nl sed awk perl grep egrep rg ag find ls tree tee touch dd".split())
-_PREFIX = re.compile(r"^[\s({]*((\w+=\S*|sudo|command|env|time)\s+)*")  # before the name of a program
+_PREFIX = re.compile(r"^[\s({]*((\w+=\S*|sudo|command|env|time|do|then|else)\s+)*")  # before the name of a program
+_WRITES = re.compile(r"<<.*>|>.*<<|\becho\b(?:[^|;&>\"']|\"[^\"]*\"|'[^']*')*>>?(?![>&]|\s*/dev/)")
 _FILES_IN_PYTHON = re.compile(r"python3?\b.*(<<|\s-c\s).*(\bopen\(|read_text|write_text|readlines)", re.S)
 _TOOLS = EDITS | {"read_file", "grep", "glob_file_search", "codebase_search", "list_dir", "delete_file"}
 _CODE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`", re.S)
@@ -122,8 +123,7 @@ def terminal_only(rollout: Rollout, grade: Grade) -> float:
             command = str(arguments.get("command", ""))
             parts = (_PREFIX.sub("", part).split() for part in re.split(r"&&|\|\||[;\n]", command))
             programs = {posixpath.basename(words[0]) for words in parts if words}
-            writes = re.search(r"(<<.*>|>.*<<|\becho\b[^|;&]*>)", command) is not None
-            by_terminal += bool(programs & _REPLACED) or writes or _FILES_IN_PYTHON.search(command) is not None
+            by_terminal += bool(programs & _REPLACED or _WRITES.search(command) or _FILES_IN_PYTHON.search(command))
     return by_terminal / max(1, by_terminal + by_tool)
 
 

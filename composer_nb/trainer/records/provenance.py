@@ -40,12 +40,14 @@ def require_harness(pinned: str) -> None:
 
 def capsule(run: Path, env: EnvSettings) -> dict[str, str]:
     """Return digests of what a run's RL works with: the code (this package), the data (files of `data/`), the image (backend,
-    interpreter and programs of sandboxes; images that tasks name are in the data), and the tools (as a model sees them)."""
+    interpreter and programs of sandboxes; images that tasks name are in the data), and the tools (as a model sees them, and the
+    pages of `env.web`)."""
     data, image = hashlib.sha256(), hashlib.sha256(env.backend.encode())
     for file in sorted(path for path in (run / "data").rglob("*") if path.is_file()):
         data.update(f"{file.relative_to(run)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     image.update(Path(Interpreter.find().path).read_bytes() + b"".join(made_programs().values()))
     tools = hashlib.sha256(json.dumps(env.toolset.schemas, sort_keys=True).encode())
+    tools.update(Path(env.web).expanduser().read_bytes() if env.web else b"")
     digests = {"data": data.hexdigest(), "image": image.hexdigest(), "tools": tools.hexdigest()}
     return {"code": package_digest()} | digests
 

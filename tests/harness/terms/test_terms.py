@@ -238,6 +238,10 @@ def test_reasoning_in_comments(arguments: dict[str, str], share: float) -> None:
         ("python -m pytest -q 2>&1 | tail -5", False),
         ("git log --oneline | head", False),
         ("make; ./run.sh", False),
+        ("for f in *.py; do sed -i s/a/b/ $f; done", True),
+        ("echo 'a > b' >> a.py", True),
+        ("./run.sh || echo 'no result' >&2", False),
+        ("echo 'a -> b'; echo x >>/dev/null", False),
         ("", False),
     ],
 )

@@ -9,6 +9,7 @@ from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tools.tool_call import call
 from composer_nb.harness.tools.web import read_pages
+from composer_nb.trainer.records.provenance import capsule
 
 PAGES = [
     {
@@ -40,6 +41,10 @@ def test_only_a_newline_ends_a_page_of_a_record(tmp_path: Path) -> None:
     (tmp_path / "pages.jsonl").write_text(f"{json.dumps(page, ensure_ascii=False)}\n{json.dumps(PAGES[1])}\n", "utf-8")
     pages = read_pages(str(tmp_path / "pages.jsonl"))
     assert pages is not None and pages.by_url[page["url"]].text == page["text"] and len(pages.by_url) == 2
+    digests = [capsule(tmp_path, env := EnvSettings(tools="cursor", web=str(tmp_path / "pages.jsonl")))]
+    (tmp_path / "pages.jsonl").write_text(json.dumps(PAGES[1]))
+    digests.append(capsule(tmp_path, env))
+    assert [name for name in digests[0] if digests[0][name] != digests[1][name]] == ["tools"], "pages answer a tool"
 
 
 def test_a_wrong_record_is_named(tmp_path: Path) -> None:
