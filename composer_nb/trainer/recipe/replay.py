@@ -55,19 +55,21 @@ def replay(
 ) -> Iterator[Replayed]:
     """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read. `then`: called with the trainer at the end.
 
-    Raises ValueError for a run that has not reached `until`, whose RL was the plain loop, which logs no versions, or that needs a
-    GPU where there is none.
+    Raises ValueError for a run that has not reached `until`, whose RL was the plain loop, which logs no versions, for an excerpt,
+    and for a run that needs a GPU where there is none.
     """
     if settings.mesh.gpus and not torch.cuda.is_available():
         raise ValueError(f"{run.path}: trained with mesh.device='cuda', and this machine has no GPU to repeat it on")
+    if run.excerpt is not None:
+        raise ValueError(f"{run.path} is an excerpt, which lacks batches of its run; replay a full run")
+    if not settings.services.on:
+        raise ValueError(
+            f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"
+        )
     with closing(Journal(run)) as journal:
         batches = journal.batches(0, until)
         rates = [journal.rate(train.step) for train in batches]
         hashes = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
-    if not hashes:
-        raise ValueError(
-            f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"
-        )
     if len(batches) < until or not batch_file(run.path, until - 1).is_file():
         raise ValueError(f"{run.path} has come to step {len(batches)}; --step {until} is not there yet")
     tasks = tasks_by_id(run.path)
