@@ -35,6 +35,8 @@ from composer_nb.views.scores import by_policy
 FRONT_END, STYLES = (Path(__file__).with_name(f"desk.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
 
 EVERY_S = 2.0
+# Maximum number of rollouts in a list.
+MOST = 500
 # Maximum fraction of time spent redrawing.
 SHARE = 0.2
 _STATE = {"live": style.BLUE, "complete": style.GREEN, "dead": style.VERMILION}
@@ -239,8 +241,9 @@ class Desk:
 
     def rollouts(self, source: str = "", where: str = "") -> dict[str, Any]:
         """Return a row for each rollout of `source` that fits `where`."""
-        self._listed = rollouts.search(ReadOnly(self.path), source, where, most=500)
-        return {"rows": rollouts.rows(self._listed), "flags": [*rollouts.FLAGS]}
+        fitting = rollouts.search(ReadOnly(self.path), source, where, most=MOST + 1)
+        self._listed = fitting[:MOST]
+        return {"rows": rollouts.rows(self._listed), "cut": len(fitting) > MOST, "flags": [*rollouts.FLAGS]}
 
     def rollout(self, number: str | int) -> dict[str, Any]:
         """Return a rollout of the last list to read, as HTML. Raises ValueError for another number."""

@@ -90,7 +90,7 @@ function reader(root, ask) {
     text.replaceChildren()
     if (answer.error) return list.replaceChildren(node("p", { className: "note" }, answer.error))
     hints.replaceChildren(...[...EXAMPLES, ...answer.flags].map((value) => node("option", { value })))
-    count.textContent = `${answer.rows.length} rollouts`
+    count.textContent = `${answer.cut ? "the first " : ""}${answer.rows.length} rollouts`
     const names = ["group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"].filter((name) => answer.rows.some((row) => row[name] != null))
     list.replaceChildren(table(source.value === "all steps" ? ["from", ...names] : names, answer.rows, { click: read, sorts }))
   }
