@@ -46,7 +46,7 @@ def test_a_query_selects_rows(query: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("query", "reason"),
-    [("gain > 1", "no such"), ("/(/", "no regular"), ("advantage < low", "no number"), ("advantage < 1 and", "put `and`")],
+    [("gain > 1", "no such"), ("/(/", "no regular"), ("advantage < low", "no number"), ("gain and", "put `and`")],
 )
 def test_what_cannot_be_asked_is_said(query: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
