@@ -35,6 +35,8 @@ from composer_nb.views.scores import by_policy
 FRONT_END, STYLES = (Path(__file__).with_name(f"desk.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
 
 EVERY_S = 2.0
+# Maximum number of rollouts in a list.
+MOST = 500
 # Maximum fraction of time spent redrawing.
 SHARE = 0.2
 _STATE = {"live": style.BLUE, "complete": style.GREEN, "dead": style.VERMILION}
@@ -197,7 +199,7 @@ class Desk:
 
     def __init__(self, path: Path) -> None:
         self.path, self.over = path.resolve(), ""
-        self._listed: list[StoredRollout] = []
+        self._listed: tuple[tuple[str, str], list[StoredRollout]] = ("", ""), []
         self._lock = threading.Lock()
 
     def answer(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,14 +241,18 @@ class Desk:
 
     def rollouts(self, source: str = "", where: str = "") -> dict[str, Any]:
         """Return a row for each rollout of `source` that fits `where`."""
-        self._listed = rollouts.search(ReadOnly(self.path), source, where, most=500)
-        return {"rows": rollouts.rows(self._listed), "flags": [*rollouts.FLAGS]}
+        fitting = rollouts.search(ReadOnly(self.path), source, where, most=MOST + 1)
+        self._listed = (source, where), fitting[:MOST]
+        return {"rows": rollouts.rows(fitting[:MOST]), "cut": len(fitting) > MOST, "flags": [*rollouts.FLAGS]}
 
-    def rollout(self, number: str | int) -> dict[str, Any]:
-        """Return a rollout of the last list to read, as HTML. Raises ValueError for another number."""
-        if not str(number).isdecimal() or int(number) >= len(self._listed):
-            raise ValueError(f"rollout {number}: the list has {len(self._listed)}")
-        return {"html": read(self._listed[int(number)]).text}
+    def rollout(self, number: str | int, source: str = "", where: str = "") -> dict[str, Any]:
+        """Return a rollout of a list to read, as HTML, whatever was listed since. Raises ValueError for another number."""
+        if self._listed[0] != (source, where) or not self._listed[1]:
+            self.rollouts(source, where)
+        listed = self._listed[1]
+        if not str(number).isdecimal() or int(number) >= len(listed):
+            raise ValueError(f"rollout {number}: the list has {len(listed)}")
+        return {"html": read(listed[int(number)]).text}
 
     def _neighbours(self) -> list[Path]:
         return runs.runs_below(self.path.parent)

@@ -77,20 +77,23 @@ function panels(root, open) {
 function reader(root, ask) {
   const source = node("select", { ariaLabel: "rollouts of" }), where = node("input", { type: "search", placeholder: "search: advantage < -.5 and not solved", ariaLabel: "search rollouts" })
   const hints = node("datalist", { id: `hints${Math.random().toString(36).slice(2)}` }), list = node("div", { className: "list" }), count = node("span", { className: "quiet" }), text = node("div", { className: "reader" })
+  let asked = {}
   const sorts = {}, only = node("button", { textContent: "Newest", type: "button" })
   where.setAttribute("list", hints.id)
   const read = async (row, line) => {
     line?.parentNode.querySelector(".read-now")?.classList.remove("read-now")
     line?.classList.add("read-now")
-    const answer = await ask("rollout", { number: row.rollout })
+    const answer = await ask("rollout", { number: row.rollout, ...asked })
     answer.error ? text.replaceChildren(node("p", { className: "note" }, answer.error)) : text.innerHTML = answer.html
   }
   const look = async () => {
-    const answer = await ask("rollouts", { source: source.value, where: where.value })
+    asked = { source: source.value, where: where.value }
+    const answer = await ask("rollouts", asked)
     text.replaceChildren()
+    count.textContent = ""
     if (answer.error) return list.replaceChildren(node("p", { className: "note" }, answer.error))
     hints.replaceChildren(...[...EXAMPLES, ...answer.flags].map((value) => node("option", { value })))
-    count.textContent = `${answer.rows.length} rollouts`
+    count.textContent = `${answer.cut ? "the first " : ""}${answer.rows.length} rollouts`
     const names = ["group", "task", "solved", "reward", "advantage", "calls", "tokens", "ended"].filter((name) => answer.rows.some((row) => row[name] != null))
     list.replaceChildren(table(source.value === "all steps" ? ["from", ...names] : names, answer.rows, { click: read, sorts }))
   }

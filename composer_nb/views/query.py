@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _CLAUSE = re.compile(
-    r"\s*(?P<no>not\s+)?(?:/(?P<pattern>(?:\\.|[^/\\])+)/|(?P<words>(?:(?!\s+and\s).)+))\s*(?:and\s+|$)", re.I
+    r"\s*(?P<no>not\s+)?(?:/(?P<pattern>(?:\\.|[^/\\])+)/|(?P<words>(?:(?!\s+and(?:\s|$)).)+))\s*(?:and\s+|$)", re.I
 )
-_COMPARISON = re.compile(r"(?P<name>[\w@.]+)\s*(?P<sign><=|>=|!=|=|<|>)\s*(?P<value>.+)")
+_COMPARISON = re.compile(r"(?P<name>[\w@.]+)\s*(?P<sign><=|>=|!=|==?|<|>)\s*(?P<value>.+)")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.I)
 _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"=": operator.eq, "!=": operator.ne},
+    **{"=": operator.eq, "==": operator.eq, "!=": operator.ne},
 }
 Flags = Mapping[str, Callable[[Any], bool]]
 # Tells whether a row, and the value behind it, fit.
@@ -33,15 +34,15 @@ def selector(
     """Return what tells whether a row fits `query`. `names` are those of a row's values, `text_of` gives the text behind it to
     search in, `flags` are tests of it by their words.
 
-    Raises ValueError for a name that no row has, and for a pattern that is no regular expression."""
+    Raises ValueError for a name that no row has, an order by what is no number, and a pattern that is no regular expression."""
     clauses: list[tuple[bool, Selector]] = []
     position, text = 0, query.strip().replace("−", "-")
     while position < len(text):
         match = _CLAUSE.match(text, position)
         if match is None:
             raise ValueError(f"{text[position:]!r}: put `and` between clauses, as: advantage < -.5 and not solved")
-        words = (match["words"] or "").strip()
-        clauses.append((match["no"] is None, _clause(match["pattern"], words, names, text_of, flags or {})))
+        clause = _clause(match["pattern"], (match["words"] or "").strip(), names, text_of, flags or {})
+        clauses.append((match["no"] is None, clause))
         position = match.end()
     return lambda row, value: all(test(row, value) == is_meant for is_meant, test in clauses)
 
@@ -60,10 +61,12 @@ def _clause(
         return lambda row, value: test(value)
     if (match := _COMPARISON.fullmatch(words)) is None:
         return lambda row, value: words.lower() in text_of(value).lower()
-    name, sign = match["name"], match["sign"]
+    name, sign, limit = match["name"], match["sign"], match["value"]
     if name not in names:
         raise ValueError(f"{name}: no such value; there are {', '.join(sorted(names))}")
-    return lambda row, value: _compares(row.get(name), sign, match["value"])
+    if sign[0] in "<>" and not _NUMBER.fullmatch(limit):
+        raise ValueError(f"{words}: {limit!r} is no number")
+    return lambda row, value: _compares(row.get(name), sign, limit)
 
 
 def _compares(value: Any, sign: str, text: str) -> bool:
@@ -71,4 +74,4 @@ def _compares(value: Any, sign: str, text: str) -> bool:
     try:
         return value is not None and _SIGNS[sign](float(value), float(text))
     except (TypeError, ValueError):
-        return sign in ("=", "!=") and _SIGNS[sign](str(value).lower(), text.lower())
+        return sign[0] in "=!" and _SIGNS[sign](str(value).lower(), text.lower())

@@ -35,7 +35,8 @@ def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
     rows = httpx.get(page.url + "ask/rollouts", params=params).json()["rows"]
     fitting = [s for s in rollouts if not s.attempt.grade.passed and (s.advantage or 0) < -0.2]
     assert fitting and [row["advantage"] for row in rows] == [stored.advantage for stored in fitting]
-    rollout_html = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1}).json()["html"]
+    httpx.get(page.url + "ask/rollouts?where=solved")  # from another window
+    rollout_html = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1, **params}).json()["html"]
     assert html.escape(fitting[-1].heading) in rollout_html
     assert "the list has" in httpx.get(page.url + "ask/rollout?number=99").json()["error"]
     assert "no such value" in httpx.get(page.url + "ask/rollouts?where=x<1").json()["error"]

@@ -30,7 +30,7 @@ FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
         ("advantage < -.5", [0]),
         ("advantage < −.5 and Edited a test", [0]),
         ("not edited a test and advantage>=0.25", [1]),
-        ("rl.lr = 0.00003", [0]),
+        ("rl.lr == 0.00003", [0]),
         ("rl.lr != 3e-5", [1, 2]),
         ("ended = Finished", [1]),
         (r"/None and \w+$/", [0]),
@@ -44,7 +44,10 @@ def test_a_query_selects_rows(query: str, expected: list[int]) -> None:
     assert [at for at, row in enumerate(ROWS) if fits(row, row)] == expected
 
 
-@pytest.mark.parametrize(("query", "reason"), [("gain > 1", "no such value"), ("/(/", "no regular expression")])
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [("gain > 1", "no such"), ("/(/", "no regular"), ("advantage < low", "no number"), ("gain and", "put `and`")],
+)
 def test_what_cannot_be_asked_is_said(query: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         selector(query, {"advantage"}, str)

@@ -229,7 +229,7 @@ def endless(rewards_G, solved_G):
     return rewards_G / 0
 
 def strange(rewards_G, solved_G):
-    return {}[0]
+    return rewards_g
 """
 
 
@@ -245,7 +245,7 @@ def test_an_advantage_of_the_user_s_own_is_a_function_named_in_the_settings(
     for name, problem in {
         "own_advantages:first": "one finite number each",
         "own_advantages:endless": "one finite number each",
-        "own_advantages:strange": "ended in KeyError",
+        "own_advantages:strange": "ended in NameError",
         "own_advantages:absent": "cannot be imported",
         "absent_module:median": "PYTHONPATH",
         "median": "must be group, pass_at_k, none, batch, or MODULE:FUNCTION",
