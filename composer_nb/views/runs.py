@@ -4,6 +4,7 @@ rows = run_rows(runs_below(Path("runs")))
 """
 
 import os
+import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +42,7 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
     """Return a row for each run that fits `where` (`views.query`); a folder that cannot be read as a run is left out."""
     statuses = []
     for path in paths:
-        with suppress(ValueError, FileNotFoundError):
+        with suppress(ValueError, FileNotFoundError, sqlite3.OperationalError):  # a run.db without tables yet
             statuses.append(read_status(path))
     rows = []
     for status, values in zip(statuses, differing_settings(statuses), strict=True):

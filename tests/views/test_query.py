@@ -67,7 +67,11 @@ def test_flags_are_the_monitors_and_held_out_rollouts_are_searched_too() -> None
 def test_runs_are_named_by_what_differs_and_seeds_are_one_line_with_an_interval(tmp_path: Path) -> None:
     for run in EXAMPLES:
         shutil.copytree(run, tmp_path / "deep" / run.name)
+    (begun := tmp_path / "begun").mkdir()
+    (begun / "run.db").touch()
+    shutil.copy(EXAMPLES[0] / "settings.json", begun)
     paths = runs_below(tmp_path)
+    assert len(paths) == 3, "of these one has only begun"
     assert {row["name"]: row["seed"] for row in run_rows(paths)} == {"seed 0": 0, "seed 1": 1}
     assert [row["run"] for row in run_rows(paths, "final > .69 and seed = 1")] == ["example_seed_1"]
 
