@@ -93,7 +93,7 @@ def test_killed_at_three_random_points_it_is_the_same_run(micro_run: RunDir, tmp
     command = [sys.executable, "-c", program + "go(pathlib.Path(sys.argv[1]))", str(run.path)]
     for stage, step in (("midtrain", rng.randint(1, 9)), ("rl", rng.randint(1, 2)), ("rl", 3)):
         process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda: len(run.steps(stage)) >= step or process.poll() is not None)  # noqa: B023
+        wait_until(lambda: len(run.steps(stage)) >= step or process.poll() is not None, 300)  # noqa: B023
         time.sleep(rng.uniform(0.0, 1.0))
         family = process.children(recursive=True)
         process.kill()
