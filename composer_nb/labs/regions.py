@@ -3,8 +3,7 @@
     publisher → trainer's store ══ line: latency, rate, outages ══ files of the region's relay → receivers
 
 Publisher, receivers, a relay's files, manifests, deltas, reports and refusals are the real ones, with little weights: each byte
-of a file stands for `full_bytes` / (bytes of the little full version). Only lines and swaps take time. Uploads, which the ranks
-of a trainer share, take none.
+of a file stands for `full_bytes` / (bytes of the little full version). Uploads, lines and swaps take time.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ class RegionPlan:
 
     Attributes:
         step_s: Seconds between two versions.
+        upload_bytes_s: Bytes a second that the ranks of the trainer upload together.
         poll_s: Seconds between two looks of a region.
         swap_s: Seconds from weights in a region to receivers that run them.
         bound: Versions that a sampled rollout may lag behind the newest.
@@ -83,6 +83,7 @@ class RegionPlan:
     step_s: float = 600.0
     full_bytes: float = 1024.0 * GIB
     full_every: int = 25
+    upload_bytes_s: float = 6.25e9
     poll_s: float = 10.0
     swap_s: float = 30.0
     bound: int = 2
@@ -193,6 +194,7 @@ class RegionCourse:
         self._sites = [_RegionSite(origin, region) for region in plan.regions]
         self._random = torch.Generator().manual_seed(0)
         self._masters = SIGMA * torch.randn(SIZE, generator=self._random)
+        self._uploaded_at = 0.0
 
     def _later(self, at: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._queue, (at, next(self._order), act))
@@ -220,14 +222,15 @@ class RegionCourse:
                 site.scale = self.plan.full_bytes / manifest.size
         if version and version % self.plan.full_every == 0:
             self._publisher.prune(2 * self.plan.full_every)
+        self._uploaded_at = at + manifest.size * self._sites[0].scale / self.plan.upload_bytes_s
         self.events.append(RegionEvent(at, "published", "", version))
 
     def _look(self, at: float, site: _RegionSite) -> None:
-        """Let a region fetch what is new: the store as it is now, until its line has brought it."""
+        """Let a region fetch what is new and uploaded: the store as it is now, until its line has brought it."""
         receivers, site.now = site.receivers, at
         version, before = receivers[0].newest(), receivers[0].version
         try:
-            if version is not None and version > before:
+            if version is not None and version > before and at >= self._uploaded_at:
                 run = partial(self._run, site=site, receivers=receivers, versions=site.fetch(version))
                 site.now += self.plan.swap_s
                 self._later(site.now, run)

@@ -26,16 +26,16 @@ def test_a_lost_region_costs_a_full_version_and_nobody_else_anything(capsys: pyt
     assert calm["of_full"] == pytest.approx((1024 + 15 * 8.7) / (16 * 1024), rel=0.05)
 
 
-def test_lag_is_what_the_line_and_the_swap_take():
-    plan = RegionPlan(
-        regions=(Region(name="a", latency_s=1.0, bytes_s=1e9, receivers=1),), versions=8, full_bytes=1e11, poll_s=0.5
-    )
+def test_lag_is_what_upload_line_and_swap_take():
+    regions = (Region(name="a", latency_s=1.0, bytes_s=1e9, receivers=1),)
+    plan = RegionPlan(regions=regions, versions=8, full_bytes=1e11, upload_bytes_s=1e9, poll_s=0.5)
     events = RegionCourse(plan).run()
     figures = region_figures(plan, events)["a"]
     delta_bytes = (figures["gib"] * GIB - plan.full_bytes) / 7
     assert events == RegionCourse(plan).run(), "one plan has one course"
-    # A manifest and a file, each a second of latency; the payload; the swap. The configuration is there, under its hash.
-    assert 30 + delta_bytes / 1e9 + 2 <= figures["lag_s"] < 30 + delta_bytes / 1e9 + 3
+    # The upload; a manifest and a file, each a second of latency; the payload; the swap. The configuration is there already.
+    sent_s = delta_bytes / plan.upload_bytes_s + delta_bytes / 1e9
+    assert 30 + sent_s + 2 <= figures["lag_s"] < 30 + sent_s + 3
     spans = staleness(events, "a", 8 * plan.step_s)
     assert {versions for _, _, versions in spans[3:]} == {0, 1} and spans[-1][1] == 8 * plan.step_s
     assert all(end == begin for (_, end, _), (begin, _, _) in zip(spans, spans[1:], strict=False))
