@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from numbers import Real
 
 from composer_nb.harness.attempt import Rater
 from composer_nb.harness.blocking import CallTimeout, TooManyBlocked, within
@@ -57,6 +58,6 @@ class Judge:
         finally:
             with self._lock:
                 self._calls_s += time.monotonic() - start
-        if rating is not None and not (isinstance(rating, int | float) and math.isfinite(rating)):
+        if rating is not None and not (isinstance(rating, Real) and math.isfinite(rating)):
             raise ValueError(f"{what} returned {rating!r:.80}; it must return a finite number or None")
         return {} if rating is None else {JUDGED: float(rating)}

@@ -27,6 +27,10 @@ def slow(attempt):
 
 def text(attempt):
     return "good"
+
+def single(attempt):
+    import numpy
+    return numpy.float32(0.5)
 """
 WEIGHTS = {"solved": 1.0, "judged": 0.5}
 MakeAttempt = Callable[[str], Attempt]
@@ -74,6 +78,7 @@ def test_calls_take_their_share_of_the_time_alone_and_no_call_takes_longer_than_
         time.sleep(0.01)
     assert time.monotonic() - start > 0.2 / 0.5, "half of the time"
     assert not Judge("own_judge:slow", 1.0, 0.05)(attempt)
+    assert Judge("own_judge:single", 1.0, 60.0)(attempt) == {"judged": 0.5}
 
 
 @pytest.mark.usefixtures("judge_module")
