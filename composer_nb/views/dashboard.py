@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,13 @@ class Desk:
 
     def answer(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to one of `ASKS`, or `error` with what is wrong with `values`."""
+        method = getattr(self, name)
         try:
+            if unknown := [value for value in values if value not in signature(method).parameters]:
+                parameters = ", ".join(signature(method).parameters)
+                raise ValueError(f"{', '.join(unknown)}: no parameter of {name}; it has {parameters}")
             with self._lock:
-                return dict(getattr(self, name)(**values))
+                return dict(method(**values))
         except (ValueError, FileNotFoundError) as error:
             return {"error": visible_lines(str(error))}
 

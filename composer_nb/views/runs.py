@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_nb.trainer.recipe.arms import SEEDS, label
 from composer_nb.trainer.recipe.reader import Status, read_status
-from composer_nb.trainer.recipe.report import current, differing, mean
+from composer_nb.trainer.recipe.report import current, differing, flat, mean
 from composer_nb.views.curves import known
 from composer_nb.views.query import selector
 
@@ -53,9 +53,9 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
             score = status.scores.get(policy, {})
             low, high = score.get("ci95", (None, None))
             row |= {policy: score.get("pass_at_1"), f"{policy}_low": low, f"{policy}_high": high}
-        rows.append(row | values)
-    fits = selector(where, {name for row in rows for name in row}, lambda row: " ".join(map(str, row.values())))
-    return [row for row in rows if fits(row, row)]
+        rows.append((row | values, flat(current(status.settings)) | row))
+    fits = selector(where, {name for _, named in rows for name in named}, lambda row: " ".join(map(str, row.values())))
+    return [row for row, named in rows if fits(named, row)]
 
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:

@@ -39,6 +39,7 @@ def test_it_shows_the_run_and_rollouts_to_read(page: LivePage) -> None:
     rollout_html = httpx.get(page.url + "ask/rollout", params={"number": len(rows) - 1, **params}).json()["html"]
     assert html.escape(fitting[-1].heading) in rollout_html
     assert "the list has" in httpx.get(page.url + "ask/rollout?number=99").json()["error"]
+    assert "more: no parameter of board" in httpx.get(page.url + "ask/board?more=1").json()["error"]
     assert "no such value" in httpx.get(page.url + "ask/rollouts?where=x<1").json()["error"]
 
 

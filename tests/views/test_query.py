@@ -16,9 +16,9 @@ from composer_nb.views.query import selector
 from composer_nb.views.runs import grouped, run_rows, runs_below
 
 ROWS: list[dict[str, Any]] = [
-    {"advantage": -0.6, "rl.lr": 3e-5, "ended": "turns", "text": "assert x == None and more"},
-    {"advantage": 0.25, "rl.lr": 1e-4, "ended": "finished", "text": "Parse_Day"},
-    {"advantage": None, "rl.lr": 1e-4, "ended": "time", "text": "a/b"},
+    {"advantage": -0.6, "rl.lr": 3e-5, "ended": "turns", "solved": "no", "text": "assert x == None and more"},
+    {"advantage": 0.25, "rl.lr": 1e-4, "ended": "finished", "solved": "yes", "text": "Parse_Day or not"},
+    {"advantage": None, "rl.lr": 1e-4, "ended": "time", "solved": True, "text": "a/b"},
 ]
 FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
 
@@ -37,20 +37,31 @@ FLAGS = {"edited a test": lambda row: row["ended"] == "turns"}
         (r"not /^a\/b/", [0, 1]),
         ("parse_day", [1]),
         ("and more", [0]),
+        ("solved = true", [1, 2]),
+        ("solved != yes", [0]),
+        ("parse_day or not", [1]),
     ],
 )
 def test_a_query_selects_rows(query: str, expected: list[int]) -> None:
-    fits = selector(query, {"advantage", "rl.lr", "ended"}, lambda row: row["text"], FLAGS)
+    fits = selector(query, {"advantage", "rl.lr", "ended", "solved"}, lambda row: row["text"], FLAGS)
     assert [at for at, row in enumerate(ROWS) if fits(row, row)] == expected
 
 
 @pytest.mark.parametrize(
     ("query", "reason"),
-    [("gain > 1", "no such"), ("/(/", "no regular"), ("advantage < low", "no number"), ("gain and", "put `and`")],
+    [
+        ("gain > 1", "no such"),
+        ("/(/", "no regular"),
+        ("advantage < low", "no number"),
+        ("gain and", "put `and`"),
+        ("/a/ gain", "put `and`"),
+        ("odd or advantage > 3", "no `or`"),
+        ("advantage < 1 or more", "no `or`"),
+    ],
 )
 def test_what_cannot_be_asked_is_said(query: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        selector(query, {"advantage"}, str)
+        selector(query, {"advantage"}, str, {"odd": bool})
 
 
 def test_flags_are_the_monitors_and_held_out_rollouts_are_searched_too() -> None:
@@ -74,6 +85,7 @@ def test_runs_are_named_by_what_differs_and_seeds_are_one_line_with_an_interval(
     assert len(paths) == 3, "of these one has only begun"
     assert {row["name"]: row["seed"] for row in run_rows(paths)} == {"seed 0": 0, "seed 1": 1}
     assert [row["run"] for row in run_rows(paths, "final > .69 and seed = 1")] == ["example_seed_1"]
+    assert not run_rows(paths, "rl.steps < 9") and len(run_rows(paths, "rl.steps >= 9")) == 2, "what all runs share"
 
     first = read_status(EXAMPLES[0])
     seeds = [replace(first, settings={**first.settings, "seed": seed}) for seed in (0, 1, 2)]
