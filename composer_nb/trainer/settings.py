@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.environment import FOREIGN, EnvSettings
 from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import JUDGED, RewardSettings
@@ -408,6 +408,13 @@ class Settings:
         """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""
         model = self.model.architecture
         return model.stretched(self.extend.factor) if self.extend.steps else model
+
+    @property
+    def user_code(self) -> list[str]:
+        """The user's classes and functions, as `MODULE:NAME`, that the environment, the reward and the advantages are."""
+        own = self.env.own is not None and not self.env.tasks.startswith(FOREIGN)
+        names = [self.reward.judge, self.loss.baseline, *self.reward.weights, *([self.env.tasks] if own else [])]
+        return [name for name in names if ":" in name]
 
     @property
     def searched(self) -> bool:

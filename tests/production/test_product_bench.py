@@ -194,6 +194,7 @@ def test_an_evaluation_is_pinned_to_its_harness(
     (tmp_path / "package/harness").mkdir(parents=True)
     (tmp_path / "package/harness/tool.py").write_text("changed")
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "package")
+    monkeypatch.setattr(provenance, "EVALUATION", ["harness"])
     provenance.harness_digest.cache_clear()
     changed = provenance.harness_digest()
     (tmp_path / "package/labs.py").write_text("not the harness")

@@ -219,7 +219,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
         raise ValueError(reason)
     if settings.services.on and is_rl_due and run.finished("rl") is None:
         if not (run.path / CAPSULE).is_file():
-            write_json(run.path / CAPSULE, capsule(run.path, settings.env))
+            write_json(run.path / CAPSULE, capsule(run.path, settings.env, settings.user_code))
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)

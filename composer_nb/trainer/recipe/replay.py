@@ -99,11 +99,12 @@ def replay(
 
 
 def other_origins(run: RunDir, settings: Settings) -> list[str]:
-    """Return what of the capsule with which a run's RL began (code, data, image, tools) is not the same here and now; nothing for
-    a run without a capsule."""
+    """Return what of the capsule with which a run's RL began (`provenance.capsule`) is not the same here and now; nothing for a
+    run without a capsule."""
     file = run.path / CAPSULE
     stored = json_of(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return [name for name, digest in capsule(run.path, settings.env).items() if stored.get(name, digest) != digest]
+    digests = capsule(run.path, settings.env, settings.user_code)
+    return [name for name, digest in digests.items() if stored.get(name, digest) != digest]
 
 
 # Branches
