@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def test_calls_take_their_share_of_the_time_alone_and_no_call_takes_longer_than_
         time.sleep(0.01)
     assert time.monotonic() - start > 0.2 / 0.5, "half of the time"
     assert not Judge("own_judge:slow", 1.0, 0.05)(attempt)
+    with ThreadPoolExecutor(2) as pool:
+        judge = Judge("own_judge:slow", 0.5, 60.0)
+        call = pool.submit(judge, attempt)
+        time.sleep(0.1)
+        assert not judge(attempt) and call.result(), "the call under way takes its time, too"
     assert Judge("own_judge:single", 1.0, 60.0)(attempt) == {"judged": 0.5}
 
 
