@@ -75,8 +75,10 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     for name, files in stubs.items():
         if any(files[path] != plain[path] for path in code):
             yield Probe(name=name, files=files)
+    broken = stubs["functions return None"]
+    if all(broken[path] == plain[path] for path in code):  # the solution changes no function
+        broken = {**start, **{path: start.get(path, b"") for path in code}}
     for name, head in AT_IMPORT.items() if code else ():
-        broken = stubs["functions return None"]
         yield Probe(name=name, files={**broken, **{path: _headed(broken[path].decode(), head) for path in code}})
     yield Probe(name="a conftest that passes all", files={**start, "conftest.py": REPORT.encode()})
     collecting = {"pytest.ini": b"[pytest]\naddopts = --collect-only\n"}
