@@ -60,7 +60,10 @@ ARMS: dict[str, Arm] = {
     "solved alone": PLAIN,
     "and unfounded claims −0.3": (RewardSettings(weights=SOLVED | {"unfounded_claims": -0.3}), LossSettings()),
     "and lint −0.3": (RewardSettings(weights=SOLVED | {"lint_delta": -0.3}), LossSettings()),
-    "and lint, style −0.3": (RewardSettings(weights=SOLVED | {"lint_delta": -0.3, "style_delta": -0.3}), LossSettings()),
+    "and lint, style −0.3": (
+        RewardSettings(weights=SOLVED | {"lint_delta": -0.3, "style_delta": -0.3}),
+        LossSettings(),
+    ),
 }
 STYLES = ("clean", "unused", "roundabout")
 """Ways to repair a line: its sign alone; with a variable that nothing uses, which the term's linter finds; and with one that is
