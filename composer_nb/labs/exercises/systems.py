@@ -250,6 +250,11 @@ def after_the_last_turn(tokens_T: Sequence[int], start: int, trigger: int) -> li
     return [*before, last - 1]
 
 
+def without_the_last(tokens_T: Sequence[int], start: int, trigger: int) -> list[int]:
+    """The last segment is missing. The rollout ends it, whether or not it has reached the trigger."""
+    return segment_turns(tokens_T, start, trigger)[:-1]
+
+
 SEGMENT_TURNS = Exercise(
     segment_turns,
     ([30, 40, 20, 150, 10, 10, 90], 20, 110),
@@ -261,6 +266,7 @@ SEGMENT_TURNS = Exercise(
         without_its_start,
         without_later_starts,
         after_the_last_turn,
+        without_the_last,
     ),
 )
 

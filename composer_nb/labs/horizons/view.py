@@ -22,7 +22,7 @@ _KINDS = {
     "summary": (Kind.SUMMARY,),
 }
 _COLORS = {"read": style.GREY, "said": style.BLUE, "summary": style.ORANGE}
-_SIDES = {"self": style.BLUE, "prompted": style.ORANGE, "truncate": style.VERMILION}
+_SIDES = {"self": style.GREEN, "prompted": style.PURPLE, "truncate": style.SKY}  # none of _COLORS, nor the triggers'
 
 
 def contexts(attempts: Sequence[Attempt], triggers: Sequence[int]) -> Picture:
