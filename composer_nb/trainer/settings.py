@@ -412,8 +412,9 @@ class Settings:
     @property
     def user_code(self) -> list[str]:
         """The user's classes and functions, as `MODULE:NAME`, that the environment, the reward and the advantages are."""
-        own = self.env.own is not None and not self.env.tasks.startswith(FOREIGN)
-        names = [self.reward.judge, self.loss.baseline, *self.reward.weights, *([self.env.tasks] if own else [])]
+        names = [self.reward.judge, self.loss.baseline, *self.reward.weights]
+        if self.env.own is not None and not self.env.tasks.startswith(FOREIGN):
+            names.append(self.env.tasks)
         return [name for name in names if ":" in name]
 
     @property

@@ -44,7 +44,7 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
     for path in paths:
         with suppress(ValueError, FileNotFoundError, sqlite3.OperationalError):  # a run.db without tables yet
             statuses.append(read_status(path))
-    rows = []
+    rows, searched_rows = [], []
     for status, values in zip(statuses, differing_settings(statuses), strict=True):
         row: dict[str, Any] = {"run": status.path.name, "name": label(values), "path": str(status.path)}
         row |= {"state": status.state, "steps": len(status.steps)}
@@ -53,9 +53,11 @@ def run_rows(paths: Sequence[Path], where: str = "") -> list[dict[str, Any]]:
             score = status.scores.get(policy, {})
             low, high = score.get("ci95", (None, None))
             row |= {policy: score.get("pass_at_1"), f"{policy}_low": low, f"{policy}_high": high}
-        rows.append((row | values, flat(current(status.settings)) | row))
-    fits = selector(where, {name for _, named in rows for name in named}, lambda row: " ".join(map(str, row.values())))
-    return [row for row, named in rows if fits(named, row)]
+        rows.append(row | values)
+        searched_rows.append(flat(current(status.settings)) | row)
+    names = {name for row in searched_rows for name in row}
+    fits = selector(where, names, lambda row: " ".join(map(str, row.values())))
+    return [row for row, searched in zip(rows, searched_rows, strict=True) if fits(searched, row)]
 
 
 def grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
