@@ -16,6 +16,7 @@ import psutil
 from test_jobs_fire import Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.trainer.services.cluster import ADDRESS, NO_METRICS, STARTS, free_ports, tell_ports
 
 # Root needs no user namespace, in which the sandboxes' account would be missing.
 APART = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--mount"]
@@ -26,10 +27,10 @@ class Cluster:
     """Two nodes of Ray, with what they have (`num_cpus`, `num_gpus`). The folder `hidden` is an empty one for the second."""
 
     def __init__(self, bench: Bench, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None) -> None:
-        self.bench, self.words = bench, bench.folder / "cluster.txt"
-        bench.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.bench = bench
+        bench.environment |= NO_METRICS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.folder = Path(tempfile.mkdtemp(prefix="cnb-"))  # short, because it contains the paths of sockets
-        self.nodes: list[subprocess.Popen[str]] = []
+        self.nodes: list[subprocess.Popen[bytes]] = []
         try:
             self.start(first, second, hidden)
         except BaseException:
@@ -38,26 +39,28 @@ class Cluster:
 
     def start(self, first: dict[str, Any], second: dict[str, Any], hidden: Path | None) -> None:
         self.start_node([], "--head", "--port=0", f"--temp-dir={self.folder}", "--include-dashboard=false", **first)
-        address = self.folder / "ray_current_cluster"
-        while not address.is_file():
-            assert self.nodes[0].poll() is None, self.words.read_text()
-            time.sleep(0.1)
-        self.address = address.read_text()
+        self.address = (self.folder / ADDRESS).read_text()
         self.start_node([*APART, str(hidden)] if hidden else [], f"--address={self.address}", **second)
 
-    def open(self, command: list[str]) -> subprocess.Popen[str]:
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": self.words.open("a")}
-        return subprocess.Popen(command, env=self.bench.environment, text=True, **pipes)
-
     def start_node(self, apart: list[str], *options: str, **resources: int) -> None:
-        has = [f"--{name.replace('_', '-')}={count}" for name, count in resources.items()]
-        node = self.open([*apart, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options, *has])
-        assert node.stdout is not None
-        self.nodes.append(node)
-        while "block forever" not in node.stdout.readline():
-            assert node.poll() is None, self.words.read_text()
+        """Start a node as `services.cluster.start` does, with other resources and its own view of the file system."""
+        ports = free_ports("127.0.0.1")
+        values = {name.replace("_", "-"): count for name, count in resources.items()} | ports
+        command = [*apart, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--no-monitor", *options]
+        command += ["--include-log-monitor=false", *(f"--{name}={value}" for name, value in values.items())]
+        log = self.bench.folder / f"node-{len(self.nodes)}.txt"
+        for _ in range(STARTS):
+            with log.open("wb") as out:
+                node = subprocess.Popen(command, env=self.bench.environment, stdout=out, stderr=out)
+            while node.poll() is None:
+                if "block forever" in log.read_text():
+                    self.nodes.append(node)
+                    return
+                tell_ports(self.folder, ports)
+                time.sleep(0.1)
+        raise AssertionError(log.read_text())
 
-    def lose(self, *nodes: subprocess.Popen[str]) -> None:
+    def lose(self, *nodes: subprocess.Popen[bytes]) -> None:
         for node in (node for node in nodes if node.poll() is None):
             for process in psutil.Process(node.pid).children(recursive=True):
                 process.kill()

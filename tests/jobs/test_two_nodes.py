@@ -61,7 +61,7 @@ def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, k
     run, s = tmp_path / "gone", Settings()
     more = {
         EngineService: (run, s, 0, 0, "engine"),
-        EnvironmentService: (run, s.env, s.limits, 4, None, False),
+        EnvironmentService: (run, s.env, s.limits, s.reward, 4, None, False),
         TrainerRank: (0, run, s),
     }
     with pytest.raises(NotSeen, match="does not see .*/gone: keep --runs on"):

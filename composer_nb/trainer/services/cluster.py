@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,9 +202,7 @@ def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
         token()
     if "RAY_AUTH_TOKEN" not in os.environ:
         make_token(_token_file())
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server((machine.host or "127.0.0.1", 0))) for _ in PORTS]
-        ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
+    ports = free_ports(machine.host or "127.0.0.1")
     roles = {name: int(most or ROLE) for name, _, most in (role.partition("=") for role in machine.roles)}
     options = {
         "num-cpus": os.cpu_count(), "object-store-memory": 256 << 20, "temp-dir": folder, "include-log-monitor": "false",
@@ -230,13 +229,25 @@ def start(folder: Path, machine: ClusterNode) -> subprocess.Popen[bytes]:
         while process.poll() is None:
             if (folder / ADDRESS).is_file():
                 return process
-            # A raylet ends itself if its agents have not told it of their ports after 15 s, as on a busy machine.
-            for gcs in folder.glob(f"session_*/{GCS}*"):
-                for option, name in PORTS.items():
-                    if name and not (file := gcs.with_name(f"{name}_{gcs.name.removeprefix(GCS)}")).exists():
-                        file.write_text(str(ports[option]))
+            tell_ports(folder, ports)
             time.sleep(0.05)
     raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
+
+
+def free_ports(host: str) -> dict[str, int]:
+    """Return a free port for each option in PORTS."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((host, 0))) for _ in PORTS]
+        return {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
+
+
+def tell_ports(folder: Path, ports: Mapping[str, int]) -> None:
+    """Write the ports of the agents of nodes that start in `folder`, in place of these: a raylet ends itself if its agents have
+    not told it of their ports after 15 s, as on a busy machine."""
+    for gcs in folder.glob(f"session_*/{GCS}*"):
+        for option, name in PORTS.items():
+            if name and not (file := gcs.with_name(f"{name}_{gcs.name.removeprefix(GCS)}")).exists():
+                file.write_text(str(ports[option]))
 
 
 def make_token(file: Path) -> None:
