@@ -13,8 +13,6 @@ from composer_nb.harness.sandbox.toolchain import Interpreter, made_programs
 
 CAPSULE = "capsule.json"
 ROOT = Path(__file__).parents[2]
-
-
 # What runs and scores evaluations, of policies and of agents.
 EVALUATION = (
     "harness",
